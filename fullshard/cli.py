@@ -1,0 +1,213 @@
+"""The command line: parses, calls one function, prints. Data on stdout, the rest on stderr.
+
+Nothing here imports torch or jax at the top: `--help` must be quick, and presets need neither.
+"""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import fullshard
+from fullshard import presets
+from fullshard.description import Description
+from fullshard.errors import FullshardError
+from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.strategies import STRATEGIES, strategy
+
+app = typer.Typer(
+    name="fullshard",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="""Train models that do not fit on one device.
+
+    How a model is sharded is a value, the plan: print it, diff it, store it, carry it out.
+
+    MODEL is a preset (llama3-8b, gpt2 …; `fullshard models` lists them), a directory with a Hugging Face
+    config.json, or file.py:callable / package.module:callable that returns a module.
+    """,
+    epilog="Completion for your shell: fullshard --install-completion",
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Classes = Annotated[list[str] | None, typer.Option("--class", metavar="NAME", help="Each module of this class is a unit.")]
+Names = Annotated[
+    list[str] | None, typer.Option("--names", metavar="PATTERN", help="Each module of this path is a unit (wildcards).")
+]
+MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at least N parameters is a unit.")]
+
+Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
+Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
+DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(fullshard.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the presets and their sizes."""
+    from fullshard.text import count_text, table
+
+    found = {name: presets.describe(name) for name in presets.PRESETS}
+    if as_json:
+        _print_json({name: {"parameters": d.numel, "units": len(d.units)} for name, d in found.items()})
+        return
+    rows = [[n, count_text(d.numel), str(presets.PRESETS[n].layers), str(presets.PRESETS[n].dim)] for n, d in found.items()]
+    typer.echo(table(["preset", "parameters", "layers", "dim"], rows, right=(1, 2, 3)))
+
+
+@app.command()
+def units(model: Model, classes: Classes = None, names: Names = None, min_params: MinParams = 0, as_json: AsJson = False) -> None:
+    """Show which modules of MODEL gather, compute and free together.
+
+    Blocks that repeat are found by themselves; --class, --names or --min-params choose them by hand.
+    """
+    description = _describe(model, classes, names, min_params)
+    if as_json:
+        _print_json(description.to_dict())
+    else:
+        typer.echo(str(description))
+
+
+@app.command()
+def plan(
+    model: Model,
+    devices: Annotated[int, typer.Option(metavar="N", help="How many devices the plan is for.")],
+    strategy_name: Annotated[
+        Strategy, typer.Option("--strategy", help="What is sharded, and when it is gathered.")
+    ] = Strategy.zero3,  # type: ignore[attr-defined]
+    replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1,
+    reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None,
+    replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0,
+    replicate_units: Annotated[
+        list[str] | None, typer.Option("--keep-whole", metavar="UNIT", help="mixed: units that stay whole.")
+    ] = None,
+    tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1,
+    compute: Annotated[DType, typer.Option(help="Dtype of gathered parameters and activations.")] = DType.bf16,  # type: ignore[attr-defined]
+    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
+    remat: Annotated[Remat, typer.Option(help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
+    remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1,
+    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences a rank computes at a time.")] = 1,
+    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
+    prefetch: Annotated[int, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.")] = 1,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
+    classes: Classes = None,
+    names: Names = None,
+    min_params: MinParams = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan as JSON to FILE.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the plan of a strategy for MODEL and show it; -o writes it for `shard` and for recipes.
+
+    Example: fullshard plan llama3-8b --devices 64 --strategy hybrid --replicate 8 --remat full -o plan.json
+    """
+    own = _own_arguments(str(strategy_name), devices, tensor, replicate, reshard, replicate_below, replicate_units or [])
+    made = strategy(
+        str(strategy_name),
+        _describe(model, classes, names, min_params),
+        **own,
+        tensor=tensor,
+        precision=Precision(compute=str(compute), reduce=str(reduce)),  # type: ignore[arg-type]
+        batch=Batch(micro_batch, sequence, accumulate),
+        prefetch=Prefetch(prefetch, prefetch),
+        remat=str(remat),
+        remat_every=remat_every,
+        compile=compile,
+    )
+    if output:
+        _write(output, made)
+    typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
+
+
+@app.command()
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    diff: Annotated[Path | None, typer.Option(metavar="OTHER", help="Say what differs from PLAN to OTHER instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a plan file as a table, or say in words how another one differs from it."""
+    first = Plan.load(path)
+    if diff is None:
+        typer.echo(first.to_json() if as_json else str(first), nl=not as_json)
+        return
+    lines = first.diff(Plan.load(diff))
+    if as_json:
+        _print_json(lines)
+    else:
+        typer.echo("\n".join(lines) or "the two plans are the same")
+
+
+def _own_arguments(
+    name: str, devices: int, tensor: int, replicate: int, reshard: int | None, below: int, whole: list[str]
+) -> dict[str, Any]:
+    """What each strategy takes besides the common options; an option it does not take is refused."""
+    given = {
+        "replicate": replicate != 1,
+        "reshard": reshard is not None,
+        "replicate-below": below != 0,
+        "keep-whole": bool(whole),
+    }
+    takes = {"hybrid": {"replicate"}, "hpz": {"reshard"}, "mixed": {"replicate-below", "keep-whole"}}.get(name, set())
+    for option, on in given.items():
+        if on and option not in takes:
+            owner = {"replicate": "hybrid", "reshard": "hpz"}.get(option, "mixed")
+            raise FullshardError(f"--{option} has no effect with --strategy {name}; write --strategy {owner}, or leave it out")
+    if name == "hybrid":
+        if devices % (replicate * tensor):
+            raise FullshardError(f"--replicate {replicate} × --tensor {tensor} must divide --devices {devices}")
+        return {"replicate": replicate, "shard": devices // replicate // tensor}
+    if name == "hpz":
+        if reshard is None:
+            raise FullshardError("--strategy hpz needs --reshard N, the ranks that keep the parameters after forward")
+        return {"devices": devices, "reshard": reshard}
+    if name == "mixed":
+        return {"devices": devices, "replicate_below": below, "replicate": whole}
+    return {"devices": devices}
+
+
+def _describe(model: str, classes: list[str] | None, names: list[str] | None, min_params: int) -> Description:
+    """From a preset's size where that is enough, from the module itself where it is not."""
+    if model in presets.PRESETS and not (classes or names or min_params):
+        return presets.describe(model)
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(f"{model!r} needs torch ({error}); pip install 'fullshard[torch]', or use a preset") from None
+    found = on_torch.load_model(model)
+    return on_torch.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
+
+
+def _write(path: Path, made: Plan) -> None:
+    try:
+        made.save(path)
+    except OSError as error:
+        raise FullshardError(f"cannot write {path}: {error.strerror}") from None
+    typer.echo(f"plan written to {path}", err=True)
+
+
+def _print_json(data: object) -> None:
+    typer.echo(json.dumps(data, indent=1))
+
+
+def main() -> None:
+    """The entry point: a refusal is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except FullshardError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""First-step checks: faults that cost nothing to find at the start and weeks to find later.
+
+Each raises one sentence on every rank alike. They run in the first step only, so that they may wait for
+the device and for the other ranks.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.initialize import refuse_unset
+from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
+from fullshard.on_torch.state import State
+from fullshard.plan import Unit
+
+
+class CheckError(FullshardError):
+    """A run that would train silently wrong."""
+
+
+def before_first_step(state: State, batches: list[Batch], loss: LossFunction) -> None:
+    """Everything that can be seen before the first forward."""
+    check_sharding(state)
+    refuse_unset(state.model)
+    check_copies_agree(state)
+    check_optimizer_references(state)
+    check_data(state, batches)
+    check_loss_is_a_sum(state, batches, loss)
+
+
+def check_sharding(state: State) -> None:
+    """Every parameter lies on the mesh of its unit, cut as the plan says."""
+    for unit, name, p in _unit_parameters(state):
+        want = state.meshes.data(unit.layout)
+        if not isinstance(p, DTensor):
+            raise CheckError(
+                f"unit {unit.name}: parameter {name} is not sharded: it was replaced after shard(); load values in place instead"
+            )
+        cut = {i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)}
+        names = p.device_mesh.mesh_dim_names or ()
+        shape = {n: p.device_mesh.size(i) for i, n in enumerate(names) if n != "tensor"}
+        wanted = {n: want.size(i) for i, n in enumerate(want.mesh_dim_names or ())}
+        if shape != wanted or (names.index("shard") not in cut):
+            raise CheckError(
+                f"unit {unit.name}: parameter {name} lies on {shape}, but the plan puts it on {wanted}; call shard() again"
+            )
+
+
+def check_copies_agree(state: State) -> None:
+    """Buffers, and parameters that several ranks hold whole, are equal on all of them."""
+    tensors: dict[str, Tensor] = dict(state.model.named_buffers())
+    tensors |= {n: p for n, p in state.model.named_parameters() if isinstance(p, DTensor) and _whole(p)}
+    digests = _gather({n: _checksum(t) for n, t in tensors.items()})
+    for name in tensors:
+        if any(d[name] != digests[0][name] for d in digests):
+            raise CheckError(f"{name} differs between ranks; initialise it from a seed, not from each rank's own random state")
+
+
+def _whole(p: DTensor) -> bool:
+    return all(isinstance(placement, Replicate) or p.device_mesh.size(i) == 1 for i, placement in enumerate(p.placements))
+
+
+def check_optimizer_references(state: State) -> None:
+    """The optimizer updates the very parameters the model computes with, all of them."""
+    assert state.optimizer is not None
+    held = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    trained = {id(p): n for n, p in state.model.named_parameters() if p.requires_grad}
+    missing = [n for i, n in trained.items() if i not in held]
+    if missing:
+        raise CheckError(
+            f"the optimizer does not hold {missing[0]}{_more(missing)}: it was built before the model was sharded, "
+            "or the parameter was replaced; build the optimizer after shard()"
+        )
+    if len(held) > len(trained):
+        raise CheckError(
+            f"the optimizer holds {len(held) - len(trained)} parameters the model does not train; build it from this model"
+        )
+
+
+def check_data(state: State, batches: list[Batch]) -> None:
+    """Different data on different data ranks, the same data within a tensor group."""
+    digests = _gather([_digest(b["input_ids"]) for b in batches])
+    tensor = state.plan.mesh.tensor
+    first_seen: dict[str, int] = {}
+    for rank, found in enumerate(digests):
+        group = rank // tensor
+        if found != digests[group * tensor]:
+            raise CheckError(
+                f"ranks {group * tensor} and {rank} share a tensor group but see different data; feed both data rank {group}'s"
+            )
+        for digest in found if rank % tensor == 0 else []:
+            other = first_seen.setdefault(digest, rank)
+            if other != rank:
+                raise CheckError(
+                    f"ranks {other} and {rank} see the same first batch, so that one of them trains for nothing; "
+                    "shard the data by rank"
+                )
+
+
+def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) -> None:
+    """The loss of a batch is the sum of the losses of its rows; a mean would be divided by the tokens twice."""
+    rows = batches[0]["input_ids"].shape[0]
+    if loss is summed_loss or rows < 2:
+        return
+    was_training = state.model.training
+    state.model.eval()
+    with torch.no_grad():
+        halves = [{k: v[part] for k, v in batches[0].items()} for part in (slice(0, rows // 2), slice(rows // 2, rows))]
+        whole, first, second = (float(loss(state.model, b)) for b in (batches[0], *halves))
+    state.model.train(was_training)
+    verdicts = _gather(abs(first + second - whole) > 0.05 * abs(whole) + 1e-6)
+    if any(verdicts):
+        raise CheckError(
+            f"the loss of a batch ({whole:.4g}) is not the sum of the losses of its halves ({first:.4g} + {second:.4g}): "
+            "return a sum over tokens, not a mean; the step divides by the global token count itself"
+        )
+
+
+def after_first_backward(state: State) -> None:
+    """Every unit that is to be trained received a gradient."""
+    totals: dict[str, float] = {}
+    for unit, _, p in _unit_parameters(state):
+        if p.requires_grad:
+            grad = p.grad
+            local = torch.zeros(1) if grad is None else grad.to_local() if isinstance(grad, DTensor) else grad
+            totals[unit.name] = totals.get(unit.name, 0.0) + float(local.abs().sum())
+    gathered = _gather(totals)
+    for name in totals:
+        if not any(t[name] for t in gathered):  # NaN is no zero: the caller's business, not this check's
+            raise CheckError(
+                f"unit {name} received no gradient: its parameters are not part of the loss, or forward detaches them; "
+                "freeze them (requires_grad_(False)) if that is meant"
+            )
+
+
+def fingerprints(state: State) -> dict[str, int]:
+    """A number for each unit's trainable parts on this rank that changes when they do."""
+    sums: dict[str, int] = {}
+    for unit, _, p in _unit_parameters(state):
+        if p.requires_grad:
+            sums[unit.name] = sums.get(unit.name, 0) + _checksum(p)
+    return sums
+
+
+def after_first_update(state: State, before: dict[str, int]) -> None:
+    """The optimizer's step changed the weights of every trainable unit."""
+    assert state.optimizer is not None
+    if all(group["lr"] == 0 for group in state.optimizer.param_groups):
+        return  # a warm-up may start from nothing
+    after = fingerprints(state)
+    changed = _gather({unit: after[unit] != before[unit] for unit in before})
+    for unit in before:
+        if not any(c[unit] for c in changed):
+            raise CheckError(
+                f"unit {unit} did not change in the first optimizer step: the optimizer updates other tensors than the "
+                "model computes with (build it after shard()), or the learning rate is too small for the master dtype"
+            )
+
+
+def _unit_parameters(state: State) -> list[tuple[Unit, str, nn.Parameter]]:
+    """(unit, name, parameter) for every parameter of the model."""
+    found = []
+    for name, p in state.model.named_parameters():
+        unit = state.plan.unit_of(name)
+        assert unit is not None, name
+        found.append((unit, name, p))
+    return found
+
+
+def _gather(value: object) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The sum of the tensor's bits as integers, computed where it lies and without a copy of it."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    return int(local.contiguous().view(words).sum(dtype=torch.int64))
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=12).hexdigest()
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

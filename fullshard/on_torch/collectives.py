@@ -1,0 +1,87 @@
+"""What crossed the wire: a record of the collectives that really ran, with their bytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind = Literal["gather", "reduce", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective. `nbytes` is the size of the whole tensor: a gather's output, a reduction's input."""
+
+    kind: Kind
+    nbytes: int
+    ranks: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Traffic:
+    """Collectives in the order in which they were issued. Groups of one rank move nothing and are left out."""
+
+    collectives: list[Collective] = field(default_factory=list)
+
+    def nbytes(self, kind: Kind, ranks: int | None = None) -> int:
+        return sum(c.nbytes for c in self.collectives if c.kind == kind and ranks in (None, c.ranks))
+
+    def count(self, kind: Kind) -> int:
+        return sum(c.kind == kind for c in self.collectives)
+
+
+@contextmanager
+def record() -> Iterator[Traffic]:
+    """Record the collectives issued inside, in forward and backward alike."""
+    traffic = Traffic()
+    with _Recorder(traffic):
+        yield traffic
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, traffic: Traffic):
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _read(func, args)
+        if found is not None and found.ranks > 1:
+            self.traffic.collectives.append(found)
+        return func(*args, **(kwargs or {}))
+
+
+def _read(func: Any, args: Any) -> Collective | None:
+    """The collective that an operator call is, if it is one."""
+    match getattr(func, "_schema", None) and func._schema.name:
+        case "c10d::_allgather_base_":
+            return _make("gather", args[0], _size(args[2]))
+        case "c10d::_reduce_scatter_base_":
+            return _make("reduce", args[1], _size(args[2]))
+        case "c10d::allreduce_":
+            return _make("all_reduce", args[0][0], _size(args[1]))
+        case "_c10d_functional::all_gather_into_tensor":
+            return Collective("gather", args[0].nbytes * args[1], args[1], args[0].dtype)
+        case "_c10d_functional::reduce_scatter_tensor":
+            return Collective("reduce", args[0].nbytes, args[2], args[0].dtype)
+        case "_c10d_functional::all_reduce" | "_c10d_functional::all_reduce_":
+            return Collective("all_reduce", args[0].nbytes, _resolve(args[2]), args[0].dtype)
+    return None
+
+
+def _make(kind: Kind, tensor: torch.Tensor, ranks: int) -> Collective:
+    return Collective(kind, tensor.nbytes, ranks, tensor.dtype)
+
+
+def _size(boxed: Any) -> int:
+    return dist.ProcessGroup.unbox(boxed).size()
+
+
+def _resolve(name: Any) -> int:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name).size()

@@ -1,0 +1,228 @@
+"""From a module to its description: which modules belong together, and what they hold.
+
+Works on any `nn.Module`, on the meta device or not; reads names, shapes and registration order only.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fullshard.description import Description, Kind, Tensor, UnitDescription
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.dtypes import WORD
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def describe(
+    model: nn.Module,
+    *,
+    classes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    min_params: int = 0,
+    title: str = "",
+) -> Description:
+    """The units of `model`.
+
+    Repeated blocks are found by themselves; what comes before them is the embedding's unit, what comes
+    after them the head's, and tied parameters bring their units together. To choose the blocks yourself
+    give one of: `classes`, class names; `names`, module paths with wildcards; `min_params`, the size from
+    which a module is a unit of its own.
+    """
+    rules = {"classes": bool(classes), "names": bool(names), "min_params": bool(min_params)}
+    if sum(rules.values()) > 1:
+        raise FullshardError(f"grouping takes one rule, not {' and '.join(k for k, on in rules.items() if on)}")
+    if classes:
+        blocks = _by_class(model, classes)
+    elif names:
+        blocks = _by_name(model, names)
+    elif min_params:
+        blocks = _by_size(model, min_params)
+    else:
+        blocks = repeated_blocks(model)
+    units, buffers = _facts(model, _merge_tied(model, _with_leftovers(model, blocks)))
+    return Description(title or type(model).__name__, tuple(units), buffers)
+
+
+class _Group:
+    """A unit while it is being put together."""
+
+    def __init__(self, name: str, kind: Kind, modules: list[str]):
+        self.name, self.kind, self.modules = name, kind, modules
+
+
+# -- finding the blocks ----------------------------------------------------------------------------
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Paths of the outermost modules that repeat: the layers of a transformer, the stages of a network.
+
+    Layers made of parts are preferred to a row of plain linears; a model without containers falls back
+    on its own children.
+    """
+    for composite in (True, False):
+        found = [path for container in _outermost_repeating(model, "", composite) for path in container]
+        if found:
+            return found
+    return _children_with_parameters(model)
+
+
+def _outermost_repeating(module: nn.Module, path: str, composite: bool) -> Iterator[list[str]]:
+    children = [(f"{path}.{n}" if path else n, c) for n, c in module.named_children() if _has_parameters(c)]
+    kinds = Counter(type(c) for _, c in children if not composite or any(True for _ in c.children()))
+    repeating = [t for t, count in kinds.items() if count > 1 or (len(children) == 1 and isinstance(module, nn.ModuleList))]
+    if isinstance(module, CONTAINERS) and repeating:
+        yield [p for p, _ in children]
+        return
+    for child_path, child in children:
+        yield from _outermost_repeating(child, child_path, composite)
+
+
+def _children_with_parameters(model: nn.Module) -> list[str]:
+    paths = [n for n, c in model.named_children() if _has_parameters(c)]
+    if len(paths) == 1 and any(True for _ in model.get_submodule(paths[0]).children()):
+        return [f"{paths[0]}.{p}" for p in _children_with_parameters(model.get_submodule(paths[0]))]
+    return paths if len(paths) > 1 else []
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _by_class(model: nn.Module, classes: Sequence[str]) -> list[str]:
+    present = Counter(type(m).__name__ for _, m in model.named_modules() if _has_parameters(m))
+    for name in classes:
+        if name not in present:
+            listing = ", ".join(f"{k} ×{n}" for k, n in present.items())
+            raise FullshardError(f"no module of class {name!r}{nearest(name, list(present))} (the model has {listing})")
+    return _outermost([p for p, m in model.named_modules() if p and type(m).__name__ in classes])
+
+
+def _by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    paths = [p for p, m in model.named_modules() if p and _has_parameters(m)]
+    hits: set[str] = set()
+    for pattern in patterns:
+        matched = [p for p in paths if fnmatch.fnmatchcase(p, pattern) and p.count(".") == pattern.count(".")]
+        if not matched:
+            listing = ", ".join(p for p in paths if p.count(".") <= 2)
+            raise FullshardError(f"no module is called {pattern!r}{nearest(pattern, paths)} (the model has {listing})")
+        hits.update(matched)
+    return [p for p in paths if p in hits]
+
+
+def _by_size(model: nn.Module, min_params: int) -> list[str]:
+    """Bottom up, as FSDP1's size policy: a module whose parameters not yet taken reach the size."""
+    units: list[str] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> int:
+        rest = sum(visit(child, f"{path}.{n}" if path else n) for n, child in module.named_children())
+        for p in module.parameters(recurse=False):
+            if id(p) not in seen:
+                seen.add(id(p))
+                rest += p.numel()
+        if path and rest >= min_params and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            units.append(path)
+            return 0
+        return rest
+
+    visit(model, "")
+    if not units:
+        largest = max((sum(p.numel() for p in m.parameters()), n) for n, m in model.named_modules() if n)
+        raise FullshardError(f"no module has {min_params} parameters; the largest, {largest[1]}, has {largest[0]}")
+    return units
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    return [p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)]
+
+
+# -- what is not a block -----------------------------------------------------------------------------
+
+
+def _with_leftovers(model: nn.Module, blocks: list[str]) -> list[_Group]:
+    """Blocks, and around them the parameters that are in none: `embed` before the first block, `head`
+    after the last, `middle` between (an encoder's last norm), `root` what only the model itself holds."""
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    ordered = sorted(blocks, key=order.__getitem__)
+    embed, middle, head = _Group("embed", "embed", []), _Group("middle", "middle", []), _Group("head", "head", [])
+    root = _Group("root", "root", [])
+    for path in _leftover_modules(model, ordered):
+        if path == "" or any(b.startswith(f"{path}.") for b in blocks):
+            root.modules = [""]  # parameters of a module around the blocks: only the root can gather them
+        elif not ordered or order[path] < order[ordered[0]]:
+            embed.modules.append(path)
+        else:
+            (head if order[path] > order[ordered[-1]] else middle).modules.append(path)
+    groups = [embed, *[_block(model, path) for path in ordered], middle, head, root]
+    return [g for g in groups if g.modules] or [_Group("root", "root", [""])]
+
+
+def _block(model: nn.Module, path: str) -> _Group:
+    return _Group(path, "embed" if isinstance(model.get_submodule(path), nn.Embedding) else "block", [path])
+
+
+def _leftover_modules(model: nn.Module, blocks: list[str]) -> list[str]:
+    """Outermost modules with parameters of their own outside every block; `""` for the model itself."""
+    owners = [
+        path
+        for path, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and not _inside(path, blocks)
+    ]
+    free = [p for p in owners if p and not any(b.startswith(f"{p}.") for b in blocks)]
+    around = [p for p in owners if p not in free]
+    return [*around, *_outermost(free)]
+
+
+def _inside(path: str, parents: Sequence[str]) -> bool:
+    return any(path == p or path.startswith(f"{p}.") for p in parents if p)
+
+
+def _merge_tied(model: nn.Module, groups: list[_Group]) -> list[_Group]:
+    """Units that share a parameter become one: a gathered tensor can belong to one unit only."""
+    for names in _ties(model).values():
+        sharing = [g for g in groups if any(_owner(n, groups) is g for n in names)]
+        if sharing and sharing[-1].kind == "root":
+            sharing.reverse()  # the root already reaches every module
+        for other in sharing[1:]:
+            if sharing[0].kind != "root":
+                sharing[0].modules += other.modules
+            groups.remove(other)
+    return groups
+
+
+def _ties(model: nn.Module) -> dict[int, list[str]]:
+    """Parameters with several names: id to names, in registration order."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return {key: found for key, found in names.items() if len(found) > 1}
+
+
+def _owner(parameter: str, groups: list[_Group]) -> _Group | None:
+    """The group whose deepest module holds the parameter; the root takes what no other does."""
+    best: tuple[int, _Group | None] = (-1, None)
+    for group in groups:
+        for module in group.modules:
+            if (module == "" or parameter.startswith(f"{module}.")) and len(module) > best[0]:
+                best = (len(module), group)
+    return best[1]
+
+
+def _facts(model: nn.Module, groups: list[_Group]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
+    """The units with their tensors, and the buffers that belong to none."""
+    ties = _ties(model)
+    parameters: dict[str, list[Tensor]] = {g.name: [] for g in groups}
+    for name, p in model.named_parameters():
+        group = _owner(name, groups)
+        assert group is not None, name
+        others = tuple(n for n in ties.get(id(p), []) if n != name)
+        parameters[group.name].append(Tensor(name, tuple(p.shape), WORD[p.dtype], p.requires_grad, others))
+    buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
+    for name, b in model.named_buffers():
+        group = _owner(name, groups)
+        buffers[group.name if group else ""].append(Tensor(name, tuple(b.shape), WORD[b.dtype], False))
+    units = [UnitDescription(g.name, g.kind, tuple(g.modules), tuple(parameters[g.name]), tuple(buffers[g.name])) for g in groups]
+    return units, tuple(buffers[""])

@@ -1,0 +1,73 @@
+"""Sampling from sharded weights. Every forward is a collective, so all ranks take the same number of steps."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import FullshardError
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    stop: int | None = None,
+    seed: int = 0,
+    window: int | None = None,
+) -> list[int]:
+    """Continue `prompt`, on every rank its own. `temperature` 0 takes the likeliest token; `stop` ends a
+    rank's sample; `window` is the longest context the model is shown. Collective: ranks that are done
+    keep step with those that are not."""
+    if not prompt:
+        raise FullshardError("generate needs a prompt of at least one token; start with a newline or the tokenizer's first token")
+    device = next(model.parameters()).device
+    draw = torch.Generator(device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    tokens, done = list(prompt), False
+    for _ in range(max_new_tokens):
+        context = tokens[-window:] if window else tokens
+        logits_V = logits_of(model(torch.tensor([context], device=device)))[0, -1].float()
+        if not done:
+            tokens.append(_choose(logits_V, temperature, draw))
+            done = tokens[-1] == stop
+        if stop is not None and _all_done(done, device):
+            break
+    model.train(was_training)
+    return tokens
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits, whether a model returns them bare or in a Hugging Face output."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def lockstep_generate(model: nn.Module) -> None:
+    """Make a Hugging Face model's own `generate` wait for the slowest rank by default."""
+    if dist.get_world_size() > 1 and hasattr(model, "generate") and hasattr(model, "config"):
+        own = cast(Callable[..., Any], model.generate)
+
+        @functools.wraps(own)
+        def generate_together(*args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
+            return own(*args, synced_gpus=synced_gpus, **kwargs)
+
+        model.generate = generate_together  # type: ignore[assignment]
+
+
+def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=draw))
+
+
+def _all_done(done: bool, device: torch.device) -> bool:
+    flag = torch.tensor(int(done), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)

@@ -1,0 +1,200 @@
+"""Weights from nothing, shard by shard.
+
+A unit at a time is made whole, initialised by the model's own rules, cut to this rank's part and dropped,
+so that no rank ever holds more than its shards and one unit. Each module draws from its own random
+stream, keyed by seed and module path: the weights are the same at every world size, strategy and grouping.
+
+Memory is poisoned before and scanned after: what nobody initialised is an error, not a surprise.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard.errors import FullshardError
+
+Initializer = Callable[[nn.Module], object]
+Owners = list[tuple[nn.Module, str]]
+
+
+def initialize(
+    model: nn.Module, units: list[list[str]], device: torch.device, seed: int, init: Initializer | None = None
+) -> None:
+    """Give every parameter and buffer that is still on meta its memory and its initial value.
+
+    `units`: the module paths that are made whole together. `init`, if given, is called with each module
+    in place of the model's own `_init_weights`, `reset_parameters` or `init_weights`.
+    """
+    unset = _allocate(model, device)
+    if not unset:
+        return
+    rules = _rules(model, init)
+    paths = {module: path for path, module in model.named_modules()}
+    done: set[nn.Module] = set()
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), torch.no_grad():
+        for modules in [*[[model.get_submodule(p) for p in unit if p] for unit in units], [model]]:
+            members = [m for root in modules for m in _post_order(root) if m not in done]
+            done.update(members)
+            waiting = [m for m in members if any(id(t) in unset for t in [*m.parameters(), *m.buffers()])]
+            with _whole(waiting, unset, device):
+                for module in waiting:
+                    torch.manual_seed(_key(seed, paths[module]))
+                    rules[module](module)
+    untouched = [n for n, b in model.named_buffers() if unset.get(id(b)) == b._version]
+    refuse_unset(model, untouched)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> dict[int, int]:
+    """Poisoned memory for everything on meta; the ids of the tensors that got it, with torch's count of
+    writes to each (a mask of booleans has no value that could serve as poison)."""
+    unset: dict[int, int] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in replaced:  # tied parameters stay tied
+                    replaced[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                    _poison(replaced[id(p)])
+                    unset[id(replaced[id(p)])] = replaced[id(p)]._version
+                module._parameters[name] = replaced[id(p)]
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = fresh = _poison(torch.empty_like(b, device=device))
+                unset[id(fresh)] = fresh._version
+    return unset
+
+
+def _poison(tensor: Tensor) -> Tensor:
+    local = _local(tensor.detach())
+    if local.is_floating_point():
+        local.fill_(torch.nan)
+    return tensor
+
+
+def refuse_unset(model: nn.Module, untouched: Sequence[str] = ()) -> None:
+    """Raise if a tensor was never written, or a parameter or buffer holds NaN."""
+    bad = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if n in untouched or _has_nan(_local(t.detach()))]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise FullshardError(
+            f"{', '.join(bad[:3])}{more} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
+            "or pass shard(..., init=function_of_a_module)"
+        )
+
+
+def _has_nan(local: Tensor) -> bool:
+    return local.is_floating_point() and bool(local.isnan().any())
+
+
+# -- one unit, whole for a moment ------------------------------------------------------------------
+
+
+@contextmanager
+def _whole(modules: list[nn.Module], unset: dict[int, int], device: torch.device) -> Iterator[None]:
+    """Inside, the unset parameters of `modules` are whole plain tensors; after, this rank keeps its part."""
+    swaps: dict[int, tuple[DTensor, nn.Parameter, Owners]] = {}
+    for module in modules:
+        for name, p in module._parameters.items():
+            if p is not None and id(p) in unset and isinstance(p, DTensor):
+                full = swaps[id(p)][1] if id(p) in swaps else nn.Parameter(_full(p, device), requires_grad=p.requires_grad)
+                swaps.setdefault(id(p), (p, full, []))[2].append((module, name))
+    for _, full, owners in swaps.values():
+        for module, name in owners:
+            module._parameters[name] = full
+    yield
+    for sharded, full, owners in swaps.values():
+        _local(sharded.detach()).copy_(local_part(full.detach(), sharded))
+        for module, name in owners:
+            module._parameters[name] = cast(nn.Parameter, sharded)
+
+
+def _full(p: DTensor, device: torch.device) -> Tensor:
+    return _poison(torch.empty(p.shape, dtype=p.dtype, device=device))
+
+
+def local_part(full: Tensor, like: DTensor) -> Tensor:
+    """The part of `full` that `like` holds on this rank.
+
+    The tensor axis cuts first, the shard axis cuts what it left (DTensor calls that strided when both cut
+    the same dim); cuts are `torch.chunk`'s, so the last ranks may hold less, or nothing.
+    """
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is outside the mesh"
+    part = full
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            part = _chunk(part, like.device_mesh.size(axis), coordinate[axis], placement.dim)
+    return part
+
+
+def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
+    size = -(-tensor.shape[dim] // count)
+    start = min(index * size, tensor.shape[dim])
+    return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# -- whose rules ----------------------------------------------------------------------------------
+
+
+def _rules(model: nn.Module, init: Initializer | None) -> dict[nn.Module, Initializer]:
+    """For each module the function that initialises it: the caller's, the nearest `_init_weights` above
+    it (Hugging Face's convention, and nanoGPT's), or its own `reset_parameters` / `init_weights`."""
+    rules: dict[nn.Module, Initializer] = {}
+
+    def visit(module: nn.Module, above: Initializer | None) -> None:
+        if module in rules:
+            return
+        own = getattr(module, "_init_weights", None)
+        above = own if callable(own) else above
+        rules[module] = init or _rule(module, above)
+        for child in module.children():
+            visit(child, above)
+
+    visit(model, None)
+    return rules
+
+
+def _rule(module: nn.Module, above: Initializer | None) -> Initializer:
+    if hasattr(module, "reset_lora_parameters"):  # PEFT: A random, B zero; its linears are set before it
+        return _reset_lora
+    if above is not None:
+        return above
+    for name in ("reset_parameters", "_reset_parameters", "init_weights"):
+        method = getattr(module, name, None)
+        if callable(method) and not _requires_arguments(method):
+            return lambda _: method()
+    return lambda _: None
+
+
+def _reset_lora(module: nn.Module) -> None:
+    for adapter in [*module.lora_A, *module.lora_embedding_A]:  # type: ignore[misc]
+        module.reset_lora_parameters(adapter, True)  # type: ignore[operator]
+
+
+def _requires_arguments(method: Callable[..., object]) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters
+    )
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
+
+
+def _key(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:8], "big") >> 1

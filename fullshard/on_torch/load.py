@@ -1,0 +1,88 @@
+"""From the word MODEL to a module on the meta device.
+
+MODEL is a preset (`llama3-8b`), a Hugging Face `config.json` or its directory, or `file.py:callable` /
+`package.module:callable` for a callable that returns a module.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch import models
+from fullshard.presets import PRESETS
+
+
+def load_model(spec: str) -> nn.Module:
+    """The model that `spec` names, without its weights."""
+    if spec in PRESETS:
+        build: Callable[[], object] = lambda: models.build(spec)
+    elif ":" in spec and not Path(spec).exists():
+        build = _callable(spec)
+    elif Path(spec).exists():
+        build = _hugging_face(Path(spec))
+    else:
+        known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
+        raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
+    with torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise FullshardError(f"{spec} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _callable(spec: str) -> Callable[[], object]:
+    where, _, name = spec.rpartition(":")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
+        raise FullshardError(f"{where} has no {name!r}{nearest(name, public)} (it has {', '.join(public) or 'no callables'})")
+    found = getattr(module, name)
+    if not callable(found):
+        raise FullshardError(f"{spec} is a {type(found).__name__}; write the name of a callable that returns a module")
+    return found
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look their module up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise FullshardError(
+            f"cannot import {name!r}: {error}; write package.module:callable or path/to/file.py:callable"
+        ) from None
+
+
+def _hugging_face(path: Path) -> Callable[[], object]:
+    config_path = path / "config.json" if path.is_dir() else path
+    if not config_path.is_file():
+        raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise FullshardError("Hugging Face models need transformers: pip install 'fullshard[hf]'") from None
+    try:
+        config = AutoConfig.from_pretrained(config_path)
+    except (ValueError, OSError, KeyError) as error:
+        raise FullshardError(f"{config_path} is not a Hugging Face config: {str(error).splitlines()[0]}") from None
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    return lambda: (AutoModelForCausalLM if causal else AutoModel).from_config(config)

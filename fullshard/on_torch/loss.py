@@ -1,0 +1,25 @@
+"""The loss of a language model on one batch.
+
+A batch is a dict with `input_ids` and `labels`, both (micro_batch, sequence): `labels[t]` is the token
+that follows `input_ids[t]`, or -100 where no loss is wanted. Any further key is passed to the model.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard.on_torch.generate import logits_of
+
+IGNORED = -100
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy summed over the labels that count. A loss function of your own must be a sum as well:
+    the step divides by the number of tokens in the whole step, on all ranks."""
+    inputs = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
+    logits_BTV = logits_of(model(batch["input_ids"], **inputs))
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,15 @@
+"""Built-in models: plain modules that know nothing of sharding."""
+
+from torch import nn
+
+from fullshard.on_torch.models.gpt import GPT
+from fullshard.on_torch.models.llama import Llama
+from fullshard.presets import LlamaSize, preset
+
+__all__ = ["GPT", "Llama", "build"]
+
+
+def build(name: str) -> nn.Module:
+    """The preset called `name`, on whatever device is the default (`meta`, usually)."""
+    size = preset(name)
+    return Llama(size) if isinstance(size, LlamaSize) else GPT(size)

@@ -1,0 +1,70 @@
+"""Optimizers over shards, and the one global gradient norm."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
+
+
+def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
+    """Torch's fused optimizer for `spec`, over the trainable parameters.
+
+    Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
+    """
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    groups = [{"params": params} for params in by_mesh.values()]
+    if isinstance(spec, SGD):
+        return torch.optim.SGD(
+            groups, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, nesterov=spec.nesterov, fused=True
+        )
+    kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+    assert isinstance(spec, Adam)
+    return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:
+    """This rank's parts of the gradients, by how many ranks hold an equal copy of the part."""
+    world = torch.distributed.get_world_size()
+    parts: dict[int, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            parts.setdefault(world // _shards(p.grad), []).append(local)
+    return parts
+
+
+def _shards(tensor: Tensor) -> int:
+    """Into how many different parts a tensor is cut; every other rank holds a copy of one of them."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            count *= tensor.device_mesh.size(axis)
+    return count
+
+
+def square_norm(parts: dict[int, list[Tensor]]) -> Tensor:
+    """This rank's share of the squared global norm: the shares of all ranks add up to it, on any mesh."""
+    shares = [torch.nn.utils.get_total_norm(t, 2.0).double().square() / copies for copies, t in parts.items()]
+    device = next((t[0].device for t in parts.values()), torch.device("cpu"))
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients as the unsharded model would have them. Collective."""
+    return all_reduce_sum(square_norm(gradients(parameters))).sqrt()
+
+
+def scale(parts: dict[int, list[Tensor]], factor: Tensor) -> None:
+    """Multiply the gradients in place."""
+    for tensors in parts.values():
+        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))

@@ -1,0 +1,74 @@
+"""What a plan asks for and this engine cannot do: found before any memory is allocated, the unit named."""
+
+import torch
+from torch import nn
+
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
+from fullshard.plan import Plan, Unit
+
+
+def refuse(model: nn.Module, plan: Plan) -> None:
+    """Raise a `FullshardError` unless `plan` can be carried out on `model`."""
+    paths = [path for path, _ in model.named_modules()]
+    for unit in plan.units:
+        _refuse_unknown_modules(unit, paths)
+        _refuse_homes(unit)
+        _refuse_root_remat(unit)
+    _refuse_parameters(model, plan)
+    refuse_tensor_axis(model, plan)
+    if plan.compile and not any(
+        len(u.modules) == 1 and u.modules[0] and any(model.get_submodule(u.modules[0]).children()) for u in plan.units
+    ):
+        raise FullshardError("compile = true has no effect: no unit of this plan is a single block; set compile = false")
+
+
+def _refuse_unknown_modules(unit: Unit, paths: list[str]) -> None:
+    for path in unit.modules:
+        if path not in paths:
+            raise FullshardError(
+                f"unit {unit.name}: this model has no module {path!r}{nearest(path, paths)} "
+                "(the plan was made for another model; describe this one and plan again)"
+            )
+
+
+def _refuse_homes(unit: Unit) -> None:
+    for kind in ("params", "optimizer", "activations"):
+        place = getattr(unit.home, kind)
+        if place != "device":
+            raise FullshardError(f"unit {unit.name}: home.{kind} = {place!r} is not supported by this engine yet; write 'device'")
+
+
+def _refuse_root_remat(unit: Unit) -> None:
+    if unit.remat != "none" and "" in unit.modules:
+        raise FullshardError(
+            f"unit {unit.name}: remat = {unit.remat!r} would recompute the whole model; set it on the blocks instead"
+        )
+    if "" in unit.modules and len(unit.modules) > 1:
+        raise FullshardError(f"unit {unit.name}: the root ('') holds every module already; give it a unit of its own")
+
+
+def _refuse_parameters(model: nn.Module, plan: Plan) -> None:
+    owner: dict[int, tuple[str, Unit]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = plan.unit_of(name)
+        if unit is None:
+            raise FullshardError(
+                f"parameter {name} is in no unit of the plan; describe this model and plan again, or add a root unit"
+            )
+        _refuse_parameter(name, p, unit)
+        other = owner.setdefault(id(p), (name, unit))
+        if other[1] is not unit:
+            raise FullshardError(
+                f"units {other[1].name} and {unit.name}: {other[0]} and {name} are one tied parameter; "
+                "put their modules into one unit"
+            )
+
+
+def _refuse_parameter(name: str, p: nn.Parameter, unit: Unit) -> None:
+    if not p.is_floating_point():
+        raise FullshardError(f"unit {unit.name}: {name} is {str(p.dtype)[6:]}; only floating-point parameters can be sharded")
+    if p.ndim == 0:
+        raise FullshardError(f"unit {unit.name}: {name} is a scalar, which cannot be sharded; make it a vector of one element")
+    if p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise FullshardError(f"unit {unit.name}: {name} is {str(p.dtype)[6:]}; use a model with bf16 or fp32 parameters")

@@ -1,0 +1,54 @@
+"""Recomputing activations in backward, unit by unit.
+
+The module's `forward` is replaced rather than the module wrapped: names in state dicts stay what they
+are, and FSDP's hooks stay outside the recomputation.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fullshard.plan import Remat
+
+# What `selective` keeps: the results of matrix products and attention. Everything else is cheap to redo.
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def apply_remat(module: nn.Module, remat: Remat) -> None:
+    """Make `module` keep only its inputs (`full`) or its matrix products (`selective`) for backward."""
+    if remat != "none":
+        forward = _forward_full if remat == "full" else _forward_selective
+        # A bound method of one shared function, not a closure for each block: dynamo compiles it once.
+        module.forward = types.MethodType(forward, module)
+
+
+def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return type(self).forward(self, *args, **kwargs)
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, **_without_cache(kwargs))
+
+
+def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return type(self).forward(self, *args, **kwargs)
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=_keep_products, **_without_cache(kwargs))
+
+
+def _keep_products() -> Any:
+    return create_selective_checkpoint_contexts(KEPT)
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Hugging Face blocks append to a key-value cache; done twice, the recomputation would see more keys."""
+    return {**kwargs, "past_key_values": None} if kwargs.get("past_key_values") is not None else kwargs

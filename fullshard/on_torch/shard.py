@@ -1,0 +1,109 @@
+"""From a plain model and a plan to a sharded one.
+
+`shard` reads as the order in which it happens: refuse, mesh, tensor axis, remat, compile, FSDP,
+initialise, optimizer.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.generate import lockstep_generate
+from fullshard.on_torch.initialize import Initializer, initialize, refuse_unset
+from fullshard.on_torch.optim import make_optimizer
+from fullshard.on_torch.ranks import Meshes, make_meshes, start
+from fullshard.on_torch.refuse import refuse
+from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.state import LossScale, State
+from fullshard.on_torch.tensor_parallel import apply_tensor_axis
+from fullshard.optimizer import Optimizer
+from fullshard.plan import Plan, Unit
+
+
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | None = None,
+    *,
+    seed: int = 0,
+    init: Initializer | None = None,
+    device: str | None = None,
+) -> State:
+    """Carry `plan` out on `model`, in place. Collective: every rank calls it.
+
+    Parameters on the meta device are initialised from `seed`, shard by shard; parameters with values keep
+    them. What the plan asks for and cannot be had is refused before any memory is allocated.
+    """
+    where = start(device)
+    refuse(model, plan)
+    meshes = make_meshes(plan, where.type)
+    _to_master(model, TORCH[plan.precision.master])
+    apply_tensor_axis(model, plan, meshes)
+    for unit in plan.units:
+        for module in modules_of(model, unit):
+            apply_remat(module, unit.remat)
+    if plan.compile:
+        for module in compiled_modules(model, plan):
+            module.forward = torch.compile(module.forward)
+    units = _apply_fsdp(model, plan, meshes)
+    _set_prefetch(plan, units)
+    initialize(model, [list(u.modules) for u in plan.units], where, seed, init)
+    refuse_unset(model)
+    lockstep_generate(model)
+    scale = LossScale() if plan.precision.compute == "fp16" else None
+    made = make_optimizer(model, optimizer) if optimizer else None
+    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units)
+
+
+def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:
+    return [model.get_submodule(path) for path in unit.modules]
+
+
+def compiled_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The blocks: units of one module that is made of others."""
+    single = [modules_of(model, u)[0] for u in plan.units if len(u.modules) == 1 and u.modules[0]]
+    return [m for m in single if any(True for _ in m.children())]
+
+
+def _to_master(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every parameter in the master dtype; in place, so that ties hold. Buffers keep theirs."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+
+
+def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[FSDPModule]]:
+    """`fully_shard` on each unit, inner before outer, the root last."""
+    policy = _policy(plan)
+    units: dict[str, list[FSDPModule]] = {}
+    for unit in sorted(plan.units, key=lambda u: -max(_depth(m) for m in u.modules)):
+        modules = modules_of(model, unit)
+        arguments = {"mesh": meshes.data(unit.layout), "reshard_after_forward": unit.reshard, "mp_policy": policy}
+        fully_shard(modules if len(modules) > 1 else modules[0], **arguments)  # type: ignore[call-overload]
+        units[unit.name] = [m for m in modules if isinstance(m, FSDPModule)]
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy)
+    return {u.name: units[u.name] for u in plan.units}
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + 1 if path else 0
+
+
+def _policy(plan: Plan) -> MixedPrecisionPolicy:
+    p = plan.precision
+    return MixedPrecisionPolicy(
+        param_dtype=TORCH[p.compute] if p.compute != p.master else None,
+        reduce_dtype=TORCH[p.reduce] if p.reduce != p.compute else None,
+        output_dtype=TORCH[p.output] if p.output else None,
+    )
+
+
+def _set_prefetch(plan: Plan, units: dict[str, list[FSDPModule]]) -> None:
+    """Explicit lists for depths beyond the one unit that FSDP overlaps by itself."""
+    chain = [units[u.name][0] for u in plan.units if u.layout == "sharded" and u.modules != ("",)]
+    for i, module in enumerate(chain):
+        if plan.prefetch.forward > 1:
+            module.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + plan.prefetch.forward])
+        if plan.prefetch.backward > 1:
+            module.set_modules_to_backward_prefetch(chain[max(0, i - plan.prefetch.backward) : i][::-1])

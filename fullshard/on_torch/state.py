@@ -1,0 +1,66 @@
+"""What a run carries from step to step."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fullshard.on_torch.ranks import Meshes
+from fullshard.plan import Plan
+
+
+@dataclass
+class LossScale:
+    """The factor that keeps fp16 gradients above underflow: halved on overflow, doubled after a quiet while.
+
+    torch's GradScaler looks at each gradient again to find an overflow; the global norm, which is computed
+    anyway and is the same on all ranks, already tells.
+    """
+
+    value: float = 65536.0
+    quiet: int = 0
+    growth_interval: int = 2000
+
+    def update(self, overflow: bool) -> None:
+        self.quiet = 0 if overflow else self.quiet + 1
+        if overflow:
+            self.value = max(self.value / 2, 1.0)
+        elif self.quiet >= self.growth_interval:
+            self.value, self.quiet = self.value * 2, 0
+
+
+@dataclass
+class State:
+    """A sharded model with its optimizer and the plan that shaped both. Made by `shard`."""
+
+    model: nn.Module
+    plan: Plan
+    meshes: Meshes
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    step: int = 0
+    loss_scale: LossScale | None = None
+    unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank holds at rest, by kind: counted from the tensors themselves."""
+        optimizer = self.optimizer.state.values() if self.optimizer else ()
+        tensors = [t for slot in optimizer for t in slot.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        return {
+            "params": sum(_stored(p) for p in self.parameters()),
+            "gradients": sum(_stored(g) for g in grads),
+            "optimizer": sum(_stored(t) for t in tensors),
+            "buffers": sum(_stored(b) for b in self.model.buffers()),
+        }
+
+
+def _stored(tensor: torch.Tensor) -> int:
+    """Bytes of this rank's part. Views into a padded or shared buffer count for what they show."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()

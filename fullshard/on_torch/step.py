@@ -1,0 +1,145 @@
+"""One training step on shards: micro-batches in, updated parameters out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch import checks
+from fullshard.on_torch.loss import IGNORED, Batch, LossFunction, summed_loss
+from fullshard.on_torch.optim import gradients, scale, square_norm
+from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.on_torch.state import State
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors on the device, so that reading them is the caller's choice of when to wait for it."""
+
+    index: int
+    loss: Tensor  # mean over all tokens of all ranks
+    grad_norm: Tensor  # before clipping
+    tokens: Tensor  # over all ranks
+    skipped: bool = False
+
+
+def train_step(
+    state: State,
+    micro_batches: Sequence[Batch],
+    *,
+    loss: LossFunction = summed_loss,
+    clip: float | None = None,
+) -> StepResult:
+    """Forward, backward and update over the plan's micro-batches. Collective.
+
+    The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
+    ranks and micro-batches. The first step also runs the checks of `checks`.
+    """
+    assert state.optimizer is not None, "shard(..., optimizer=...) makes a state that can be trained"
+    batches = [_to_device(b, state) for b in micro_batches]
+    _refuse_shapes(batches, state)
+    first = state.step == 0
+    if first:
+        checks.before_first_step(state, batches, loss)
+    tokens = all_reduce_sum(_count(batches)) / state.plan.mesh.tensor
+    summed = _forward_backward(state, batches, loss, tokens)
+    if first:
+        checks.after_first_backward(state)
+    parts = gradients(state.model.parameters())
+    totals = all_reduce_sum(torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor]))
+    norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
+    skipped = _update(state, parts, norm, clip)
+    state.step += 1
+    return StepResult(state.step, totals[1] / tokens, norm, tokens, skipped)
+
+
+@torch.no_grad()
+def evaluate(state: State, batches: Iterable[Batch], *, loss: LossFunction = summed_loss) -> float:
+    """The mean loss over all tokens of all ranks' batches; ranks may have different numbers of them. Collective."""
+    was_training = state.model.training
+    state.model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=state.device)
+    iterator, last = iter(batches), None
+    while True:
+        batch = next(iterator, None)
+        if not bool(all_reduce_sum(torch.tensor(float(batch is not None), device=state.device))):
+            break
+        last = batch if batch is not None else last
+        if last is None:
+            raise FullshardError("evaluate: this rank has no batch at all; give every rank at least one")
+        moved = _to_device(last, state)
+        value = loss(state.model, moved)  # a rank that has run out computes along, for nothing
+        if batch is not None:
+            totals += torch.stack([value.double(), _count([moved])])
+    state.model.train(was_training)
+    all_reduce_sum(totals)
+    return float(totals[0] / totals[1].clamp(min=1))
+
+
+def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor) -> Tensor:
+    """Gradients of all micro-batches; the sum of the losses."""
+    # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
+    factor = state.plan.mesh.data / tokens * (state.loss_scale.value if state.loss_scale else 1.0)
+    summed = torch.zeros((), device=state.device)
+    for i, batch in enumerate(batches):
+        _set_sync(state, last=i == len(batches) - 1)
+        value = loss(state.model, batch)
+        (value * factor.to(value.dtype)).backward()
+        summed += value.detach()
+    return summed
+
+
+def _set_sync(state: State, *, last: bool) -> None:
+    """Which units reduce their gradients after this micro-batch, and which stay whole until the last."""
+    if state.plan.batch.accumulate == 1:
+        return
+    for unit in state.plan.units:
+        waits = unit.layout == "optimizer" or state.plan.batch.sync == "last"
+        for module in state.unit_modules[unit.name]:
+            module.set_requires_gradient_sync(last or not waits, recurse=False)
+            module.set_reshard_after_backward(last or unit.layout != "optimizer", recurse=False)
+
+
+def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None) -> bool:
+    """Clip and step; True if the step was skipped because a gradient was not finite."""
+    assert state.optimizer is not None
+    overflow = state.loss_scale is not None and not bool(norm.isfinite())
+    if state.loss_scale is not None and not overflow:
+        scale(parts, torch.tensor(1.0 / state.loss_scale.value, device=state.device))
+    if clip is not None and not overflow:
+        scale(parts, (clip / (norm + 1e-6)).clamp(max=1.0))
+    if not overflow:
+        before = checks.fingerprints(state) if state.step == 0 else None
+        state.optimizer.step()
+        if before is not None:
+            checks.after_first_update(state, before)
+    state.optimizer.zero_grad()
+    if state.loss_scale is not None:
+        state.loss_scale.update(overflow)
+    return overflow
+
+
+def _to_device(batch: Batch, state: State) -> Batch:
+    return {k: v.to(state.device, non_blocking=True) for k, v in batch.items()}
+
+
+def _count(batches: list[Batch]) -> Tensor:
+    """Tokens with a label, as a tensor: no wait for the device."""
+    return torch.stack([(b["labels"] != IGNORED).sum() for b in batches]).sum().double()
+
+
+def _refuse_shapes(batches: list[Batch], state: State) -> None:
+    planned = state.plan.batch
+    if len(batches) != planned.accumulate:
+        raise FullshardError(f"the plan accumulates {planned.accumulate} micro-batches a step, but {len(batches)} were given")
+    for batch in batches:
+        if "input_ids" not in batch or "labels" not in batch:
+            raise FullshardError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
+        rows, length = batch["input_ids"].shape[:2]
+        if rows != planned.micro_batch or length > planned.sequence:
+            raise FullshardError(
+                f"a batch of {rows} × {length} tokens does not fit the plan's {planned.micro_batch} × {planned.sequence}; "
+                "change the plan's batch"
+            )

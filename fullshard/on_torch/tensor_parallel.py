@@ -1,0 +1,123 @@
+"""The tensor axis: which module is split how, for the built-in models and Llama-like Hugging Face ones.
+
+Attention and feed-forward are split by output features and joined by input features (one all-reduce
+each); a vocabulary that divides evenly is split in the embedding and the head; norms stay whole.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.ranks import Meshes
+from fullshard.plan import Plan, Unit
+
+SPLIT_OUTPUT = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "w3"}
+SPLIT_INPUT = {"o_proj", "down_proj", "wo", "w2"}
+PER_HEAD_NORM = {"q_norm", "k_norm"}  # applied to this rank's heads, (B, T, heads, head_dim)
+QUERY_KEY_VALUE = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv"}
+
+
+def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
+    """Split the model's modules over the tensor axis; ties between parameters survive."""
+    if plan.mesh.tensor == 1:
+        return
+    ties = _tied_owners(model)
+    for unit in plan.units:
+        styles = _styles(model, unit, plan.mesh.tensor)
+        if styles:
+            parallelize_module(model, meshes.tensor(unit.layout), styles)
+    for (first, name), *others in ties:
+        for module, other in others:
+            module.register_parameter(other, first._parameters[name])
+
+
+def refuse_tensor_axis(model: nn.Module, plan: Plan) -> None:
+    """Say which unit the tensor axis cannot split, and why, before anything is changed."""
+    if plan.mesh.tensor == 1:
+        return
+    split = [unit for unit in plan.units if _styles(model, unit, plan.mesh.tensor)]
+    if not split:
+        raise FullshardError(
+            f"mesh.tensor = {plan.mesh.tensor}: no module of this model has a tensor-parallel layout; "
+            "use tensor = 1 (the built-in models and Llama-like Hugging Face models can be split)"
+        )
+
+
+def _styles(model: nn.Module, unit: Unit, tensor: int) -> dict[str, ParallelStyle]:
+    """Module path to style for one unit; refuses what it would have to leave wrong."""
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in _owners(model, unit):
+        name = path.rpartition(".")[2]
+        if name in SPLIT_OUTPUT | SPLIT_INPUT:
+            _refuse_uneven(model, unit, path, module, tensor)
+            styles[path] = ColwiseParallel() if name in SPLIT_OUTPUT else RowwiseParallel()
+        elif name in PER_HEAD_NORM:
+            styles[path] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        elif path in unit.modules and _vocabulary(module) and _splits_vocabulary(model, unit, tensor):
+            styles[path] = _vocabulary_style(module)
+        elif path not in unit.modules and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+            raise FullshardError(
+                f"unit {unit.name}: {path} ({type(module).__name__}) has no tensor-parallel layout, so mesh.tensor = {tensor} "
+                "cannot be honoured; use tensor = 1 for this model"
+            )
+    return styles
+
+
+def _owners(model: nn.Module, unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit that hold parameters of their own."""
+    for root in unit.modules:
+        if root == "":
+            continue
+        for sub, module in model.get_submodule(root).named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                yield (f"{root}.{sub}" if sub else root), module
+
+
+def _refuse_uneven(model: nn.Module, unit: Unit, path: str, module: nn.Module, tensor: int) -> None:
+    parent, _, name = path.rpartition(".")
+    if not isinstance(module, nn.Linear):
+        raise FullshardError(
+            f"unit {unit.name}: {path} is a {type(module).__name__}, not a Linear; mesh.tensor = {tensor} cannot split it"
+        )
+    size = module.out_features if name in SPLIT_OUTPUT else module.in_features
+    head_dim = getattr(model.get_submodule(parent), "head_dim", 1) if name in QUERY_KEY_VALUE else 1
+    if size % (head_dim * tensor):
+        what = f"{size // head_dim} heads" if head_dim > 1 else f"{size} features"
+        raise FullshardError(
+            f"unit {unit.name}: {path} has {what}, which mesh.tensor = {tensor} does not divide; use a tensor axis that does"
+        )
+
+
+def _vocabulary(module: nn.Module) -> bool:
+    """An embedding or head whose style is known. Subclasses compute something else after the lookup."""
+    return type(module) is nn.Embedding or type(module) is nn.Linear
+
+
+def _splits_vocabulary(model: nn.Module, unit: Unit, tensor: int) -> bool:
+    """All embeddings and heads of the unit or none: tied ones must agree."""
+    tables = [m for path in unit.modules if path and (m := model.get_submodule(path)) and isinstance(m, nn.Embedding | nn.Linear)]
+    return all(_vocabulary(m) and m.weight.shape[0] % tensor == 0 for m in tables)
+
+
+def _vocabulary_style(module: nn.Module) -> ParallelStyle:
+    if isinstance(module, nn.Embedding):
+        return RowwiseParallel(input_layouts=Replicate())
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _tied_owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                owners.setdefault(id(p), []).append((module, name))
+    return [found for found in owners.values() if len(found) > 1]

@@ -1,0 +1,145 @@
+"""Named strategies: constructors of plans, not modes of an engine.
+
+Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. What
+every strategy accepts besides its own arguments is in `_plan`: precision, batch, prefetch, remat,
+compile, tensor.
+"""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fullshard.description import Description, UnitDescription
+from fullshard.errors import nearest
+from fullshard.plan import Batch, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit
+
+Choice = tuple[Layout, bool | int]  # layout, reshard
+
+
+def ddp(description: Description, devices: int, **common: Any) -> Plan:
+    """Everything whole on every rank, gradients all-reduced (FSDP1: NO_SHARD)."""
+    tensor = common.get("tensor", 1)
+    return _plan(description, Mesh(replicate=_data(devices, tensor), tensor=tensor), lambda u: ("replicated", False), **common)
+
+
+def zero1(description: Description, devices: int, **common: Any) -> Plan:
+    """Optimizer state sharded; parameters and gradients whole for the length of a step."""
+    return _plan(description, _flat(devices, common), lambda u: ("optimizer", False), **common)
+
+
+def zero2(description: Description, devices: int, **common: Any) -> Plan:
+    """Gradients and optimizer state sharded; gathered parameters kept until backward (SHARD_GRAD_OP)."""
+    return _plan(description, _flat(devices, common), lambda u: ("sharded", False), **common)
+
+
+def zero3(description: Description, devices: int, **common: Any) -> Plan:
+    """Everything sharded, parameters gathered for forward and again for backward (FULL_SHARD)."""
+    return _plan(description, _flat(devices, common), lambda u: ("sharded", True), **common)
+
+
+def hybrid(description: Description, replicate: int, shard: int, **common: Any) -> Plan:
+    """Sharded over `shard` ranks (a node), replicated `replicate` times (HYBRID_SHARD, HSDP)."""
+    return _plan(description, Mesh(replicate, shard, common.get("tensor", 1)), lambda u: ("sharded", True), **common)
+
+
+def hpz(description: Description, devices: int, reshard: int, **common: Any) -> Plan:
+    """zero3 that keeps parameters on `reshard` ranks after forward, so that backward gathers only
+    among those (ZeRO++ hpZ)."""
+    return _plan(description, _flat(devices, common), lambda u: ("sharded", reshard), **common)
+
+
+def mixed(
+    description: Description, devices: int, *, replicate_below: int = 0, replicate: Sequence[str] = (), **common: Any
+) -> Plan:
+    """zero3 with units left whole: those with fewer than `replicate_below` parameters, and those whose
+    names match a pattern of `replicate` (`["embed"]` leaves the embedding unsharded)."""
+    _refuse_idle(description, replicate_below, replicate)
+
+    def choose(unit: UnitDescription) -> Choice:
+        named = any(fnmatch.fnmatchcase(unit.name, p) for p in replicate)
+        return ("replicated", False) if named or unit.numel < replicate_below else ("sharded", True)
+
+    return _plan(description, _flat(devices, common), choose, **common)
+
+
+STRATEGIES: dict[str, Callable[..., Plan]] = {
+    "ddp": ddp,
+    "zero1": zero1,
+    "zero2": zero2,
+    "zero3": zero3,
+    "hybrid": hybrid,
+    "hpz": hpz,
+    "mixed": mixed,
+}
+
+
+def strategy(name: str, description: Description, **arguments: Any) -> Plan:
+    """The plan of the strategy called `name`."""
+    if name not in STRATEGIES:
+        raise PlanError(f"unknown strategy {name!r}; known are {', '.join(STRATEGIES)}{nearest(name, list(STRATEGIES))}")
+    return STRATEGIES[name](description, **arguments)
+
+
+def _plan(
+    description: Description,
+    mesh: Mesh,
+    choose: Callable[[UnitDescription], Choice],
+    *,
+    tensor: int = 1,  # already in the mesh; named here so that a misspelt argument is refused
+    precision: Precision | None = None,
+    batch: Batch | None = None,
+    prefetch: Prefetch | None = None,
+    remat: Remat = "none",
+    remat_every: int = 1,
+    compile: bool = False,
+) -> Plan:
+    """`remat` applies to the blocks, to every `remat_every`-th of them."""
+    remats = _remats(description, remat, remat_every)
+    units = []
+    for unit in description.units:
+        layout, reshard = choose(unit)
+        units.append(Unit(unit.name, unit.modules, layout, reshard, remats.get(unit.name, "none")))
+    return Plan(
+        mesh=mesh,
+        units=tuple(units),
+        precision=precision or Precision(),
+        batch=batch or Batch(),
+        prefetch=prefetch or Prefetch(),
+        compile=compile,
+    )
+
+
+def _remats(description: Description, remat: Remat, every: int) -> dict[str, Remat]:
+    if every < 1:
+        raise PlanError(f"remat_every must be a positive integer, not {every!r}")
+    if every > 1 and remat == "none":
+        raise PlanError("remat_every has no effect with remat = 'none'; write remat = 'full' or 'selective'")
+    blocks = [u.name for u in description.units if u.kind == "block"]
+    if remat != "none" and not blocks:
+        raise PlanError(f"remat = {remat!r} has no effect: no repeated blocks were found; group the model by class first")
+    return {name: remat for i, name in enumerate(blocks) if i % every == 0}
+
+
+def _flat(devices: int, common: dict[str, Any]) -> Mesh:
+    tensor = common.get("tensor", 1)
+    return Mesh(shard=_data(devices, tensor), tensor=tensor)
+
+
+def _data(devices: int, tensor: int) -> int:
+    if not isinstance(devices, int) or devices < 1:
+        raise PlanError(f"devices must be a positive integer, not {devices!r}")
+    if not isinstance(tensor, int) or tensor < 1 or devices % tensor:
+        raise PlanError(f"tensor = {tensor!r} must divide devices = {devices}")
+    return devices // tensor
+
+
+def _refuse_idle(description: Description, below: int, patterns: Sequence[str]) -> None:
+    names = [u.name for u in description.units]
+    if not below and not patterns:
+        raise PlanError("mixed needs replicate_below (a parameter count) or replicate (unit names); without either write zero3")
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise PlanError(f"mixed: no unit matches {pattern!r}; the units are {', '.join(names)}")
+    if below and all(u.numel >= below for u in description.units):
+        smallest = min(u.numel for u in description.units)
+        raise PlanError(f"mixed: replicate_below = {below} leaves every unit sharded; the smallest has {smallest} parameters")

@@ -1,0 +1,73 @@
+"""Numbers and tables as a person reads them. Knows nothing of plans or models."""
+
+from collections.abc import Sequence
+
+
+def bytes_text(n: float) -> str:
+    """`1.50 GiB`: binary units, three significant places."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def count_text(n: float) -> str:
+    """`1.50B`: decimal units, as parameter counts are quoted."""
+    for unit in ("", "K", "M", "B"):
+        if abs(n) < 1000:
+            return f"{n:.0f}" if unit == "" else f"{n:.2f}{unit}"
+        n /= 1000
+    return f"{n:.2f}T"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A plain-text table: two blanks between columns, a rule under the header.
+
+    `right` lists the columns that hold numbers and are aligned to the right.
+    """
+    cells = [list(header), *[list(r) for r in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(_align(c, w, i in right) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines.insert(1, "  ".join("─" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _align(cell: str, width: int, right: bool) -> str:
+    return cell.rjust(width) if right else cell.ljust(width)
+
+
+def spans(names: Sequence[str]) -> list[str]:
+    """Numbered names in short: `layers.0 … layers.30, every 2nd (16)`; other names as they are."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _continues(runs[-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [_span(run) for run in runs]
+
+
+def _continues(run: list[str], name: str) -> bool:
+    """Whether `name` goes on counting where `run` is, by the same step."""
+    (stem, last), (other, number) = _numbered(run[-1]), _numbered(name)
+    if stem != other or last is None or number is None:
+        return False
+    return len(run) == 1 or number - last == _step(run)
+
+
+def _numbered(name: str) -> tuple[str, int | None]:
+    stem, _, number = name.rpartition(".")
+    return (stem, int(number)) if number.isdecimal() else (name, None)
+
+
+def _step(run: list[str]) -> int:
+    return (_numbered(run[1])[1] or 0) - (_numbered(run[0])[1] or 0)
+
+
+def _span(run: list[str]) -> str:
+    if len(run) == 1:
+        return run[0]
+    step = _step(run)
+    every = "" if step == 1 else f", every {step}{({2: 'nd', 3: 'rd'}).get(step, 'th')}"
+    return f"{run[0]} … {run[-1]}{every} ({len(run)})"
