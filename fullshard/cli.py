@@ -43,6 +43,7 @@ MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at l
 
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
 Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
+Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
 
 
@@ -93,13 +94,14 @@ def plan(
         list[str] | None, typer.Option("--keep-whole", metavar="UNIT", help="mixed: units that stay whole.")
     ] = None,
     tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1,
-    compute: Annotated[DType, typer.Option(help="Dtype of gathered parameters and activations.")] = DType.bf16,  # type: ignore[attr-defined]
+    compute: Annotated[DType, typer.Option(help="Dtype of gathered parameters and activations.")] = DType.fp32,  # type: ignore[attr-defined]
     reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
     remat: Annotated[Remat, typer.Option(help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
     remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1,
     micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences a rank computes at a time.")] = 1,
     sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
     accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
+    sync: Annotated[Sync, typer.Option(help="Reduce gradients after every micro-batch, or the last only.")] = Sync.every,  # type: ignore[attr-defined]
     prefetch: Annotated[int, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.")] = 1,
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
     classes: Classes = None,
@@ -119,7 +121,7 @@ def plan(
         **own,
         tensor=tensor,
         precision=Precision(compute=str(compute), reduce=str(reduce)),  # type: ignore[arg-type]
-        batch=Batch(micro_batch, sequence, accumulate),
+        batch=Batch(micro_batch, sequence, accumulate, str(sync)),  # type: ignore[arg-type]
         prefetch=Prefetch(prefetch, prefetch),
         remat=str(remat),
         remat_every=remat_every,
@@ -164,7 +166,11 @@ def _own_arguments(
             owner = {"replicate": "hybrid", "reshard": "hpz"}.get(option, "mixed")
             raise FullshardError(f"--{option} has no effect with --strategy {name}; write --strategy {owner}, or leave it out")
     if name == "hybrid":
-        if devices % (replicate * tensor):
+        if replicate == 1:
+            raise FullshardError(
+                "--strategy hybrid needs --replicate N, the copies of the sharded model; without copies write zero3"
+            )
+        if replicate < 1 or tensor < 1 or devices % (replicate * tensor):
             raise FullshardError(f"--replicate {replicate} × --tensor {tensor} must divide --devices {devices}")
         return {"replicate": replicate, "shard": devices // replicate // tensor}
     if name == "hpz":
@@ -180,6 +186,8 @@ def _describe(model: str, classes: list[str] | None, names: list[str] | None, mi
     """From a preset's size where that is enough, from the module itself where it is not."""
     if model in presets.PRESETS and not (classes or names or min_params):
         return presets.describe(model)
+    if not (model in presets.PRESETS or ":" in model or Path(model).exists()):
+        presets.preset(model)  # refuses, with the nearest name, before torch is needed for nothing
     try:
         from fullshard import on_torch
     except ImportError as error:
@@ -201,12 +209,23 @@ def _print_json(data: object) -> None:
 
 
 def main() -> None:
-    """The entry point: a refusal is one sentence on stderr and exit code 2."""
+    """The entry point: a refusal, ours or the parser's, is one sentence on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except FullshardError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except Exception as error:
+        # typer carries a click of its own in some versions and uses the installed one in others.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.exit(2)  # the help has been printed
+        _refuse(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+
+
+def _refuse(sentence: str) -> None:
+    typer.echo(f"error: {sentence}", err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

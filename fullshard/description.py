@@ -22,6 +22,8 @@ ITEM_BYTES = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
 }
 
 Kind = Literal["embed", "block", "middle", "head", "root"]

@@ -16,6 +16,10 @@ class Adam:
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise FullshardError(f"optimizer.betas must be two numbers from 0 to below 1, not {self.betas!r}")
+        if not self.eps > 0:
+            raise FullshardError(f"optimizer.eps must be above 0, not {self.eps!r}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)
+        if not 0 <= self.momentum < 1:
+            raise FullshardError(f"optimizer.momentum must be from 0 to below 1, not {self.momentum!r}")
+        if self.nesterov and not self.momentum:
+            raise FullshardError("optimizer.nesterov has no effect without momentum; set momentum, or leave nesterov out")
 
 
 Optimizer = Adam | AdamW | SGD
@@ -43,5 +51,5 @@ Optimizer = Adam | AdamW | SGD
 
 def _check(lr: float, weight_decay: float) -> None:
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise FullshardError(f"optimizer.{name} must be a number of at least 0, not {value!r}")

@@ -116,7 +116,8 @@ class Batch:
             raise PlanError("batch.sync = 'last' has no effect with batch.accumulate = 1; write 'every', or accumulate more")
 
     def __str__(self) -> str:
-        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {self.sync}"
+        moment = "every micro-batch" if self.sync == "every" else "the last micro-batch"
+        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {moment}"
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,12 @@ class Plan:
         _refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
             self._check_reshard(unit)
-        if self.prefetch != Prefetch() and all(u.layout != "sharded" for u in self.units):
+        if self.prefetch != Prefetch() and all(u.layout == "replicated" for u in self.units):
             raise PlanError(
-                f"prefetch ({self.prefetch}) has no effect: no unit of this plan is sharded, so nothing is gathered ahead"
+                f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
             )
+        if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
+            raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
 
     def _check_reshard(self, unit: Unit) -> None:
         if isinstance(unit.reshard, bool):
@@ -227,7 +230,7 @@ class Plan:
             raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
         data = dict(data)
         version = data.pop("version", None)
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise PlanError(f"plan version {version!r} is not known here; this fullshard reads version {VERSION}")
         fields = _known(cls, "plan", data)
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
@@ -256,6 +259,8 @@ class Plan:
             return cls.from_json(Path(path).read_text())
         except OSError as error:
             raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not a text file; write the path of a plan's JSON") from None
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
@@ -299,6 +304,8 @@ class Plan:
             lines.append(f"only in the first plan: {', '.join(spans(gone))}")
         if new := [n for n in theirs if n not in mine]:
             lines.append(f"only in the second plan: {', '.join(spans(new))}")
+        if not gone and not new and list(mine) != list(theirs):
+            lines.append("the units are in another order")
         changes: dict[str, list[str]] = {}
         for name in mine:
             if name in theirs:
@@ -376,13 +383,17 @@ def _part_diffs(a: Plan, b: Plan) -> Iterator[str]:
 
 def _unit_diffs(a: Unit, b: Unit) -> Iterator[str]:
     if a.modules != b.modules:
-        yield f"modules: {', '.join(a.modules)} → {', '.join(b.modules)}"
+        yield f"modules: {_paths(a)} → {_paths(b)}"
     for name in ("layout", "reshard", "remat"):
         if getattr(a, name) != getattr(b, name) or type(getattr(a, name)) is not type(getattr(b, name)):
             yield f"{name}: {getattr(a, name)} → {getattr(b, name)}"
     for f in dataclasses.fields(Home):
         if getattr(a.home, f.name) != getattr(b.home, f.name):
             yield f"home.{f.name}: {getattr(a.home, f.name)} → {getattr(b.home, f.name)}"
+
+
+def _paths(unit: Unit) -> str:
+    return ", ".join(m or "(root)" for m in unit.modules)
 
 
 def _choices(unit: Unit) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ def mixed(
 ) -> Plan:
     """zero3 with units left whole: those with fewer than `replicate_below` parameters, and those whose
     names match a pattern of `replicate` (`["embed"]` leaves the embedding unsharded)."""
+    replicate = [replicate] if isinstance(replicate, str) else replicate
     _refuse_idle(description, replicate_below, replicate)
 
     def choose(unit: UnitDescription) -> Choice:
@@ -84,17 +85,15 @@ def _plan(
     description: Description,
     mesh: Mesh,
     choose: Callable[[UnitDescription], Choice],
-    *,
-    tensor: int = 1,  # already in the mesh; named here so that a misspelt argument is refused
-    precision: Precision | None = None,
-    batch: Batch | None = None,
-    prefetch: Prefetch | None = None,
-    remat: Remat = "none",
-    remat_every: int = 1,
-    compile: bool = False,
+    **common: Any,
 ) -> Plan:
-    """`remat` applies to the blocks, to every `remat_every`-th of them."""
-    remats = _remats(description, remat, remat_every)
+    """What every strategy accepts: tensor, precision, batch, prefetch, compile; remat for the blocks, for every
+    `remat_every`-th of them."""
+    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every"]
+    for key in common:
+        if key not in known:
+            raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(known)}){nearest(key, known)}")
+    remats = _remats(description, common.get("remat", "none"), common.get("remat_every", 1))
     units = []
     for unit in description.units:
         layout, reshard = choose(unit)
@@ -102,10 +101,10 @@ def _plan(
     return Plan(
         mesh=mesh,
         units=tuple(units),
-        precision=precision or Precision(),
-        batch=batch or Batch(),
-        prefetch=prefetch or Prefetch(),
-        compile=compile,
+        precision=common.get("precision", Precision()),
+        batch=common.get("batch", Batch()),
+        prefetch=common.get("prefetch", Prefetch()),
+        compile=common.get("compile", False),
     )
 
 
@@ -140,6 +139,9 @@ def _refuse_idle(description: Description, below: int, patterns: Sequence[str]) 
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise PlanError(f"mixed: no unit matches {pattern!r}; the units are {', '.join(names)}")
+    named = [n for p in patterns for n in fnmatch.filter(names, p)]
+    if all(u.numel < below or u.name in named for u in description.units):
+        raise PlanError("mixed: no unit is left to shard; write ddp, or keep fewer units whole")
     if below and all(u.numel >= below for u in description.units):
         smallest = min(u.numel for u in description.units)
         raise PlanError(f"mixed: replicate_below = {below} leaves every unit sharded; the smallest has {smallest} parameters")

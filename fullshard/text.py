@@ -4,21 +4,20 @@ from collections.abc import Sequence
 
 
 def bytes_text(n: float) -> str:
-    """`1.50 GiB`: binary units, three significant places."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    return f"{n:.2f} TiB"
+    """`1.50 GiB`."""
+    return _scaled(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB"), " ")
 
 
 def count_text(n: float) -> str:
     """`1.50B`: decimal units, as parameter counts are quoted."""
-    for unit in ("", "K", "M", "B"):
-        if abs(n) < 1000:
-            return f"{n:.0f}" if unit == "" else f"{n:.2f}{unit}"
-        n /= 1000
-    return f"{n:.2f}T"
+    return _scaled(n, 1000, ("", "K", "M", "B", "T"), "")
+
+
+def _scaled(n: float, base: int, units: tuple[str, ...], gap: str) -> str:
+    places = 0
+    while units[1:] and round(abs(n), places) >= base:
+        n, units, places = n / base, units[1:], 2
+    return f"{n:.{places}f}{gap}{units[0]}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -53,7 +52,7 @@ def _continues(run: list[str], name: str) -> bool:
     (stem, last), (other, number) = _numbered(run[-1]), _numbered(name)
     if stem != other or last is None or number is None:
         return False
-    return len(run) == 1 or number - last == _step(run)
+    return number > last if len(run) == 1 else number - last == _step(run)
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
@@ -69,5 +68,10 @@ def _span(run: list[str]) -> str:
     if len(run) == 1:
         return run[0]
     step = _step(run)
-    every = "" if step == 1 else f", every {step}{({2: 'nd', 3: 'rd'}).get(step, 'th')}"
+    every = "" if step == 1 else f", every {_ordinal(step)}"
     return f"{run[0]} … {run[-1]}{every} ({len(run)})"
+
+
+def _ordinal(n: int) -> str:
+    teen = n % 100 in (11, 12, 13)
+    return f"{n}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.initialize import refuse_unset
+from fullshard.on_torch.inference import free_gathered, inference
+from fullshard.on_torch.initialize import not_numbers, refuse_unset
 from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
 from fullshard.on_torch.state import State
 from fullshard.plan import Unit
@@ -25,8 +26,9 @@ class CheckError(FullshardError):
 
 def before_first_step(state: State, batches: list[Batch], loss: LossFunction) -> None:
     """Everything that can be seen before the first forward."""
+    free_gathered(state.model)  # a forward of the caller's own may have left units whole
     check_sharding(state)
-    refuse_unset(state.model)
+    refuse_unset_anywhere(not_numbers(state.model))
     check_copies_agree(state)
     check_optimizer_references(state)
     check_data(state, batches)
@@ -63,6 +65,25 @@ def check_copies_agree(state: State) -> None:
 
 def _whole(p: DTensor) -> bool:
     return all(isinstance(placement, Replicate) or p.device_mesh.size(i) == 1 for i, placement in enumerate(p.placements))
+
+
+def refuse_unset_anywhere(names: list[str]) -> None:
+    """As `refuse_unset`, for what any rank found."""
+    refuse_unset(sorted({name for found in _gather(names) for name in found}))
+
+
+def check_values_agree(model: nn.Module) -> None:
+    """A model that comes with values comes with the same values on all ranks. Before sharding."""
+    found = _gather({n: _checksum(p) for n, p in model.named_parameters() if not p.is_meta})
+    for name in found[0]:
+        if any(other.get(name) != found[0][name] for other in found):
+            raise CheckError(f"{name} has different values on different ranks; load the same weights, or seed all ranks alike")
+
+
+def check_labels(tokens: Tensor) -> None:
+    """There is something to learn from."""
+    if not bool(tokens):
+        raise CheckError("no token of the first step has a label (all labels are -100); mark the tokens that count in `labels`")
 
 
 def check_optimizer_references(state: State) -> None:
@@ -107,12 +128,9 @@ def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) 
     rows = batches[0]["input_ids"].shape[0]
     if loss is summed_loss or rows < 2:
         return
-    was_training = state.model.training
-    state.model.eval()
-    with torch.no_grad():
+    with inference(state.model):
         halves = [{k: v[part] for k, v in batches[0].items()} for part in (slice(0, rows // 2), slice(rows // 2, rows))]
         whole, first, second = (float(loss(state.model, b)) for b in (batches[0], *halves))
-    state.model.train(was_training)
     verdicts = _gather(abs(first + second - whole) > 0.05 * abs(whole) + 1e-6)
     if any(verdicts):
         raise CheckError(

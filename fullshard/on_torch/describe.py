@@ -11,7 +11,8 @@ from torch import nn
 
 from fullshard.description import Description, Kind, Tensor, UnitDescription
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.dtypes import WORD
+from fullshard.on_torch.dtypes import word
+from fullshard.text import spans
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -31,6 +32,10 @@ def describe(
     give one of: `classes`, class names; `names`, module paths with wildcards; `min_params`, the size from
     which a module is a unit of its own.
     """
+    if next(model.parameters(), None) is None:
+        raise FullshardError(f"{title or type(model).__name__} has no parameters; there is nothing to shard")
+    if min_params < 0:
+        raise FullshardError(f"min_params must be at least 1, not {min_params}")
     rules = {"classes": bool(classes), "names": bool(names), "min_params": bool(min_params)}
     if sum(rules.values()) > 1:
         raise FullshardError(f"grouping takes one rule, not {' and '.join(k for k, on in rules.items() if on)}")
@@ -91,8 +96,13 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def _is_list(module: nn.Module) -> bool:
+    """Containers that are never called, so that nothing could gather them."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
 def _by_class(model: nn.Module, classes: Sequence[str]) -> list[str]:
-    present = Counter(type(m).__name__ for _, m in model.named_modules() if _has_parameters(m))
+    present = Counter(type(m).__name__ for p, m in model.named_modules() if p and _has_parameters(m) and not _is_list(m))
     for name in classes:
         if name not in present:
             listing = ", ".join(f"{k} ×{n}" for k, n in present.items())
@@ -101,12 +111,12 @@ def _by_class(model: nn.Module, classes: Sequence[str]) -> list[str]:
 
 
 def _by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    paths = [p for p, m in model.named_modules() if p and _has_parameters(m)]
+    paths = [p for p, m in model.named_modules() if p and _has_parameters(m) and not _is_list(m)]
     hits: set[str] = set()
     for pattern in patterns:
         matched = [p for p in paths if fnmatch.fnmatchcase(p, pattern) and p.count(".") == pattern.count(".")]
         if not matched:
-            listing = ", ".join(p for p in paths if p.count(".") <= 2)
+            listing = ", ".join(spans([p for p in paths if p.count(".") <= 2]))
             raise FullshardError(f"no module is called {pattern!r}{nearest(pattern, paths)} (the model has {listing})")
         hits.update(matched)
     return [p for p in paths if p in hits]
@@ -123,15 +133,16 @@ def _by_size(model: nn.Module, min_params: int) -> list[str]:
             if id(p) not in seen:
                 seen.add(id(p))
                 rest += p.numel()
-        if path and rest >= min_params and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if path and rest >= min_params and not _is_list(module):
             units.append(path)
             return 0
         return rest
 
     visit(model, "")
     if not units:
-        largest = max((sum(p.numel() for p in m.parameters()), n) for n, m in model.named_modules() if n)
-        raise FullshardError(f"no module has {min_params} parameters; the largest, {largest[1]}, has {largest[0]}")
+        sizes = [(sum(p.numel() for p in m.parameters()), n) for n, m in model.named_modules() if n and not _is_list(m)]
+        largest = f"the largest, {max(sizes)[1]}, has {max(sizes)[0]}" if sizes else "the model has no modules inside"
+        raise FullshardError(f"no module has {min_params} parameters; {largest}")
     return units
 
 
@@ -156,8 +167,14 @@ def _with_leftovers(model: nn.Module, blocks: list[str]) -> list[_Group]:
             embed.modules.append(path)
         else:
             (head if order[path] > order[ordered[-1]] else middle).modules.append(path)
-    groups = [embed, *[_block(model, path) for path in ordered], middle, head, root]
-    return [g for g in groups if g.modules] or [_Group("root", "root", [""])]
+    groups = [g for g in (embed, *[_block(model, path) for path in ordered], middle, head) if g.modules]
+    groups.sort(key=lambda g: order[g.modules[0]])
+    if root.modules:
+        groups.append(root)
+    for group in (embed, middle, head, root):
+        while group.name in blocks:  # a block may be called so already
+            group.name += "_rest"
+    return groups
 
 
 def _block(model: nn.Module, path: str) -> _Group:
@@ -219,10 +236,10 @@ def _facts(model: nn.Module, groups: list[_Group]) -> tuple[list[UnitDescription
         group = _owner(name, groups)
         assert group is not None, name
         others = tuple(n for n in ties.get(id(p), []) if n != name)
-        parameters[group.name].append(Tensor(name, tuple(p.shape), WORD[p.dtype], p.requires_grad, others))
+        parameters[group.name].append(Tensor(name, tuple(p.shape), word(name, p.dtype), p.requires_grad, others))
     buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
     for name, b in model.named_buffers():
         group = _owner(name, groups)
-        buffers[group.name if group else ""].append(Tensor(name, tuple(b.shape), WORD[b.dtype], False))
+        buffers[group.name if group else ""].append(Tensor(name, tuple(b.shape), word(name, b.dtype), False))
     units = [UnitDescription(g.name, g.kind, tuple(g.modules), tuple(parameters[g.name]), tuple(buffers[g.name])) for g in groups]
     return units, tuple(buffers[""])

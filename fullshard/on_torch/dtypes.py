@@ -2,6 +2,8 @@
 
 import torch
 
+from fullshard.errors import FullshardError
+
 TORCH = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -14,5 +16,14 @@ TORCH = {
     "int8": torch.int8,
     "uint8": torch.uint8,
     "bool": torch.bool,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
 }
-WORD = {dtype: word for word, dtype in TORCH.items()} | {torch.float8_e5m2: "fp8"}
+_WORD = {dtype: word for word, dtype in TORCH.items()} | {torch.float8_e5m2: "fp8"}
+
+
+def word(name: str, dtype: torch.dtype) -> str:
+    """The plan's word for the dtype of the tensor called `name`."""
+    if dtype not in _WORD:
+        raise FullshardError(f"{name} is {str(dtype)[6:]}, a dtype fullshard has no word for; convert it first")
+    return _WORD[dtype]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.inference import inference
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     prompt: Sequence[int],
@@ -29,18 +29,16 @@ def generate(
         raise FullshardError("generate needs a prompt of at least one token; start with a newline or the tokenizer's first token")
     device = next(model.parameters()).device
     draw = torch.Generator(device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
     tokens, done = list(prompt), False
-    for _ in range(max_new_tokens):
-        context = tokens[-window:] if window else tokens
-        logits_V = logits_of(model(torch.tensor([context], device=device)))[0, -1].float()
-        if not done:
-            tokens.append(_choose(logits_V, temperature, draw))
-            done = tokens[-1] == stop
-        if stop is not None and _all_done(done, device):
-            break
-    model.train(was_training)
+    with inference(model):
+        for _ in range(max_new_tokens):
+            context = tokens[-window:] if window else tokens
+            logits_V = logits_of(model(torch.tensor([context], device=device)))[0, -1].float()
+            if not done:
+                tokens.append(_choose(logits_V, temperature, draw))
+                done = tokens[-1] == stop
+            if stop is not None and _all_done(done, device):
+                break
     return tokens
 
 
@@ -56,7 +54,8 @@ def lockstep_generate(model: nn.Module) -> None:
 
         @functools.wraps(own)
         def generate_together(*args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
-            return own(*args, synced_gpus=synced_gpus, **kwargs)
+            with inference(model):
+                return own(*args, synced_gpus=synced_gpus, **kwargs)
 
         model.generate = generate_together  # type: ignore[assignment]
 

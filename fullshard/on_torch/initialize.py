@@ -24,21 +24,27 @@ Initializer = Callable[[nn.Module], object]
 Owners = list[tuple[nn.Module, str]]
 
 
-def initialize(
+def initialize(model: nn.Module, device: torch.device, seed: int, init: Initializer | None = None) -> None:
+    """Give an unsharded model the weights that `shard` would give it."""
+    refuse_unset(materialize(model, [], device, seed, init))
+
+
+def materialize(
     model: nn.Module, units: list[list[str]], device: torch.device, seed: int, init: Initializer | None = None
-) -> None:
-    """Give every parameter and buffer that is still on meta its memory and its initial value.
+) -> list[str]:
+    """Give every parameter and buffer that is still on meta its memory and its initial value; the names of
+    those that nobody set.
 
     `units`: the module paths that are made whole together. `init`, if given, is called with each module
     in place of the model's own `_init_weights`, `reset_parameters` or `init_weights`.
     """
     unset = _allocate(model, device)
     if not unset:
-        return
+        return not_numbers(model)
     rules = _rules(model, init)
     paths = {module: path for path, module in model.named_modules()}
     done: set[nn.Module] = set()
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), torch.no_grad():
+    with torch.random.fork_rng(_generators(device)), torch.no_grad():
         for modules in [*[[model.get_submodule(p) for p in unit if p] for unit in units], [model]]:
             members = [m for root in modules for m in _post_order(root) if m not in done]
             done.update(members)
@@ -48,7 +54,13 @@ def initialize(
                     torch.manual_seed(_key(seed, paths[module]))
                     rules[module](module)
     untouched = [n for n, b in model.named_buffers() if unset.get(id(b)) == b._version]
-    refuse_unset(model, untouched)
+    return sorted({*untouched, *not_numbers(model)})
+
+
+def _generators(device: torch.device) -> list[int]:
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _allocate(model: nn.Module, device: torch.device) -> dict[int, int]:
@@ -78,13 +90,17 @@ def _poison(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def refuse_unset(model: nn.Module, untouched: Sequence[str] = ()) -> None:
-    """Raise if a tensor was never written, or a parameter or buffer holds NaN."""
-    bad = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if n in untouched or _has_nan(_local(t.detach()))]
-    if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+def not_numbers(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers of which this rank's part holds a NaN."""
+    return [n for n, t in [*model.named_parameters(), *model.named_buffers()] if _has_nan(_local(t.detach()))]
+
+
+def refuse_unset(names: Sequence[str]) -> None:
+    """Raise for tensors that were never written, or hold NaN."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise FullshardError(
-            f"{', '.join(bad[:3])}{more} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
+            f"{', '.join(names[:3])}{more} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
             "or pass shard(..., init=function_of_a_module)"
         )
 

@@ -25,51 +25,67 @@ def load_model(spec: str) -> nn.Module:
         build: Callable[[], object] = lambda: models.build(spec)
     elif ":" in spec and not Path(spec).exists():
         build = _callable(spec)
+    elif spec.endswith(".py"):
+        raise FullshardError(
+            f"{spec} is a Python file; write {spec}:callable, the name of a function in it that returns a module"
+        )
     elif Path(spec).exists():
         build = _hugging_face(Path(spec))
     else:
         known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
         raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
-    with torch.device("meta"):
-        model = build()
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise FullshardError(f"{spec} could not be built: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise FullshardError(f"{spec} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise FullshardError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of somebody else's says, short enough for a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _callable(spec: str) -> Callable[[], object]:
     where, _, name = spec.rpartition(":")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
         raise FullshardError(f"{where} has no {name!r}{nearest(name, public)} (it has {', '.join(public) or 'no callables'})")
     found = getattr(module, name)
     if not callable(found):
-        raise FullshardError(f"{spec} is a {type(found).__name__}; write the name of a callable that returns a module")
+        raise FullshardError(f"{spec} is of type {type(found).__name__}; write the name of a callable that returns a module")
     return found
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_fullshard_{path.stem}"  # a file called json.py must not become the json module
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickling look their module up here
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickling look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise FullshardError(f"cannot import {path}: {type(error).__name__}: {first_line(error)}") from error
     return module
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_module(name: str, spec: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
+    except Exception as error:
         raise FullshardError(
-            f"cannot import {name!r}: {error}; write package.module:callable or path/to/file.py:callable"
-        ) from None
+            f"cannot import {spec}: {first_line(error)}; write package.module:callable or path/to/file.py:callable"
+        ) from error
 
 
 def _hugging_face(path: Path) -> Callable[[], object]:
@@ -82,7 +98,7 @@ def _hugging_face(path: Path) -> Callable[[], object]:
         raise FullshardError("Hugging Face models need transformers: pip install 'fullshard[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(config_path)
-    except (ValueError, OSError, KeyError) as error:
-        raise FullshardError(f"{config_path} is not a Hugging Face config: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        raise FullshardError(f"{config_path} is not a Hugging Face config: {first_line(error)}") from error
     causal = type(config) in AutoModelForCausalLM._model_mapping
     return lambda: (AutoModelForCausalLM if causal else AutoModel).from_config(config)

@@ -7,26 +7,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fullshard.errors import FullshardError
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
 
 
 def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
-    """Torch's fused optimizer for `spec`, over the trainable parameters.
+    """Torch's optimizer for `spec`, over the trainable parameters.
 
     Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
     """
+    if not isinstance(spec, Adam | SGD):
+        raise FullshardError(
+            f"optimizer must be a fullshard.AdamW, Adam or SGD (it is built after sharding), not {type(spec).__name__}"
+        )
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
             by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
     groups = [{"params": params} for params in by_mesh.values()]
     if isinstance(spec, SGD):
+        # DTensor has no rule for the fused SGD kernel.
         return torch.optim.SGD(
-            groups, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, nesterov=spec.nesterov, fused=True
+            groups, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, nesterov=spec.nesterov, foreach=True
         )
     kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
-    assert isinstance(spec, Adam)
     return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
 
 

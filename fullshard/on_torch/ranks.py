@@ -12,7 +12,7 @@ from fullshard.plan import Layout, Mesh, Plan
 
 
 def start(device: str | None = None) -> torch.device:
-    """Join the ranks that torchrun or srun started, or be the only one; the device this rank works on.
+    """Join the ranks that torchrun started, or be the only one; the device this rank works on.
 
     Idempotent. On GPUs, collectives on CPU tensors go over gloo beside NCCL.
     """

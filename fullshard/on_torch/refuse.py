@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
@@ -10,11 +11,13 @@ from fullshard.plan import Plan, Unit
 
 def refuse(model: nn.Module, plan: Plan) -> None:
     """Raise a `FullshardError` unless `plan` can be carried out on `model`."""
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise FullshardError("this model is already sharded; build it again (on meta, which costs nothing) and shard that")
     paths = [path for path, _ in model.named_modules()]
     for unit in plan.units:
         _refuse_unknown_modules(unit, paths)
         _refuse_homes(unit)
-        _refuse_root_remat(unit)
+        _refuse_remat(unit, plan)
     _refuse_parameters(model, plan)
     refuse_tensor_axis(model, plan)
     if plan.compile and not any(
@@ -39,7 +42,13 @@ def _refuse_homes(unit: Unit) -> None:
             raise FullshardError(f"unit {unit.name}: home.{kind} = {place!r} is not supported by this engine yet; write 'device'")
 
 
-def _refuse_root_remat(unit: Unit) -> None:
+def _refuse_remat(unit: Unit, plan: Plan) -> None:
+    inner = [u.name for u in plan.units if u is not unit and _inside(u, unit)]
+    if unit.remat == "selective" and inner:
+        raise FullshardError(
+            f"unit {unit.name}: remat = 'selective' cannot be carried out around another unit ({inner[0]}); "
+            "write 'full', or group by block"
+        )
     if unit.remat != "none" and "" in unit.modules:
         raise FullshardError(
             f"unit {unit.name}: remat = {unit.remat!r} would recompute the whole model; set it on the blocks instead"
@@ -48,27 +57,32 @@ def _refuse_root_remat(unit: Unit) -> None:
         raise FullshardError(f"unit {unit.name}: the root ('') holds every module already; give it a unit of its own")
 
 
+def _inside(inner: Unit, outer: Unit) -> bool:
+    return any(m.startswith(f"{p}.") for m in inner.modules for p in outer.modules if p)
+
+
 def _refuse_parameters(model: nn.Module, plan: Plan) -> None:
-    owner: dict[int, tuple[str, Unit]] = {}
+    names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        unit = plan.unit_of(name)
-        if unit is None:
+        names.setdefault(id(p), []).append(name)
+    for name, p in model.named_parameters():
+        owners = {u.name: n for n in names[id(p)] if (u := plan.unit_of(n)) is not None}
+        if not owners:
             raise FullshardError(
                 f"parameter {name} is in no unit of the plan; describe this model and plan again, or add a root unit"
             )
-        _refuse_parameter(name, p, unit)
-        other = owner.setdefault(id(p), (name, unit))
-        if other[1] is not unit:
+        if len(owners) > 1:
             raise FullshardError(
-                f"units {other[1].name} and {unit.name}: {other[0]} and {name} are one tied parameter; "
+                f"units {' and '.join(owners)}: {' and '.join(owners.values())} are one tied parameter; "
                 "put their modules into one unit"
             )
+        _refuse_parameter(name, p, next(iter(owners)))
 
 
-def _refuse_parameter(name: str, p: nn.Parameter, unit: Unit) -> None:
+def _refuse_parameter(name: str, p: nn.Parameter, unit: str) -> None:
     if not p.is_floating_point():
-        raise FullshardError(f"unit {unit.name}: {name} is {str(p.dtype)[6:]}; only floating-point parameters can be sharded")
+        raise FullshardError(f"unit {unit}: {name} is {str(p.dtype)[6:]}; only floating-point parameters can be sharded")
     if p.ndim == 0:
-        raise FullshardError(f"unit {unit.name}: {name} is a scalar, which cannot be sharded; make it a vector of one element")
+        raise FullshardError(f"unit {unit}: {name} is a scalar, which cannot be sharded; make it a vector of one element")
     if p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        raise FullshardError(f"unit {unit.name}: {name} is {str(p.dtype)[6:]}; use a model with bf16 or fp32 parameters")
+        raise FullshardError(f"unit {unit}: {name} is {str(p.dtype)[6:]}; use a model with bf16 or fp32 parameters")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fullshard.on_torch import checks
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
-from fullshard.on_torch.initialize import Initializer, initialize, refuse_unset
+from fullshard.on_torch.initialize import Initializer, materialize
 from fullshard.on_torch.optim import make_optimizer
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse
@@ -38,6 +39,7 @@ def shard(
     where = start(device)
     refuse(model, plan)
     meshes = make_meshes(plan, where.type)
+    checks.check_values_agree(model)
     _to_master(model, TORCH[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
     for unit in plan.units:
@@ -48,8 +50,7 @@ def shard(
             module.forward = torch.compile(module.forward)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
-    initialize(model, [list(u.modules) for u in plan.units], where, seed, init)
-    refuse_unset(model)
+    checks.refuse_unset_anywhere(materialize(model, [list(u.modules) for u in plan.units], where, seed, init))
     lockstep_generate(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
@@ -101,7 +102,7 @@ def _policy(plan: Plan) -> MixedPrecisionPolicy:
 
 def _set_prefetch(plan: Plan, units: dict[str, list[FSDPModule]]) -> None:
     """Explicit lists for depths beyond the one unit that FSDP overlaps by itself."""
-    chain = [units[u.name][0] for u in plan.units if u.layout == "sharded" and u.modules != ("",)]
+    chain = [units[u.name][0] for u in plan.units if u.layout != "replicated" and u.modules != ("",)]
     for i, module in enumerate(chain):
         if plan.prefetch.forward > 1:
             module.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + plan.prefetch.forward])

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch import checks
+from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import IGNORED, Batch, LossFunction, summed_loss
 from fullshard.on_torch.optim import gradients, scale, square_norm
 from fullshard.on_torch.ranks import all_reduce_sum
@@ -37,13 +39,16 @@ def train_step(
     The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
     ranks and micro-batches. The first step also runs the checks of `checks`.
     """
-    assert state.optimizer is not None, "shard(..., optimizer=...) makes a state that can be trained"
+    if state.optimizer is None:
+        raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
     batches = [_to_device(b, state) for b in micro_batches]
     _refuse_shapes(batches, state)
     first = state.step == 0
     if first:
         checks.before_first_step(state, batches, loss)
     tokens = all_reduce_sum(_count(batches)) / state.plan.mesh.tensor
+    if first:
+        checks.check_labels(tokens)
     summed = _forward_backward(state, batches, loss, tokens)
     if first:
         checks.after_first_backward(state)
@@ -55,27 +60,33 @@ def train_step(
     return StepResult(state.step, totals[1] / tokens, norm, tokens, skipped)
 
 
-@torch.no_grad()
 def evaluate(state: State, batches: Iterable[Batch], *, loss: LossFunction = summed_loss) -> float:
     """The mean loss over all tokens of all ranks' batches; ranks may have different numbers of them. Collective."""
-    was_training = state.model.training
-    state.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=state.device)
-    iterator, last = iter(batches), None
-    while True:
-        batch = next(iterator, None)
-        if not bool(all_reduce_sum(torch.tensor(float(batch is not None), device=state.device))):
-            break
-        last = batch if batch is not None else last
-        if last is None:
-            raise FullshardError("evaluate: this rank has no batch at all; give every rank at least one")
-        moved = _to_device(last, state)
-        value = loss(state.model, moved)  # a rank that has run out computes along, for nothing
-        if batch is not None:
-            totals += torch.stack([value.double(), _count([moved])])
-    state.model.train(was_training)
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    if (having := _how_many(batch is not None, state)) < dist.get_world_size():
+        raise FullshardError(
+            f"evaluate: only {having} of {dist.get_world_size()} ranks have a batch; give every rank at least one"
+        )
+    assert batch is not None
+    last = batch
+    with inference(state.model):
+        while _how_many(batch is not None, state):
+            last = _to_device(batch or last, state)
+            value = loss(state.model, last)  # a rank that has run out computes along, for nothing
+            if batch is not None:
+                totals += torch.stack([value.double(), _count([last])])
+            batch = next(iterator, None)
     all_reduce_sum(totals)
-    return float(totals[0] / totals[1].clamp(min=1))
+    if not totals[1]:
+        raise FullshardError("evaluate: no token of any batch has a label; mark the tokens that count in `labels`")
+    return float(totals[0] / totals[1])
+
+
+def _how_many(has: bool, state: State) -> int:
+    """On how many ranks `has` holds."""
+    return int(all_reduce_sum(torch.tensor(int(has), device=state.device)))
 
 
 def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 import torch
 
+import fullshard as fs
+from fullshard import FullshardError, on_torch
 from tests.cpu import parity
 
 
@@ -41,26 +43,57 @@ def config(name: str):
     }[name]()
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, *, lora: bool = False) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config(name)).train()
+        model = AutoModelForCausalLM.from_config(config(name)).train()
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    return model
 
 
-def errors(name: str, case: parity.Case) -> dict:
-    """As `parity.errors`, for a Hugging Face model: no edit to the model anywhere."""
-    from fullshard import on_torch
+def plain(name: str, *, lora: bool = False) -> torch.nn.Module:
+    model = build(name, lora=lora)
+    on_torch.initialize(model, torch.device("cpu"), seed=7)
+    return model
 
-    plain = build(name)
-    on_torch.initialize(plain, [], torch.device("cpu"), seed=7)
-    want_losses, want_norms, want_params = parity.unsharded(name, case.clip, plain)
-    losses, norms, params = parity.sharded(case, build(name))
-    found = parity.distance(params, want_params)
-    worst = max(found, key=found.__getitem__)
+
+def errors(name: str, case: parity.Case, *, lora: bool = False) -> dict:
+    """As `parity.errors`, for a Hugging Face model; distances of all parameters, and of the model as a whole."""
+    want_losses, want_norms, want = parity.unsharded(name, parity.parts(case), case.clip, plain(name, lora=lora))
+    losses, norms, params = parity.sharded(case, build(name, lora=lora))
+    square = {n: float((params[n] - want[n]).double().square().sum()) for n in want}
     return {
         "loss": parity.relative(losses, want_losses),
         "norm": parity.relative(norms, want_norms),
-        "param": found[worst],
-        "worst": worst,
+        "params": parity.distance(params, want),
+        "whole": (sum(square.values()) / sum(float(p.double().square().sum()) for p in want.values())) ** 0.5,
     }
+
+
+def movement(name: str) -> dict[str, float]:
+    """How far the oracle's own weights moved."""
+    model = plain(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    _, _, after = parity.unsharded(name, 1, None, model)
+    return parity.distance(after, before)
+
+
+def refusal(name: str, case: parity.Case) -> str:
+    try:
+        parity.sharded(case, build(name))
+    except FullshardError as error:
+        return str(error)
+    return "no refusal"
+
+
+def keeps_values() -> dict[str, float]:
+    """A model that already has weights (loaded, say) is sharded with them."""
+    model = plain("llama")
+    want = {n: p.detach().clone() for n, p in model.named_parameters()}
+    plan = fs.zero3(on_torch.describe(model), devices=2)
+    state = on_torch.shard(model, plan, seed=99)
+    return parity.distance({n: p.full_tensor().detach() for n, p in state.model.named_parameters()}, want)

@@ -1,6 +1,6 @@
 """Training the same thing twice: through fullshard, and with nothing but torch. Runs inside ranks."""
 
-import copy
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,8 @@ from fullshard import on_torch
 from fullshard.on_torch.models import Llama
 from fullshard.presets import LlamaSize
 
-VOCAB, ROWS, LENGTH, STEPS, LR = 50, 8, 12, 10, 1e-3
+DEVICE = os.environ.get("FULLSHARD_TEST_DEVICE", "cpu")  # the GPU tests run the same code
+VOCAB, ROWS, LENGTH, STEPS, LR = 50, 16, 12, 10, 1e-4
 # No dimension but the heads' divides by 4: shards are uneven, some ranks hold padding.
 SIZE = LlamaSize(dim=24, layers=3, heads=4, kv_heads=2, ffn=42, vocab=VOCAB, sequence=64)
 
@@ -57,26 +58,33 @@ def data(seed: int = 0) -> list[dict[str, torch.Tensor]]:
         labels = ids[:, 1:].clone()
         for row in range(ROWS):
             labels[row, : row % 5] = -100
-        steps.append({"input_ids": ids[:, :-1], "labels": labels})
+        steps.append({"input_ids": ids[:, :-1].to(DEVICE), "labels": labels.to(DEVICE)})
     return steps
 
 
-def unsharded(kind: str, clip: float | None = None, model: torch.nn.Module | None = None):
-    """The oracle: one process, the whole batch at once, torch's AdamW."""
+def unsharded(kind: str, parts: int, clip: float | None = None, model: torch.nn.Module | None = None):
+    """The oracle: one process, torch's AdamW, gradients accumulated over the same micro-batches.
+
+    The same, because Adam divides by the gradient's size: an element whose gradient nearly cancels over the
+    batch would turn another order of summation into another update.
+    """
     if model is None:
         model = build(kind)
-        on_torch.initialize(model, [], torch.device("cpu"), seed=7)
+        on_torch.initialize(model, torch.device(DEVICE), seed=7)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
     losses, norms = [], []
     for batch in data():
-        logits = model(batch["input_ids"])
-        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        loss.backward()
+        tokens, total = (batch["labels"] != -100).sum(), 0.0
+        for ids, labels in zip(batch["input_ids"].chunk(parts), batch["labels"].chunk(parts), strict=True):
+            logits = model(ids)
+            logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+            loss.backward()
+            total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(total)
     return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
@@ -102,7 +110,7 @@ def sharded(case: Case, model: torch.nn.Module | None = None):
         remat=case.remat,
         prefetch=fs.Prefetch(case.prefetch, case.prefetch),
     )
-    state = on_torch.shard(model, plan, fs.AdamW(lr=LR), seed=7)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=LR), seed=7, device=DEVICE)
     losses, norms = [], []
     for batch in data():
         mine = _mine(batch, on_torch.data_rank(plan.mesh), plan.mesh.data, case.accumulate)
@@ -117,7 +125,7 @@ def stock(case: Case):
     model = build(case.kind)
     world, rank = dist.get_world_size(), dist.get_rank()
     options = {
-        "mesh": init_device_mesh("cpu", (world,)),
+        "mesh": init_device_mesh(DEVICE, (world,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     inner = model.base_model.model if case.kind == "lora" else model
@@ -129,12 +137,12 @@ def stock(case: Case):
         fully_shard(inner.model.embed_tokens, **options)
         fully_shard([inner.model.norm, inner.lm_head], **options)
     fully_shard(model, **options)
-    on_torch.initialize(model, [], torch.device("cpu"), seed=7)
+    on_torch.initialize(model, torch.device(DEVICE), seed=7)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
     losses = []
     for batch in data():
         tokens = (batch["labels"] != -100).sum()
-        total = torch.zeros(())
+        total = torch.zeros((), device=DEVICE)
         for part in _mine(batch, rank, world, case.accumulate):
             logits = model(part["input_ids"])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), part["labels"].flatten(), reduction="sum")
@@ -157,20 +165,26 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
+def parts(case: Case) -> int:
+    """Micro-batches in a step, over all ranks."""
+    return dist.get_world_size() // case.arguments.get("tensor", 1) * case.accumulate
+
+
 _oracle: dict = {}
 
 
-def oracle(kind: str, clip: float | None = None):
+def oracle(case: Case):
     """The unsharded run, once a rank's life."""
-    if (kind, clip) not in _oracle:
-        _oracle[kind, clip] = unsharded(kind, clip)
-    return copy.copy(_oracle[kind, clip])
+    key = (case.kind, parts(case), case.clip)
+    if key not in _oracle:
+        _oracle[key] = unsharded(*key)
+    return _oracle[key]
 
 
 def errors(case: Case) -> dict[str, float]:
     """How far a fullshard run is from the oracle: loss, gradient norm, worst parameter tensor."""
     losses, norms, params = sharded(case)
-    want_losses, want_norms, want_params = oracle(case.kind, case.clip)
+    want_losses, want_norms, want_params = oracle(case)
     found = distance(params, want_params)
     worst = max(found, key=found.__getitem__)
     return {"loss": relative(losses, want_losses), "norm": relative(norms, want_norms), "param": found[worst], "worst": worst}
@@ -180,7 +194,7 @@ def bf16_errors(case: Case) -> dict:
     """Distances of fullshard and of stock `fully_shard` from the fp32 oracle, both in bf16."""
     losses, _, params = sharded(case)
     stock_losses, stock_params = stock(case)
-    want_losses, _, want_params = oracle(case.kind)
+    want_losses, _, want_params = oracle(case)
     ours, theirs = distance(params, want_params), distance(stock_params, want_params)
     return {
         "loss": relative(losses, want_losses),

@@ -16,8 +16,8 @@ class RankError(AssertionError):
 class Ranks:
     """`world` processes in one process group; `run` calls a module-level function on all of them."""
 
-    def __init__(self, world: int):
-        self.world = world
+    def __init__(self, world: int, device: str = "cpu"):
+        self.world, self.device = world, device
         self.processes: list = []
 
     def run(self, function, *args, **kwargs) -> list:
@@ -60,7 +60,9 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self.directory.name, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self.device, self.directory.name, there), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -76,8 +78,10 @@ class Ranks:
         self.processes = []
 
 
-def _serve(rank: int, world: int, directory: str, pipe: Connection) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+def _serve(rank: int, world: int, device: str, directory: str, pipe: Connection) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "FULLSHARD_TEST_DEVICE": device}
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import datetime
 
     import torch
@@ -85,7 +89,9 @@ def _serve(rank: int, world: int, directory: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    # Several ranks share one card over gloo; NCCL refuses that, and is what one rank uses.
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl" if world == 1 else "cpu:gloo,cuda:gloo"}[device]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
     while True:
         try:
             function, args, kwargs = pipe.recv()

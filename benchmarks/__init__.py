@@ -1,0 +1,1 @@
+"""Speed, always beside a peer and as a ratio; results are kept under `results/`."""

@@ -1,0 +1,155 @@
+"""A step through fullshard against the same model under bare `fully_shard`, interleaved in one process group.
+
+    python benchmarks/step_overhead.py                      # 2 gloo ranks, CPU
+    python benchmarks/step_overhead.py --ranks 1 --preset llama-1.5b --batch 4 --sequence 4096 --compute bf16  # one GPU
+
+Both sides do what a training step does: forward, cross-entropy, backward, fused AdamW. fullshard's also
+counts the tokens of all ranks, normalises by them and reports the global loss and gradient norm.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from datetime import date
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fullshard as fs
+import fullshard.presets
+from fullshard import on_torch
+from fullshard.on_torch.models import build
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-bytes")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--compute", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--only", choices=["bare", "fullshard"], help="one side alone, to hold against another program")
+    return parser.parse_args()
+
+
+def bare(args: argparse.Namespace, device: torch.device):
+    """The peer: `fully_shard` block by block, as its documentation shows, and a loop by hand."""
+    with torch.device("meta"):
+        model = build(args.preset)
+    if args.compile:
+        for layer in model.model.layers:
+            layer.compile()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.compute == "bf16" else MixedPrecisionPolicy()
+    options = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": policy,
+        "reshard_after_forward": True,
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model.model.embed_tokens, **options)
+    fully_shard([model.model.norm, model.lm_head], **options)
+    fully_shard(model, **options)
+    model.to_empty(device=device)
+    model.apply(model._init_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(batch["input_ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        del logits
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ours(args: argparse.Namespace, device: torch.device):
+    """The same through a plan."""
+    with torch.device("meta"):
+        model = build(args.preset)
+    plan = fs.zero3(
+        on_torch.describe(model),
+        devices=dist.get_world_size(),
+        precision=fs.Precision(compute=args.compute),
+        batch=fs.Batch(args.batch, args.sequence),
+        compile=args.compile,
+    )
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4), device=device.type)
+    return lambda batch: on_torch.train_step(state, [batch]).loss
+
+
+def measure(args: argparse.Namespace) -> dict:
+    device = on_torch.start()
+    vocab = fs.presets.preset(args.preset).vocab
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), generator=draw).to(device)
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    makers = {"bare": bare, "fullshard": ours}
+    sides = {name: make(args, device) for name, make in makers.items() if args.only in (None, name)}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    peaks: dict[str, int] = {}
+    for i in range(args.warm + args.pairs):
+        order = list(sides) if i % 2 == 0 else list(sides)[::-1]  # neither side always goes first
+        for name in order:
+            seconds, peak = timed(sides[name], batch, device)
+            if i >= args.warm:
+                times[name].append(seconds)
+                peaks[name] = peak
+    tokens = args.batch * args.sequence
+    result = {
+        "seconds": {name: statistics.median(t) for name, t in times.items()},
+        "tokens_per_second_per_rank": {name: tokens / statistics.median(t) for name, t in times.items()},
+        "peak_gib": {name: p / 2**30 for name, p in peaks.items()} if device.type == "cuda" else None,
+    }
+    if not args.only:
+        ratios = sorted(a / b for a, b in zip(times["fullshard"], times["bare"], strict=True))
+        quartiles = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
+        result |= {"ratio": statistics.median(ratios), "ratio_quartiles": quartiles}
+    return result
+
+
+def timed(step, batch: dict[str, torch.Tensor], device: torch.device) -> tuple[float, int]:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    start = time.perf_counter()
+    step(batch)
+    synchronize()
+    seconds = time.perf_counter() - start
+    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def main() -> None:
+    args = arguments()
+    if "RANK" not in os.environ and args.ranks > 1:
+        threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
+        os.environ.setdefault("OMP_NUM_THREADS", threads)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        os.execv(sys.executable, [*launcher, __file__, *sys.argv[1:]])
+    result = measure(args)
+    if dist.get_rank() == 0:
+        hardware = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores ({platform.machine()})"
+        )
+        about = {"hardware": hardware, "torch": torch.__version__, "fullshard": fs.__version__, "date": str(date.today())}
+        print(json.dumps({"case": vars(args), **about, **result}, indent=1), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

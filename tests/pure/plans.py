@@ -1,0 +1,67 @@
+"""Arbitrary valid plans, and plans that hardly differ, for properties."""
+
+import dataclasses
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from fullshard import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
+
+counts = st.integers(1, 2**40)
+dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
+places = st.sampled_from(["device", "host", "disk"])
+meshes = st.builds(Mesh, replicate=st.integers(1, 4), shard=st.sampled_from([1, 2, 3, 4, 6, 8, 12]), tensor=st.integers(1, 4))
+homes = st.builds(Home, params=places, optimizer=places, activations=places)
+precisions = st.builds(
+    Precision, compute=dtypes, reduce=dtypes, master=st.sampled_from(["fp32", "bf16"]), output=st.none() | dtypes
+)
+batches = st.builds(Batch, counts, counts, counts) | st.builds(Batch, counts, counts, st.integers(2, 9), st.just("last"))
+prefetches = st.builds(Prefetch, counts, counts)
+
+
+@st.composite
+def choices(draw, shard: int) -> dict:
+    """What a unit may choose on a mesh with that many shards."""
+    layout = draw(st.sampled_from(["sharded", "optimizer", "replicated"]))
+    groups = [n for n in range(2, shard) if shard % n == 0]
+    reshards = st.booleans() | st.sampled_from(groups) if groups else st.booleans()
+    reshard = draw(reshards) if layout == "sharded" else False
+    return {
+        "layout": layout,
+        "reshard": reshard,
+        "remat": draw(st.sampled_from(["none", "selective", "full"])),
+        "home": draw(homes),
+    }
+
+
+@st.composite
+def plans(draw) -> Plan:
+    mesh = draw(meshes)
+    names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5, unique=True))
+    modules = draw(st.lists(st.text(max_size=8), min_size=2 * len(names), max_size=2 * len(names), unique=True))
+    units = tuple(
+        Unit(name, tuple(modules[2 * i : 2 * i + draw(st.integers(1, 2))]), **draw(choices(mesh.shard)))
+        for i, name in enumerate(names)
+    )
+    layouts = {u.layout for u in units}
+    prefetch = Prefetch() if layouts == {"replicated"} else draw(prefetches)
+    batch = draw(batches.filter(lambda b: b.sync == "every") if layouts == {"optimizer"} else batches)
+    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()))
+
+
+@st.composite
+def neighbours(draw) -> tuple[Plan, Plan]:
+    """Two plans of the same unit order that differ in one part at most."""
+    first = draw(plans())
+    part = draw(st.sampled_from(["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile"]))
+    if part == "nothing":
+        return first, Plan.from_json(first.to_json())
+    if part == "unit":
+        changed = dataclasses.replace(first.units[0], **draw(choices(first.mesh.shard)))
+        other = {"units": (changed, *first.units[1:])}
+    else:
+        other = {part: getattr(draw(plans()), part)}
+    try:
+        return first, dataclasses.replace(first, **other)
+    except PlanError:  # the part does not fit the rest
+        reject()

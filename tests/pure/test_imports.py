@@ -1,0 +1,249 @@
+"""Imports point downward only. Reads every file's AST; imports nothing of what it checks."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import fullshard
+
+HOUSE = Path(fullshard.__file__).parent
+FACE = 4  # the package's own __init__: above what it shows, below the command line
+ROOMS = [
+    {"errors", "text", "plan", "description", "strategies", "optimizer", "presets", "cluster"},
+    {"planner", "tiers", "checkpoint", "data"},
+    {"on_torch", "on_jax"},
+    {"train", "launch", "observe", "doctor"},
+    {""},
+    {"cli"},
+]
+LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}
+HEAVY = {"torch", "transformers", "peft", "jax", "jaxlib", "flax", "optax", "orbax"}
+MAY = {
+    "on_torch": {"torch", "transformers", "peft"},
+    "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
+    "tiers": {"torch"},  # pinned memory
+}
+MAY_LAZILY = {"train": {"torch"}}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file: its dotted name, whether it is a package's `__init__`, and its text."""
+
+    module: str
+    package: bool
+    text: str
+
+    @property
+    def room(self) -> str:
+        return room(self.module)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def read(path: Path) -> Source:
+    parts = path.relative_to(HOUSE.parent).with_suffix("").parts
+    package = parts[-1] == "__init__"
+    return Source(".".join(parts[:-1] if package else parts), package, path.read_text())
+
+
+SOURCES = [read(path) for path in sorted(HOUSE.rglob("*.py"))]
+MODULES = {s.module for s in SOURCES}
+
+# -- what a file imports ------------------------------------------------------------------------------
+
+
+def statements(node: ast.AST, top: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """Import statements, each with whether importing the file runs it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, top
+        waits = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield from statements(child, top and not waits and not typing)
+
+
+def targets(statement: ast.AST, source: Source, known: set[str]) -> list[str]:
+    """Absolute names of the modules that a statement imports."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    base = statement.module or ""
+    if statement.level:
+        up = statement.level - source.package
+        around = source.module.split(".")
+        base = ".".join([*around[: len(around) - up], *([base] if base else [])])
+    whole = [f"{base}.{alias.name}" for alias in statement.names]
+    return [name if name in known else base for name in whole]
+
+
+def imports(source: Source, known: set[str]) -> list[tuple[str, bool]]:
+    return [(t, top) for s, top in statements(ast.parse(source.text)) for t in targets(s, source, known)]
+
+
+# -- the rules ----------------------------------------------------------------------------------------
+
+
+def violations(source: Source, known: set[str] = MODULES) -> list[str]:
+    """What a file imports and should not, a sentence each."""
+    if source.room not in LAYER:
+        return [f"{source.module} is in no layer; give it one in ROOMS"]
+    found = [(target, objection(source, target, top)) for target, top in imports(source, known)]
+    return [f"{source.module} imports {target}: {why}" for target, why in found if why]
+
+
+def objection(source: Source, target: str, top: bool) -> str:
+    outside = target.split(".")[0]
+    return inside_objection(source, target, top) if outside == "fullshard" else outside_objection(source, outside, top)
+
+
+def outside_objection(source: Source, name: str, top: bool) -> str:
+    if LAYER[source.room] == 0 and name not in sys.stdlib_module_names:
+        return "L0 is standard library only"
+    allowed = MAY.get(source.room, set()) | (set() if top else MAY_LAZILY.get(source.room, set()))
+    return "only engines import it" if name in HEAVY and name not in allowed else ""
+
+
+def inside_objection(source: Source, target: str, top: bool) -> str:
+    mine, theirs = LAYER[source.room], LAYER.get(room(target))
+    if theirs is None:
+        return "it is in no layer"
+    if mine == FACE and top and theirs > 0:
+        return "the package imports only L0 at its top"
+    if source.room in ("on_torch", "on_jax") and target.startswith("fullshard.planner.search"):
+        return "engines carry plans out, they do not search"
+    same = source.room == room(target) or mine == theirs == 0
+    return "" if same or theirs < mine else "imports point downward"
+
+
+def cycle(sources: list[Source]) -> list[str]:
+    """A ring of files that import each other at their tops, or nothing."""
+    known = {s.module for s in sources}
+    graph = {s.module: {t for t, top in imports(s, known) if top and t in known} for s in sources}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+# -- the package obeys them ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.module)
+def test_imports_point_downward(source):
+    assert violations(source) == []
+
+
+def test_no_two_files_import_each_other():
+    assert cycle(SOURCES) == []
+
+
+def test_the_files_were_read():
+    assert {"fullshard", "fullshard.plan", "fullshard.cli", "fullshard.on_torch.models.llama"} <= MODULES
+    plan = next(s for s in SOURCES if s.module == "fullshard.on_torch.describe")
+    assert {("fullshard.errors", True), ("torch", True), ("collections", True)} <= set(imports(plan, MODULES))
+
+
+# -- planted violations are found ---------------------------------------------------------------------
+
+PLANTED = [
+    ("fullshard.plan", "import numpy", "L0 is standard library only"),
+    ("fullshard.plan", "def f():\n    import torch", "L0 is standard library only"),
+    ("fullshard.plan", "from fullshard.planner import schedule", "imports point downward"),
+    ("fullshard.plan", "def f():\n    from fullshard import on_torch", "imports point downward"),
+    ("fullshard.plan", "from . import cli", "imports point downward"),
+    ("fullshard.plan", "import fullshard", "imports point downward"),
+    ("fullshard.plan", "from fullshard import Plan", "imports point downward"),
+    ("fullshard.planner.search", "import torch", "only engines import it"),
+    ("fullshard.planner.search", "from fullshard.tiers import host", "imports point downward"),
+    ("fullshard.checkpoint.commit", "try:\n    import torch\nexcept ImportError:\n    pass", "only engines import it"),
+    ("fullshard.on_torch.shard", "from fullshard import on_jax", "imports point downward"),
+    ("fullshard.on_torch.shard", "import jax.numpy as jnp", "only engines import it"),
+    ("fullshard.on_torch.shard", "from fullshard.planner import search", "engines carry plans out, they do not search"),
+    ("fullshard.on_torch.shard", "from fullshard.planner.search import find", "engines carry plans out, they do not search"),
+    ("fullshard.on_torch.shard", "from ..train import loop", "imports point downward"),
+    ("fullshard.on_jax.shard", "import torch", "only engines import it"),
+    ("fullshard.on_jax.shard", "def f():\n    from fullshard.on_torch import describe", "imports point downward"),
+    ("fullshard.train.loop", "from torch import nn", "only engines import it"),
+    ("fullshard.train.loop", "class A:\n    import torch", "only engines import it"),
+    ("fullshard.train.loop", "from fullshard.observe import page", "imports point downward"),
+    ("fullshard.cli", "def f():\n    import torch", "only engines import it"),
+    ("fullshard.shed.plan", "", "is in no layer"),
+    ("fullshard.cli", "from fullshard.shed import plan", "it is in no layer"),
+]
+ALLOWED = [
+    ("fullshard.plan", "import json\nfrom fullshard.errors import nearest\nfrom .text import table"),
+    ("fullshard.tiers.host", "import torch\nfrom fullshard.tiers import disk"),
+    ("fullshard.planner.search", "from fullshard.planner import schedule\nfrom fullshard.cluster import Cluster"),
+    ("fullshard.on_torch.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
+    ("fullshard.on_jax.shard", "import jax, optax"),
+    ("fullshard.train.loop", "from fullshard import on_torch\ndef f():\n    import torch"),
+    ("fullshard.train.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ("fullshard.cli", "import typer, fullshard\ndef f():\n    from fullshard.train import loop"),
+]
+PLANNED = MODULES | {"fullshard.planner.search", "fullshard.planner.schedule", "fullshard.on_jax", "fullshard.shed.plan"}
+
+
+@pytest.mark.parametrize(("module", "text", "why"), PLANTED)
+def test_planted(module, text, why):
+    (found,) = violations(Source(module, False, text), PLANNED)
+    assert why in found
+
+
+@pytest.mark.parametrize(("module", "text"), ALLOWED)
+def test_allowed(module, text):
+    assert violations(Source(module, False, text), PLANNED) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from fullshard.plan import Plan", 0),
+        ("from fullshard.planner import search", 1),
+        ("from .on_torch import shard", 1),
+        ("def train():\n    from fullshard.train import loop", 0),
+        ("def main():\n    from fullshard import cli", 1),
+    ],
+)
+def test_the_package_itself(text, count):
+    assert len(violations(Source("fullshard", True, text), PLANNED)) == count
+
+
+def test_a_planted_cycle_is_found():
+    ring = [("fullshard.on_torch.a", "from fullshard.on_torch import b"), ("fullshard.on_torch.b", "from .a import x")]
+    assert len(cycle([Source(m, False, text) for m, text in ring])) == 3
+    lazy = [ring[0], ("fullshard.on_torch.b", "def f():\n    from .a import x")]
+    assert cycle([Source(m, False, text) for m, text in lazy]) == []
+
+
+# -- the public faces ---------------------------------------------------------------------------------
+
+
+def in_order(name: str) -> tuple[int, str]:
+    """As ruff sorts: CONSTANTS, Classes, functions."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+@pytest.mark.parametrize("name", ["fullshard", "fullshard.on_torch", "fullshard.on_torch.models"])
+def test_all(name):
+    module = importlib.import_module(name)
+    assert module.__all__ == sorted(module.__all__, key=in_order)
+    assert [n for n in module.__all__ if not hasattr(module, n)] == []
+    assert set(module.__all__) == shown(name)
+
+
+def shown(name: str) -> set[str]:
+    """The public names that a package's `__init__` takes from its own files or defines."""
+    tree = ast.parse(next(s.text for s in SOURCES if s.module == name))
+    taken = [n for n in tree.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith(name)]
+    defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    names = [alias.asname or alias.name for n in taken for alias in n.names] + defined
+    return {n for n in names if not n.startswith("_")}
