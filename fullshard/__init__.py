@@ -8,6 +8,7 @@ from fullshard.errors import FullshardError
 from fullshard.optimizer import SGD, Adam, AdamW
 from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
+from fullshard.train.loop import train
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "hybrid",
     "mixed",
     "strategy",
+    "train",
     "zero1",
     "zero2",
     "zero3",

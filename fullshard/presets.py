@@ -50,7 +50,7 @@ class GPTSize:
 
 PRESETS: dict[str, LlamaSize | GPTSize] = {
     "llama-nano": LlamaSize(16, 2, 4, 2, 32, 64, 128),  # 7 thousand parameters: for tests
-    "llama-bytes": LlamaSize(256, 6, 8, 4, 704, 256, 1024, theta=10_000.0),  # byte-level: the demo
+    "llama-bytes": LlamaSize(192, 4, 6, 2, 512, 256, 1024, theta=10_000.0),  # byte-level: the demo
     "llama-125m": LlamaSize(768, 12, 12, 4, 2048, 32_000, 2048),
     "llama-1.5b": LlamaSize(2048, 16, 32, 8, 8192, 128_256),
     "llama-3.6b": LlamaSize(3072, 28, 24, 8, 8192, 128_256),

@@ -9,9 +9,6 @@ def ranks():
     pools: dict[int, Ranks] = {}
 
     def get(world: int) -> Ranks:
-        for other, pool in pools.items():
-            if other != world:
-                pool.stop()  # two cores: one group at a time
         return pools.setdefault(world, Ranks(world))
 
     yield get

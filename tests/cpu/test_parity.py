@@ -16,7 +16,7 @@ STRATEGIES = {
         ("zero3", {}),
         ("hybrid", {"replicate": 2, "shard": 1}),
         ("mixed", {"replicate": ["embed", "*.1"]}),
-        ("mixed", {"replicate_below": 5000}),
+        ("mixed", {"replicate_below": 2000}),
     ],
     4: [
         ("ddp", {}),
@@ -26,7 +26,7 @@ STRATEGIES = {
         ("hybrid", {"replicate": 2, "shard": 2}),
         ("hpz", {"reshard": 2}),
         ("mixed", {"replicate": ["embed", "*.1"]}),
-        ("mixed", {"replicate_below": 5000}),
+        ("mixed", {"replicate_below": 2000}),
     ],
 }
 FACTORS = (("fp32", "bf16"), ("none", "full", "selective"), (1, 4), ("plain", "tied", "lora"))

@@ -1,0 +1,104 @@
+"""The demo: a byte-level Llama learns Python from the standard library's own sources, over two ranks.
+
+    python examples/demo.py            # or: make demo
+
+Shows the unit table and the plan, trains with a live bar, samples from the sharded model, and ends with
+the bytes a rank holds under zero3 beside those under ddp, counted from the tensors.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.text import bytes_text, table
+from fullshard.train.progress import Bar
+
+PEAK_LR = 4e-3
+SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0
+
+
+def main() -> None:
+    args = arguments()
+    if "RANK" not in os.environ:
+        start_ranks(args.ranks)
+    device = on_torch.start()
+    first = dist.get_rank() == 0
+    say = functools.partial(print, flush=True) if first else lambda *_: None
+
+    text = standard_library()
+    model = on_torch.load_model("llama-bytes")
+    description = on_torch.describe(model, title="llama-bytes")
+    plan = fs.zero3(description, devices=dist.get_world_size(), batch=fs.Batch(MICRO_BATCH, SEQUENCE))
+    say(f"{description}\n\n{plan}\n")
+    say(f"training on {bytes_text(len(text))} of Python's standard library, {dist.get_world_size()} ranks on {device.type}\n")
+
+    state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=SEED)
+    batches = sequences(text, on_torch.data_rank(plan.mesh), plan.mesh.data)
+    with Bar(args.steps, visible=first) as bar:
+        for step in fs.train(state, batches, steps=args.steps, clip=1.0):
+            for group in state.optimizer.param_groups:
+                group["lr"] = PEAK_LR * min(1.0, step.index / 20) * max(0.05, 1 - step.index / args.steps)
+            bar.update(step.index, step.loss.item(), step.tokens.item(), sum(state.held_bytes().values()))
+
+    for prompt in ("def ", "import "):
+        sample = on_torch.generate(state.model, list(prompt.encode()), max_new_tokens=args.sample, temperature=0.6, seed=SEED)
+        say(f"\n--- the model continues {prompt!r}\n{bytes(sample).decode(errors='replace')}")
+    say(f"\n{held_table(state, description)}")
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--sample", type=int, default=160, help="bytes to sample")
+    return parser.parse_args()
+
+
+def start_ranks(ranks: int) -> None:
+    """Become torchrun, with this script on every rank."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, [*launcher, __file__, *sys.argv[1:]])
+
+
+def standard_library() -> bytes:
+    """The text every machine has: the top-level modules of Python's standard library."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"\n".join(f.read_bytes() for f in files)
+
+
+def sequences(text: bytes, rank: int, ranks: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Random windows of the text; the draw is shared, and each rank takes its own rows of it."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    draw = torch.Generator().manual_seed(SEED)
+    while True:
+        starts = torch.randint(0, len(data) - SEQUENCE - 1, (ranks, MICRO_BATCH), generator=draw)[rank]
+        rows = torch.stack([data[s : s + SEQUENCE + 1] for s in starts.tolist()]).long()
+        yield [{"input_ids": rows[:, :-1], "labels": rows[:, 1:]}]
+
+
+def held_table(state: on_torch.State, description: fs.Description) -> str:
+    """What a rank holds between steps: under this plan, and under ddp on the same ranks."""
+    ranks = dist.get_world_size()
+    ddp = fs.ddp(description, devices=ranks, batch=state.plan.batch)
+    other = on_torch.shard(on_torch.load_model("llama-bytes"), ddp, optimizer=fs.AdamW(lr=1e-3), seed=SEED)
+    on_torch.train_step(other, next(sequences(standard_library(), dist.get_rank(), ranks)))
+    rows = []
+    for kind in ("params", "optimizer"):
+        whole, part = other.held_bytes()[kind], state.held_bytes()[kind]
+        rows.append([kind, bytes_text(whole), bytes_text(part), f"{whole / part:.2f}×"])
+    return table([f"held by a rank of {ranks}", "ddp", "zero3", "less"], rows, right=(1, 2, 3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training on top of an engine: the loop and what it shows."""
