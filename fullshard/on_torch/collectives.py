@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.on_torch.private import TorchDispatchMode, group_size
 
 Kind = Literal["gather", "reduce", "all_reduce"]
 
@@ -69,7 +70,7 @@ def _read(func: Any, args: Any) -> Collective | None:
         case "_c10d_functional::reduce_scatter_tensor":
             return Collective("reduce", args[0].nbytes, args[2], args[0].dtype)
         case "_c10d_functional::all_reduce" | "_c10d_functional::all_reduce_":
-            return Collective("all_reduce", args[0].nbytes, _resolve(args[2]), args[0].dtype)
+            return Collective("all_reduce", args[0].nbytes, group_size(args[2]), args[0].dtype)
     return None
 
 
@@ -79,9 +80,3 @@ def _make(kind: Kind, tensor: torch.Tensor, ranks: int) -> Collective:
 
 def _size(boxed: Any) -> int:
     return dist.ProcessGroup.unbox(boxed).size()
-
-
-def _resolve(name: Any) -> int:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name).size()

@@ -15,10 +15,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.private import cut_dim
 
 Initializer = Callable[[nn.Module], object]
 Owners = list[tuple[nn.Module, str]]
@@ -145,9 +145,8 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     assert coordinate is not None, "this rank is outside the mesh"
     part = full
     for axis in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
-            part = _chunk(part, like.device_mesh.size(axis), coordinate[axis], placement.dim)
+        if (dim := cut_dim(like.placements[axis])) is not None:
+            part = _chunk(part, like.device_mesh.size(axis), coordinate[axis], dim)
     return part
 
 

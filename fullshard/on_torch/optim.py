@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.private import cut_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
 
@@ -52,7 +52,7 @@ def _shards(tensor: Tensor) -> int:
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard | _StridedShard):
+        if cut_dim(placement) is not None:
             count *= tensor.device_mesh.size(axis)
     return count
 

@@ -81,10 +81,3 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, in place."""
     dist.all_reduce(tensor)
     return tensor
-
-
-def same_everywhere(value: object) -> bool:
-    """Whether all ranks hold an equal `value`. Collective."""
-    gathered: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return all(v == gathered[0] for v in gathered)

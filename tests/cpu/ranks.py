@@ -89,8 +89,7 @@ def _serve(rank: int, world: int, device: str, directory: str, pipe: Connection)
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world)
-    # Several ranks share one card over gloo; NCCL refuses that, and is what one rank uses.
-    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl" if world == 1 else "cpu:gloo,cuda:gloo"}[device]
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
     while True:
         try:

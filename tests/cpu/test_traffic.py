@@ -123,11 +123,12 @@ def test_frozen_parameters_are_gathered_but_not_reduced(ranks):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_prefetch_depth_is_how_many_units_are_gathered_ahead(ranks, depth):
-    events = ranks(2).run(traffic.prefetch_order, depth)[0]
-    before_first_block = events[: events.index("model.layers.0")]
-    # the embedding and the first block, and with explicit depth d the d units after each of them
+    forward, backward = ranks(2).run(traffic.prefetch_order, depth)[0]
+    # Before the first block computes: the embedding, the block, and with an explicit depth d the d units after it.
     ahead = 0 if depth == 1 else depth
-    assert before_first_block == ["gather"] * min(2 + ahead, len(UNITS))
+    assert forward[: forward.index("forward 0")] == ["gather"] * min(2 + ahead, len(UNITS))
+    # Before the last block's backward: the head, the block, and the d units before it.
+    assert backward[: backward.index("backward 2")].count("gather") == min(2 + depth, len(UNITS))
 
 
 def test_sizes_written_above_are_the_models():

@@ -31,8 +31,8 @@ def step_traffic(
     return [(c.kind, c.nbytes, c.ranks) for c in traffic.collectives], state.held_bytes()
 
 
-def prefetch_order(depth: int) -> list[str]:
-    """Gathers and block computations of one forward, as they are issued."""
+def prefetch_order(depth: int) -> tuple[list[str], list[str]]:
+    """Gathers and block computations, as they are issued: of one forward, and of its backward."""
     model = parity.build("plain")
     plan = fs.zero3(
         on_torch.describe(model),
@@ -45,18 +45,22 @@ def prefetch_order(depth: int) -> list[str]:
     ids = torch.randint(0, parity.VOCAB, (1, parity.LENGTH), generator=draw)
     on_torch.train_step(state, [{"input_ids": ids, "labels": ids}])
     events: list[str] = []
-    for name, module in state.model.named_modules():
-        if name.count(".") == 2 and name.startswith("model.layers."):
-            module.self_attn.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    with on_torch.record() as traffic, torch.no_grad():
-        append = traffic.collectives.append
-        traffic.collectives = _Spy(events, append)  # type: ignore[assignment]
-        state.model(ids)
-    return events
+    for i, layer in enumerate(state.model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, i=i: events.append(f"forward {i}"))
+        layer.mlp.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    with on_torch.record() as traffic:
+        traffic.collectives = _Spy(events)
+        loss = state.model(ids).sum()
+        forward = list(events)
+        events.clear()
+        loss.backward()
+    return forward, events
 
 
 class _Spy(list):
-    def __init__(self, events: list[str], append):
+    """In place of the record's list: notes each collective among the other events."""
+
+    def __init__(self, events: list[str]):
         super().__init__()
         self.events = events
 
