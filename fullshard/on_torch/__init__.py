@@ -1,5 +1,6 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
+from fullshard.on_torch.chunked import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.collectives import record
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.generate import generate
@@ -15,6 +16,8 @@ from fullshard.on_torch.step import StepResult, evaluate, train_step
 __all__ = [
     "State",
     "StepResult",
+    "chunked_cross_entropy",
+    "chunked_loss",
     "data_rank",
     "describe",
     "evaluate",

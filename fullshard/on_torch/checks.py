@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.chunked import chunked_loss
 from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import not_numbers, refuse_unset
 from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
@@ -33,6 +34,8 @@ def before_first_step(state: State, batches: list[Batch], loss: LossFunction) ->
     check_optimizer_references(state)
     check_data(state, batches)
     check_loss_is_a_sum(state, batches, loss)
+    if loss is chunked_loss:
+        check_chunked(state, batches[0])
 
 
 def check_sharding(state: State) -> None:
@@ -126,7 +129,7 @@ def check_data(state: State, batches: list[Batch]) -> None:
 def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) -> None:
     """The loss of a batch is the sum of the losses of its rows; a mean would be divided by the tokens twice."""
     rows = batches[0]["input_ids"].shape[0]
-    if loss is summed_loss or rows < 2:
+    if loss in (summed_loss, chunked_loss) or rows < 2:
         return
     with inference(state.model):
         halves = [{k: v[part] for k, v in batches[0].items()} for part in (slice(0, rows // 2), slice(rows // 2, rows))]
@@ -136,6 +139,18 @@ def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) 
         raise CheckError(
             f"the loss of a batch ({whole:.4g}) is not the sum of the losses of its halves ({first:.4g} + {second:.4g}): "
             "return a sum over tokens, not a mean; the step divides by the global token count itself"
+        )
+
+
+def check_chunked(state: State, batch: Batch) -> None:
+    """The head's output is the model's output: nothing caps or scales the logits after it."""
+    row = {k: v[:1] for k, v in batch.items()}
+    with inference(state.model):
+        plain, chunked = float(summed_loss(state.model, row)), float(chunked_loss(state.model, row))
+    if any(_gather(abs(plain - chunked) > 0.02 * abs(plain) + 1e-6)):
+        raise CheckError(
+            f"the chunked loss of a row ({chunked:.4g}) is not its plain loss ({plain:.4g}): "
+            "the model changes the logits after its head; use summed_loss"
         )
 
 

@@ -44,7 +44,8 @@ def materialize(
     rules = _rules(model, init)
     paths = {module: path for path, module in model.named_modules()}
     done: set[nn.Module] = set()
-    with torch.random.fork_rng(_generators(device)), torch.no_grad():
+    # The device: initialisers make tensors of their own, and the caller may still be inside torch.device("meta").
+    with torch.random.fork_rng(_generators(device)), torch.no_grad(), device:
         for modules in [*[[model.get_submodule(p) for p in unit if p] for unit in units], [model]]:
             members = [m for root in modules for m in _post_order(root) if m not in done]
             done.update(members)

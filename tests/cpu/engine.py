@@ -257,6 +257,44 @@ def hugging_face_generate() -> tuple[list[int], list[int]]:
     return found[: len(want)], want
 
 
+def capped_logits() -> str:
+    """Gemma 2 caps its logits after the head: a loss computed in the head would miss that."""
+    from transformers import AutoModelForCausalLM
+
+    config = hugging_face.config("gemma2")
+    config.final_logit_softcapping = 0.05  # small logits, as of a fresh model, are capped too
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    state = shard(model)
+    try:
+        on_torch.train_step(state, [batch()], loss=on_torch.chunked_loss)
+    except FullshardError as error:
+        return str(error)
+    return "no error"
+
+
+def chunked_over_a_tensor_axis() -> str:
+    model = parity.build("plain")
+    plan = fs.zero3(on_torch.describe(model), devices=2, tensor=2, batch=fs.Batch(2, parity.LENGTH))
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3))
+    try:
+        on_torch.chunked_loss(state.model, batch())
+    except FullshardError as error:
+        return str(error)
+    return "no error"
+
+
+def chunked_hugging_face() -> tuple[float, float]:
+    """The loss after three steps with either."""
+    found = []
+    for loss in (on_torch.chunked_loss, on_torch.summed_loss):
+        state = shard(hugging_face.build("qwen2"), remat="full")
+        for i in range(3):
+            result = on_torch.train_step(state, [batch(seed=i)], loss=loss)
+        found.append(float(result.loss))
+    return found[0], found[1]
+
+
 def dropout() -> list[float]:
     """GPT with dropout trains, with remat and without, to the same losses: the recomputation drops the same."""
     losses = []

@@ -31,6 +31,7 @@ class Case:
     kind: str = "plain"  # plain | tied | lora
     clip: float | None = None
     prefetch: int = 1
+    loss: str = "summed"  # summed | chunked
 
     def __str__(self) -> str:
         extra = "-".join(f"{k}{v}" for k, v in self.arguments.items() if k != "devices")
@@ -114,7 +115,7 @@ def sharded(case: Case, model: torch.nn.Module | None = None):
     losses, norms = [], []
     for batch in data():
         mine = _mine(batch, on_torch.data_rank(plan.mesh), plan.mesh.data, case.accumulate)
-        result = on_torch.train_step(state, mine, clip=case.clip)
+        result = on_torch.train_step(state, mine, clip=case.clip, loss=getattr(on_torch, f"{case.loss}_loss"))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     return losses, norms, {n: p.full_tensor().detach() for n, p in state.model.named_parameters()}
