@@ -11,14 +11,14 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.data import Batches, TokenFile
+from fullshard.data.pack import pack
 from fullshard.text import bytes_text, table
 from fullshard.train.progress import Bar
 
@@ -29,20 +29,21 @@ SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0
 def main() -> None:
     args = arguments()
     if "RANK" not in os.environ:
+        standard_library()  # once, before there are ranks
         start_ranks(args.ranks)
     device = on_torch.start()
     first = dist.get_rank() == 0
     say = functools.partial(print, flush=True) if first else lambda *_: None
 
-    text = standard_library()
+    tokens = TokenFile(standard_library())
     model = on_torch.load_model("llama-bytes")
     description = on_torch.describe(model, title="llama-bytes")
     plan = fs.zero3(description, devices=dist.get_world_size(), batch=fs.Batch(MICRO_BATCH, SEQUENCE))
     say(f"{description}\n\n{plan}\n")
-    say(f"training on {bytes_text(len(text))} of Python's standard library, {dist.get_world_size()} ranks on {device.type}\n")
+    say(f"training on {bytes_text(len(tokens))} of Python's standard library, {dist.get_world_size()} ranks on {device.type}\n")
 
     state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=SEED)
-    batches = sequences(text, on_torch.data_rank(plan.mesh), plan.mesh.data)
+    batches = Batches(tokens, SEQUENCE, MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=SEED)
     with Bar(args.steps, visible=first) as bar:
         for step in fs.train(state, batches, steps=args.steps, clip=1.0):
             for group in state.optimizer.param_groups:
@@ -52,7 +53,7 @@ def main() -> None:
     for prompt in ("def ", "import "):
         sample = on_torch.generate(state.model, list(prompt.encode()), max_new_tokens=args.sample, temperature=0.6, seed=SEED)
         say(f"\n--- the model continues {prompt!r}\n{bytes(sample).decode(errors='replace')}")
-    say(f"\n{held_table(state, description)}")
+    say(f"\n{held_table(state, description, batches)}")
     dist.destroy_process_group()
 
 
@@ -71,28 +72,20 @@ def start_ranks(ranks: int) -> None:
     os.execv(sys.executable, [*launcher, __file__, *sys.argv[1:]])
 
 
-def standard_library() -> bytes:
-    """The text every machine has: the top-level modules of Python's standard library."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return b"\n".join(f.read_bytes() for f in files)
+def standard_library() -> Path:
+    """The text every machine has, the top-level modules of Python's standard library, as token files."""
+    path = Path("runs/demo/tokens")
+    if not path.exists():
+        pack(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), path)
+    return path
 
 
-def sequences(text: bytes, rank: int, ranks: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Random windows of the text; the draw is shared, and each rank takes its own rows of it."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    draw = torch.Generator().manual_seed(SEED)
-    while True:
-        starts = torch.randint(0, len(data) - SEQUENCE - 1, (ranks, MICRO_BATCH), generator=draw)[rank]
-        rows = torch.stack([data[s : s + SEQUENCE + 1] for s in starts.tolist()]).long()
-        yield [{"input_ids": rows[:, :-1], "labels": rows[:, 1:]}]
-
-
-def held_table(state: on_torch.State, description: fs.Description) -> str:
+def held_table(state: on_torch.State, description: fs.Description, batches: Batches) -> str:
     """What a rank holds between steps: under this plan, and under ddp on the same ranks."""
     ranks = dist.get_world_size()
     ddp = fs.ddp(description, devices=ranks, batch=state.plan.batch)
     other = on_torch.shard(on_torch.load_model("llama-bytes"), ddp, optimizer=fs.AdamW(lr=1e-3), seed=SEED)
-    on_torch.train_step(other, next(sequences(standard_library(), dist.get_rank(), ranks)))
+    on_torch.train_step(other, next(iter(batches)))
     rows = []
     for kind in ("params", "optimizer"):
         whole, part = other.held_bytes()[kind], state.held_bytes()[kind]

@@ -7,7 +7,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Plan, Precision, Prefetch
 from fullshard.strategies import STRATEGIES, strategy
+
+if TYPE_CHECKING:
+    from fullshard.data import TokenFile
 
 app = typer.Typer(
     name="fullshard",
@@ -130,6 +133,69 @@ def plan(
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
+
+
+data_app = typer.Typer(help="Make and look at token files, the data that training reads.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("pack")
+def data_pack(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="INPUT...", help="Files (.txt .md .py .jsonl .parquet), or directories of them.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to make.")],
+    tokenizer: Annotated[str, typer.Option(metavar="FILE", help="A Hugging Face tokenizer.json, or bytes.")] = "bytes",
+    end: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="The token that ends a document; found by itself if common.")
+    ] = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes that tokenise.  [default: all cores]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise text into a directory of token files. The result does not depend on the number of workers.
+
+    Example: fullshard data pack corpus/ -o tokens --tokenizer llama/tokenizer.json
+    """
+    from fullshard.data.pack import pack
+    from fullshard.train.progress import counter
+
+    with counter("documents", "tokens") as count:
+        made = pack(inputs, output, tokenizer=tokenizer, end=end, field=field, workers=workers, progress=count)
+    _show_tokens(made, as_json)
+
+
+@data_app.command("show")
+def data_show(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `data pack` made.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare the checksums.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a directory of token files holds."""
+    from fullshard.data import TokenFile
+
+    found = TokenFile(path)
+    if verify:
+        found.verify()
+    _show_tokens(found, as_json)
+
+
+def _show_tokens(found: "TokenFile", as_json: bool) -> None:
+    facts = {
+        "path": str(found.path),
+        "tokens": len(found),
+        "documents": found.documents,
+        "shards": len(found.shards),
+        "vocab": found.vocab,
+        "dtype": found.dtype.name,
+        "tokenizer": found.tokenizer,
+    }
+    if as_json:
+        _print_json(facts)
+    else:
+        typer.echo(
+            "\n".join(f"{key:<10} {value:,}" if isinstance(value, int) else f"{key:<10} {value}" for key, value in facts.items())
+        )
 
 
 @app.command()

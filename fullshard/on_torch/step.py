@@ -133,7 +133,7 @@ def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: fl
 
 
 def _to_device(batch: Batch, state: State) -> Batch:
-    return {k: v.to(state.device, non_blocking=True) for k, v in batch.items()}
+    return {k: torch.as_tensor(v).to(state.device, non_blocking=True) for k, v in batch.items()}
 
 
 def _count(batches: list[Batch]) -> Tensor:

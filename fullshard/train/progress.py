@@ -2,11 +2,13 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from fullshard.text import bytes_text, count_text
 
@@ -41,3 +43,16 @@ class Bar:
         self.progress.update(self.task, completed=index, description=text)
         if self.visible and not self.live and index % max(1, self.steps // 10) == 0:
             self.console.print(f"step {index}/{self.steps}  {text}", highlight=False)
+
+
+@contextmanager
+def counter(*names: str) -> Iterator[Callable[..., None]]:
+    """A line that counts up, for work of unknown length; silent where stderr is no terminal."""
+    console = Console(file=sys.stderr)
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("")
+        yield lambda *counts: bar.update(
+            task, description="  ".join(f"{count_text(n)} {name}" for n, name in zip(counts, names, strict=True))
+        )
