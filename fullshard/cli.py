@@ -4,6 +4,7 @@ Nothing here imports torch or jax at the top: `--help` must be quick, and preset
 """
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ import fullshard
 from fullshard import presets
 from fullshard.description import Description
 from fullshard.errors import FullshardError
+from fullshard.launch.local import given_arguments, inside_ranks
 from fullshard.plan import Batch, Plan, Precision, Prefetch
 from fullshard.strategies import STRATEGIES, strategy
 
@@ -133,6 +135,42 @@ def plan(
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
+    ] = None,
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The run's directory.")] = Path("runs/latest"),
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")] = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,
+) -> None:
+    """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
+
+    Under an outer torchrun it joins the ranks that are there.
+
+    Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
+    """
+    from fullshard.launch.local import become_ranks
+    from fullshard.train.recipe import load_recipe
+    from fullshard.train.run import execute, prepare, refuse_run
+
+    loaded = load_recipe(recipe, overrides or [])
+    inside = inside_ranks()
+    prepared = prepare(loaded, _world() if inside else ranks)
+    if inside:
+        execute(prepared, run)
+        return
+    refuse_run(run)
+    typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{loaded.steps} steps into {run}", err=True)
+    if not dry:
+        become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run)])
+
+
+def _world() -> int:
+    return int(os.environ["WORLD_SIZE"])
 
 
 data_app = typer.Typer(help="Make and look at token files, the data that training reads.", no_args_is_help=True)
@@ -277,7 +315,7 @@ def _print_json(data: object) -> None:
 def main() -> None:
     """The entry point: a refusal, ours or the parser's, is one sentence on stderr and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(given_arguments(), standalone_mode=False))
     except FullshardError as error:
         _refuse(str(error))
     except Exception as error:

@@ -1,4 +1,7 @@
-"""Optimizers as values: what to update with, without saying where. Each engine builds its own from them."""
+"""Optimizers as values: what to update with, without saying where. Each engine builds its own from them.
+
+`decay_all = False` leaves parameters of one dim, norms and biases, without weight decay.
+"""
 
 from dataclasses import dataclass
 
@@ -13,6 +16,7 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    decay_all: bool = True
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)
@@ -37,6 +41,7 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    decay_all: bool = True
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)

@@ -102,3 +102,12 @@ def _hugging_face(path: Path) -> Callable[[], object]:
         raise FullshardError(f"{config_path} is not a Hugging Face config: {first_line(error)}") from error
     causal = type(config) in AutoModelForCausalLM._model_mapping
     return lambda: (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+
+
+def limits(model: nn.Module) -> tuple[int | None, int | None]:
+    """(vocabulary, longest sequence) of a model, as far as it says."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+    size = getattr(model, "size", None)
+    return getattr(size, "vocab", None), getattr(size, "sequence", None)

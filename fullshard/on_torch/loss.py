@@ -4,7 +4,8 @@ A batch is a dict with `input_ids` and `labels`, both (micro_batch, sequence): `
 that follows `input_ids[t]`, or -100 where no loss is wanted. Any further key is passed to the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from fullshard.on_torch.generate import logits_of
 IGNORED = -100
 
 Batch = dict[str, Tensor]
+HostBatch = Mapping[str, Any]  # tensors, or numpy arrays: anything torch.as_tensor takes
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 
 

@@ -21,11 +21,12 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
         raise FullshardError(
             f"optimizer must be a fullshard.AdamW, Adam or SGD (it is built after sharding), not {type(spec).__name__}"
         )
-    by_mesh: dict[object, list[nn.Parameter]] = {}
+    grouped: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
-            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    groups = [{"params": params} for params in by_mesh.values()]
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            grouped.setdefault((mesh, spec.decay_all or p.ndim > 1), []).append(p)
+    groups = [{"params": params} | ({} if decays else {"weight_decay": 0.0}) for (_, decays), params in grouped.items()]
     if isinstance(spec, SGD):
         # DTensor has no rule for the fused SGD kernel.
         return torch.optim.SGD(

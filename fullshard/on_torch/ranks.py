@@ -72,6 +72,22 @@ def _mesh(kind: str, mesh: Mesh) -> DeviceMesh:
     return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
+def local_devices() -> int:
+    """How many ranks this machine is good for: its GPUs, or two on a CPU."""
+    return torch.cuda.device_count() or 2
+
+
+def is_first() -> bool:
+    """Whether this rank is the one that writes and speaks."""
+    return dist.get_rank() == 0
+
+
+def finish() -> None:
+    """Leave the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def data_rank(mesh: Mesh) -> int:
     """Which of the `mesh.data` batches this rank works on; the ranks of a tensor group share one."""
     return dist.get_rank() // mesh.tensor

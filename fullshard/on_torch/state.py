@@ -64,3 +64,12 @@ def _stored(tensor: torch.Tensor) -> int:
     """Bytes of this rank's part. Views into a padded or shared buffer count for what they show."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
+
+
+def memory(state: State) -> dict[str, int]:
+    """Peak bytes since the last call, as the device's allocator counts them; on a CPU, what the state holds."""
+    if state.device.type != "cuda":
+        return {"memory_allocated": sum(state.held_bytes().values())}
+    found = {"memory_allocated": torch.cuda.max_memory_allocated(), "memory_reserved": torch.cuda.max_memory_reserved()}
+    torch.cuda.reset_peak_memory_stats()
+    return found

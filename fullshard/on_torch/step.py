@@ -10,7 +10,7 @@ from torch import Tensor
 from fullshard.errors import FullshardError
 from fullshard.on_torch import checks
 from fullshard.on_torch.inference import inference
-from fullshard.on_torch.loss import IGNORED, Batch, LossFunction, summed_loss
+from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
 from fullshard.on_torch.optim import gradients, scale, square_norm
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.state import State
@@ -29,18 +29,22 @@ class StepResult:
 
 def train_step(
     state: State,
-    micro_batches: Sequence[Batch],
+    micro_batches: Sequence[HostBatch],
     *,
     loss: LossFunction = summed_loss,
     clip: float | None = None,
+    lr: float | None = None,
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
     The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
-    ranks and micro-batches. The first step also runs the checks of `checks`.
+    ranks and micro-batches. `lr`, if given, is this step's learning rate. The first step also runs the checks
+    of `checks`.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
+    for group in state.optimizer.param_groups if lr is not None else []:
+        group["lr"] = lr
     batches = [_to_device(b, state) for b in micro_batches]
     _refuse_shapes(batches, state)
     first = state.step == 0
@@ -60,7 +64,7 @@ def train_step(
     return StepResult(state.step, totals[1] / tokens, norm, tokens, skipped)
 
 
-def evaluate(state: State, batches: Iterable[Batch], *, loss: LossFunction = summed_loss) -> float:
+def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:
     """The mean loss over all tokens of all ranks' batches; ranks may have different numbers of them. Collective."""
     totals = torch.zeros(2, dtype=torch.float64, device=state.device)
     iterator = iter(batches)
@@ -82,6 +86,11 @@ def evaluate(state: State, batches: Iterable[Batch], *, loss: LossFunction = sum
     if not totals[1]:
         raise FullshardError("evaluate: no token of any batch has a label; mark the tokens that count in `labels`")
     return float(totals[0] / totals[1])
+
+
+def any_rank(flag: bool, state: State) -> bool:
+    """Whether `flag` holds on any rank: a decision that all ranks take together. Collective."""
+    return _how_many(flag, state) > 0
 
 
 def _how_many(has: bool, state: State) -> int:
@@ -132,7 +141,7 @@ def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: fl
     return overflow
 
 
-def _to_device(batch: Batch, state: State) -> Batch:
+def _to_device(batch: HostBatch, state: State) -> Batch:
     return {k: torch.as_tensor(v).to(state.device, non_blocking=True) for k, v in batch.items()}
 
 

@@ -1,0 +1,205 @@
+"""`fullshard train` for real: ranks through torchrun, a directory of results, the same losses at every world size."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fullshard import FullshardError, Plan
+from fullshard import optimizer as optimizers
+from fullshard.data import Batches, TokenFile
+from fullshard.data.pack import pack
+from fullshard.on_torch import describe, initialize, load_model
+from fullshard.strategies import zero3
+from fullshard.train.recipe import load_recipe
+from fullshard.train.run import make_optimizer, prepare
+from fullshard.train.schedule import factor
+
+MODEL = """
+from fullshard.on_torch.models import Llama
+from fullshard.presets import LlamaSize
+
+def make():
+    return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=64))
+"""
+RECIPE = """
+[model]
+name = "model.py:make"
+[data]
+path = "tokens"
+sequence = 32
+[optim]
+lr = 1e-3
+clip = 0.5
+[schedule]
+warmup = 2
+[train]
+steps = 6
+global_batch = 8
+micro_batch = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("train")
+    (path / "model.py").write_text(MODEL)
+    (path / "recipe.toml").write_text(RECIPE)
+    texts = sorted(Path(json.__file__).parent.glob("*.py"))
+    pack(texts, path / "tokens", workers=1)
+    pack(texts[:1], path / "valid", workers=1)
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fullshard.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def train(here: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    line = command("train", "recipe.toml", *arguments) if not launcher else [*launcher, "train", "recipe.toml", *arguments]
+    return subprocess.run(line, cwd=here, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_hand(here: Path) -> list[float]:
+    """The same training with plain torch in one process: the oracle."""
+    model = load_model(f"{here}/model.py:make")
+    initialize(model, torch.device("cpu"), seed=0)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    source = iter(Batches(TokenFile(here / "tokens"), 32, 8))
+    losses = []
+    for step in range(6):
+        batch = {k: torch.as_tensor(v) for k, v in next(source)[0].items()}
+        loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * factor(step, 6, "cosine", warmup=2, final=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, []), (2, ["plan.strategy=ddp"]), (4, ["plan.remat=full"])])
+def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
+    run = here / f"runs/{ranks}"
+    done = train(here, *options, "--ranks", str(ranks), "--run", str(run))
+    assert done.returncode == 0, done.stderr
+    assert [m["loss"] for m in metrics(run)] == pytest.approx(by_hand(here), rel=2e-6)
+    assert [m["step"] for m in metrics(run)] == [1, 2, 3, 4, 5, 6]
+    plan = Plan.load(run / "plan.json")
+    assert plan.mesh.devices == ranks
+    assert plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch == 8
+    assert json.loads((run / "recipe.json").read_text())["optim"]["clip"] == 0.5
+
+
+def test_evaluation_and_an_outer_torchrun(here):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fullshard.cli")
+    # torchrun would take --run for an option of its own: the directory is the default
+    done = train(here, "data.valid=valid", "eval.every=3", "eval.batches=2", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    found = [m for m in metrics(here / "runs/latest") if "eval_loss" in m]
+    assert [m["step"] for m in found] == [3, 6]
+    assert found[1]["eval_loss"] < found[0]["eval_loss"] < 6
+
+
+def test_sigterm_ends_all_ranks_at_a_step(here):
+    run = here / "runs/stopped"
+    process = subprocess.Popen(
+        command("train", "recipe.toml", "train.steps=100000", "--run", str(run)),
+        cwd=here,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        process.kill()
+    last = metrics(run)[-1]
+    assert last["event"] == "stopped"
+    assert last["step"] == metrics(run)[-2]["step"]
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(here):
+    done = train(here, "--dry-run", "--run", "runs/dry")
+    assert done.returncode == 0, done.stderr
+    assert "6 steps into runs/dry" in done.stderr
+    assert not (here / "runs/dry").exists()
+
+
+def test_bad_input_exits_2_with_one_line(here):
+    done = train(here, "optim.lrr=1", "--run", "runs/bad")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: recipe.toml: unknown key optim.lrr")
+    assert done.stderr.count("\n") == 1
+    assert not (here / "runs/bad").exists()
+
+
+BAD = {
+    "data.path=nowhere": "nowhere is not a directory of token files",
+    "data.sequence=65": "data.sequence = 65 is longer than the model's 64",
+    "train.global_batch=6": "train.global_batch = 6 is not a multiple of 4: 2 data ranks × train.micro_batch = 2",
+    "model.name=llama-nano": "has a vocabulary of 256, the model one of 64; use the model's own tokenizer",
+    "model.name=lama": "unknown model 'lama'",
+    "plan.tensor=3": "plan.tensor = 3 × plan.replicate = 1 must divide the 2 ranks",
+    "plan.tensor=2": "train.loss = 'chunked' does not work with a tensor axis yet",
+    "plan.file=other.json": "unit embed: this model has no module 'tok_embeddings'",
+    "plan.file=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
+    "plan.file=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",
+    "plan.file=none.json": "cannot read plan none.json",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_is_found_before_any_rank_starts(here, monkeypatch, override):
+    monkeypatch.chdir(here)
+    from fullshard import Batch
+
+    other, own = load_model("gpt-nano"), load_model("model.py:make")
+    zero3(describe(other), devices=2, batch=Batch(2, 32, 2)).save("other.json")
+    zero3(describe(own), devices=8, batch=Batch(1, 32)).save("eight.json")
+    zero3(describe(own), devices=2, batch=Batch(2, 64, 2)).save("long.json")
+    with pytest.raises(FullshardError) as caught:
+        prepare(load_recipe("recipe.toml", [override]), 2)
+    assert BAD[override] in str(caught.value)
+
+
+def test_too_little_data(here, tmp_path, monkeypatch):
+    monkeypatch.chdir(here)
+    (tmp_path / "a.txt").write_text("short")
+    pack([tmp_path / "a.txt"], tmp_path / "few", workers=1)
+    with pytest.raises(FullshardError, match="has 6 tokens, too few for one sample of 32"):
+        prepare(load_recipe("recipe.toml", [f"data.path={tmp_path / 'few'}"]), 2)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", optimizers.AdamW), ("adam", optimizers.Adam), ("sgd", optimizers.SGD)])
+def test_optimizers_by_name(here, name, kind):
+    made = make_optimizer(load_recipe(here / "recipe.toml", [f"optim.name={name}", "optim.decay_all=true"]))
+    assert type(made) is kind
+    assert made.decay_all is True

@@ -1,0 +1,124 @@
+"""Recipes: strict, overridable, and every mistake one sentence that names the key."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from fullshard import FullshardError
+from fullshard.train.recipe import Recipe, load_recipe
+from fullshard.train.schedule import factor
+
+SMALL = """
+[model]
+name = "llama-bytes"
+[data]
+path = "tokens"
+sequence = 128
+[optim]
+lr = 1e-3
+[train]
+steps = 10
+global_batch = 16
+"""
+
+
+def load(tmp_path, text: str = SMALL, *overrides: str) -> Recipe:
+    (tmp_path / "r.toml").write_text(text)
+    return load_recipe(tmp_path / "r.toml", list(overrides))
+
+
+def test_defaults_and_overrides(tmp_path):
+    recipe = load(tmp_path, SMALL, "optim.lr=3e-4", "plan.remat=full", "optim.betas=[0.8, 0.9]", "data.shuffle=false")
+    assert recipe.optim.lr == 3e-4
+    assert recipe.optim.betas == (0.8, 0.9)
+    assert recipe.plan.remat == "full"
+    assert recipe.data.shuffle is False
+    assert recipe.schedule.kind == "cosine"
+    assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
+
+
+def test_tokens_are_turned_into_steps(tmp_path):
+    recipe = load(tmp_path, SMALL.replace("steps = 10", "tokens = 10_000"))
+    assert recipe.steps == math.ceil(10_000 / (16 * 128))
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.toml")), ids=lambda p: p.name)
+def test_the_recipes_that_ship_are_valid(path):
+    assert load_recipe(path, []).steps > 0
+
+
+WRONG = {
+    "optim.lrr=1": "unknown key optim.lrr (known: name, lr, betas, eps, momentum, weight_decay, decay_all, clip); did you mean",
+    "optimizer.lr=1": "unknown key optimizer (known: model, data, optim, train, schedule, plan, eval); did you mean 'optim'?",
+    "optim.lr=fast": "optim.lr = 'fast': input should be a valid number",
+    "optim.lr=0": "optim.lr = 0: input should be greater than 0",
+    "optim.lr=inf": "optim.lr = inf: input should be a finite number",
+    "train.steps=1.5": "train.steps = 1.5: input should be a valid integer",
+    "train.steps=-3": "train.steps = -3: input should be greater than 0",
+    "train.tokens=5": "train: give either steps or tokens",
+    "plan.strategy=zero4": "plan.strategy = 'zero4': input should be 'ddp', 'zero1', 'zero2', 'zero3' or 'hybrid'",
+    "plan.replicate=2": "plan: strategy = 'hybrid' and replicate (more than 1) belong together",
+    "plan.compute=bf17": "plan.compute = 'bf17': input should be 'fp32', 'bf16' or 'fp16'",
+    "schedule.kind=wsd": "schedule: kind = 'wsd' needs decay",
+    "schedule.decay=3": "schedule: decay has no effect with kind = 'cosine'",
+    "optim.momentum=0.9": "optim: momentum has no effect with name = 'adamw'",
+    "optim.name=lion": "optim.name = 'lion': input should be 'adamw', 'adam' or 'sgd'",
+    "eval.every=5": "eval.every and data.valid belong together",
+    "data.shuffle=maybe": "data.shuffle = 'maybe': input should be a valid boolean",
+    "optim": "'optim' is no override; write section.key=value",
+    "lr=3": "'lr=3' is no override; write section.key=value",
+    "optim.lr.x=3": "'optim.lr.x=3': lr is a value, not a section",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_mistake_is_one_sentence_that_names_the_key(tmp_path, override):
+    with pytest.raises(FullshardError) as caught:
+        load(tmp_path, SMALL, override)
+    assert WRONG[override] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_plan_file_and_choices_exclude_each_other(tmp_path):
+    with pytest.raises(FullshardError, match="remat has no effect beside file"):
+        load(tmp_path, SMALL, "plan.file=plan.json", "plan.remat=full")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (SMALL.replace('path = "tokens"', ""), "data.path is missing; add it"),
+        (SMALL.replace("[optim]\nlr = 1e-3", ""), "optim is missing; add it"),
+        ("[model", "is not TOML"),
+    ],
+)
+def test_broken_files(tmp_path, text, sentence):
+    with pytest.raises(FullshardError) as caught:
+        load(tmp_path, text)
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FullshardError, match=r"cannot read recipe .*: No such file"):
+        load_recipe(tmp_path / "none.toml", [])
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def test_schedules_by_hand():
+    assert [factor(s, 4, "constant", warmup=2) for s in range(4)] == [0.5, 1, 1, 1]
+    assert [factor(s, 4, "linear") for s in range(4)] == [0.75, 0.5, 0.25, 0]
+    assert [factor(s, 6, "linear", warmup=2, final=0.5) for s in range(6)] == [0.5, 1, 0.875, 0.75, 0.625, 0.5]
+    assert [factor(s, 6, "wsd", warmup=1, decay=2, final=0.0) for s in range(6)] == [1, 1, 1, 1, 0.5, 0]
+    half = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3, 4)]
+    assert [factor(s, 4, "cosine") for s in range(4)] == pytest.approx(half)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_schedules_stay_between_final_and_one(kind):
+    found = [factor(s, 50, kind, warmup=5, decay=10 if kind == "wsd" else 0, final=0.1) for s in range(50)]
+    assert all(0 < f <= 1 for f in found)
+    assert found[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
+    assert sorted(found[5:], reverse=True) == found[5:]
