@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fullshard as fs
 import fullshard.presets
 from fullshard import on_torch
+from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.on_torch.models import build
 
 
@@ -143,11 +144,8 @@ def timed(step, batch: dict[str, torch.Tensor], device: torch.device) -> tuple[f
 
 def main() -> None:
     args = arguments()
-    if "RANK" not in os.environ and args.ranks > 1:
-        threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
-        os.environ.setdefault("OMP_NUM_THREADS", threads)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        os.execv(sys.executable, [*launcher, __file__, *sys.argv[1:]])
+    if not inside_ranks() and args.ranks > 1:
+        torchrun(args.ranks, [__file__, *sys.argv[1:]])
     result = measure(args)
     if dist.get_rank() == 0:
         hardware = (

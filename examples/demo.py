@@ -8,7 +8,6 @@ the bytes a rank holds under zero3 beside those under ddp, counted from the tens
 
 import argparse
 import functools
-import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,6 +18,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
+from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.text import bytes_text, table
 from fullshard.train.progress import Bar
 
@@ -28,9 +28,9 @@ SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0
 
 def main() -> None:
     args = arguments()
-    if "RANK" not in os.environ:
+    if not inside_ranks():
         standard_library()  # once, before there are ranks
-        start_ranks(args.ranks)
+        torchrun(args.ranks, [__file__, *sys.argv[1:]])
     device = on_torch.start()
     first = dist.get_rank() == 0
     say = functools.partial(print, flush=True) if first else lambda *_: None
@@ -63,13 +63,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--sample", type=int, default=160, help="bytes to sample")
     return parser.parse_args()
-
-
-def start_ranks(ranks: int) -> None:
-    """Become torchrun, with this script on every rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, [*launcher, __file__, *sys.argv[1:]])
 
 
 def standard_library() -> Path:

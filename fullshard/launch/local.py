@@ -19,11 +19,16 @@ def become_ranks(ranks: int, arguments: list[str]) -> NoReturn:
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
+    torchrun(ranks, ["-m", "fullshard.cli"])
+
+
+def torchrun(ranks: int, target: list[str]) -> NoReturn:
+    """Replace this process by torchrun, with `python target` on every rank."""
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, "-m", "fullshard.cli"])
+    os.execv(sys.executable, [*launcher, *target])
 
 
 def given_arguments() -> list[str] | None:

@@ -61,7 +61,7 @@ def train_step(
     norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
     skipped = _update(state, parts, norm, clip)
     state.step += 1
-    return StepResult(state.step, totals[1] / tokens, norm, tokens, skipped)
+    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped)
 
 
 def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:
@@ -101,7 +101,7 @@ def _how_many(has: bool, state: State) -> int:
 def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor) -> Tensor:
     """Gradients of all micro-batches; the sum of the losses."""
     # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
-    factor = state.plan.mesh.data / tokens * (state.loss_scale.value if state.loss_scale else 1.0)
+    factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
     summed = torch.zeros((), device=state.device)
     for i, batch in enumerate(batches):
         _set_sync(state, last=i == len(batches) - 1)

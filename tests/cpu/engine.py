@@ -309,6 +309,17 @@ def dropout() -> list[float]:
     return losses
 
 
+def step_without_labels() -> tuple[float, float, bool]:
+    """A later step in which no token has a label: (loss, gradient norm, whether all weights stay finite)."""
+    state = shard()
+    on_torch.train_step(state, [batch()])
+    empty = batch(seed=1)
+    empty["labels"] = torch.full_like(empty["labels"], -100)
+    result = on_torch.train_step(state, [empty])
+    finite = all(bool(p.to_local().isfinite().all()) for p in state.model.parameters())
+    return float(result.loss), float(result.grad_norm), finite
+
+
 def wrong_batch(kind: str) -> str:
     state = shard(batch=fs.Batch(2, 8, 2))
     ids = torch.zeros(2, 8, dtype=torch.long)

@@ -92,6 +92,10 @@ def test_dropout_is_the_same_when_recomputed(ranks):
         assert full == pytest.approx(none, rel=1e-6)
 
 
+def test_a_step_without_labels_does_no_harm(ranks):
+    assert ranks(2).run(engine.step_without_labels) == [(0.0, 0.0, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
