@@ -122,7 +122,7 @@ def check_data(state: State, batches: list[Batch]) -> None:
             if other != rank:
                 raise CheckError(
                     f"ranks {other} and {rank} see the same first batch, so that one of them trains for nothing; "
-                    "shard the data by rank"
+                    "shard the data by rank, or pass shard(..., first_step_checks=False) if that is meant"
                 )
 
 

@@ -30,6 +30,7 @@ def shard(
     seed: int = 0,
     init: Initializer | None = None,
     device: str | None = None,
+    first_step_checks: bool = True,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
@@ -54,7 +55,7 @@ def shard(
     lockstep_generate(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
-    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units)
+    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
 
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:

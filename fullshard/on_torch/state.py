@@ -43,6 +43,7 @@ class State:
     step: int = 0
     loss_scale: LossScale | None = None
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
+    checks: bool = True  # whether the first step runs them
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())

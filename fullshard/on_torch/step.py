@@ -47,7 +47,7 @@ def train_step(
         group["lr"] = lr
     batches = [_to_device(b, state) for b in micro_batches]
     _refuse_shapes(batches, state)
-    first = state.step == 0
+    first = state.checks and state.step == 0
     if first:
         checks.before_first_step(state, batches, loss)
     tokens = all_reduce_sum(_count(batches)) / state.plan.mesh.tensor
@@ -131,7 +131,7 @@ def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: fl
     if clip is not None and not overflow:
         scale(parts, (clip / (norm + 1e-6)).clamp(max=1.0))
     if not overflow:
-        before = checks.fingerprints(state) if state.step == 0 else None
+        before = checks.fingerprints(state) if state.checks and state.step == 0 else None
         state.optimizer.step()
         if before is not None:
             checks.after_first_update(state, before)

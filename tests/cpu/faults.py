@@ -9,11 +9,11 @@ from fullshard import FullshardError, on_torch
 from tests.cpu import parity
 
 
-def run(fault: str, *, micro_batch: int = 2) -> str:
+def run(fault: str, *, micro_batch: int = 2, checks: bool = True) -> str:
     """The error of the first step, or `trained`."""
     model = parity.build("plain")
     plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(micro_batch, parity.LENGTH))
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3))
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), first_step_checks=checks)
     loss = PLANTED.get(fault, lambda state: None)(state) or on_torch.summed_loss
     rank = 0 if fault == "equal data" else dist.get_rank()
     ids = torch.randint(0, parity.VOCAB, (micro_batch, parity.LENGTH + 1), generator=torch.Generator().manual_seed(rank))

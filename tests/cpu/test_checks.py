@@ -31,5 +31,10 @@ def test_a_sound_run_passes(ranks, sound):
     assert ranks(2).run(faults.run, sound) == ["trained", "trained"]
 
 
+def test_the_checks_can_be_left_out(ranks):
+    """To overfit one batch on purpose, say."""
+    assert ranks(2).run(faults.run, "equal data", checks=False) == ["trained", "trained"]
+
+
 def test_a_batch_of_one_row_cannot_be_split_and_passes(ranks):
     assert ranks(2).run(faults.run, "own sum", micro_batch=1) == ["trained", "trained"]
