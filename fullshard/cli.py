@@ -22,6 +22,7 @@ from fullshard.strategies import STRATEGIES, strategy
 
 if TYPE_CHECKING:
     from fullshard.data import TokenFile
+    from fullshard.data.sources import Source
 
 app = typer.Typer(
     name="fullshard",
@@ -179,28 +180,59 @@ app.add_typer(data_app, name="data")
 
 @data_app.command("pack")
 def data_pack(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT...", help="Files (.txt .md .py .jsonl .parquet), or directories of them.")
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to make.")],
-    tokenizer: Annotated[str, typer.Option(metavar="FILE", help="A Hugging Face tokenizer.json, or bytes.")] = "bytes",
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[INPUT]...", help="Files (.txt .md .py .jsonl .parquet), or directories of them."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A Hugging Face dataset: a name on the hub, a save_to_disk directory, or files."),
+    ] = None,
+    subset: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its configuration.")] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its split.  [default: train]")] = None,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="PATH", help="A Hugging Face tokenizer.json, a directory with one, or bytes.")
+    ] = "bytes",
     end: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="The token that ends a document; found by itself if common.")
     ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The field or column that holds the text.")] = "text",
+    field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What holds the text, or the messages.  [default: text, or found]")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Records are conversations; only answers are to be predicted.")] = False,
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="--chat: a Jinja template.  [default: the tokenizer's]")
+    ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Processes that tokenise.  [default: all cores]")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise text into a directory of token files. The result does not depend on the number of workers.
 
     Example: fullshard data pack corpus/ -o tokens --tokenizer llama/tokenizer.json
+
+    Example: fullshard data pack chat.jsonl -o tokens --chat --tokenizer llama/
     """
     from fullshard.data.pack import pack
     from fullshard.train.progress import counter
 
+    options = {"end": end, "field": field, "chat": chat, "template": template, "workers": workers}
     with counter("documents", "tokens") as count:
-        made = pack(inputs, output, tokenizer=tokenizer, end=end, field=field, workers=workers, progress=count)
+        made = pack(_data_sources(inputs, dataset, subset, split), output, tokenizer=tokenizer, progress=count, **options)  # type: ignore[arg-type]
     _show_tokens(made, as_json)
+
+
+def _data_sources(inputs: list[Path] | None, dataset: str | None, subset: str | None, split: str | None) -> "list[Source]":
+    from fullshard.data.sources import HubDataset
+
+    if dataset is None:
+        for option, given in (("subset", subset), ("split", split)):
+            if given is not None:
+                raise FullshardError(f"--{option} has no effect without --dataset; add --dataset NAME, or leave it out")
+        if not inputs:
+            raise FullshardError("there is nothing to pack; give files or directories, or --dataset NAME")
+        return [*inputs]
+    return [*(inputs or []), HubDataset(dataset, subset, split)]
 
 
 @data_app.command("show")
@@ -227,6 +259,7 @@ def _show_tokens(found: "TokenFile", as_json: bool) -> None:
         "vocab": found.vocab,
         "dtype": found.dtype.name,
         "tokenizer": found.tokenizer,
+        **({"answers": found.answers} if found.has_answers else {}),
     }
     if as_json:
         _print_json(facts)

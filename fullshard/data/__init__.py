@@ -3,8 +3,19 @@
 Knows neither torch nor jax: what it hands out are numpy arrays.
 """
 
-from fullshard.data.batches import Batches
+from fullshard.data.batches import Batches, Boundaries, Packing, digest
 from fullshard.data.order import Order
+from fullshard.data.tokenizer import refuse_different, refuse_other_tokenizer
 from fullshard.data.tokens import TokenFile, TokenWriter
 
-__all__ = ["Batches", "Order", "TokenFile", "TokenWriter"]
+__all__ = [
+    "Batches",
+    "Boundaries",
+    "Order",
+    "Packing",
+    "TokenFile",
+    "TokenWriter",
+    "digest",
+    "refuse_different",
+    "refuse_other_tokenizer",
+]

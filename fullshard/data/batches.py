@@ -1,18 +1,24 @@
 """From tokens to the micro-batches of one rank, in one global order."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.order import Order
+from fullshard.data.rows import Rows, Stream, Whole
 from fullshard.data.tokens import TokenFile
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, nearest
 
 IGNORED = -100
+PADDING = 0
 
 Batch = dict[str, NDArray[np.int64]]
+Boundaries = Literal["ignored", "labels", "attention"]
+Packing = Literal["stream", "whole"]
 
 
 @dataclass
@@ -21,8 +27,11 @@ class Batches:
 
     Step s takes samples s·G … (s + 1)·G − 1 of the run's order, G = ranks × accumulate × micro_batch: the same
     set at every world size with the same G. `cursor` counts the samples all ranks have taken; setting it
-    resumes, at another number of ranks too. With `within_documents`, no token has to predict the first token
-    of the next document.
+    resumes, at another number of ranks too.
+
+    `boundaries`: with `labels`, no token has to predict the first token of the next document; with `attention`,
+    batches also have `position_ids` that start again at 0 where a document does. `packing`: samples are cut
+    from one `stream` of tokens, or hold `whole` documents and padding.
     """
 
     source: TokenFile
@@ -33,10 +42,14 @@ class Batches:
     ranks: int = 1
     seed: int = 0
     shuffle: bool = True
-    within_documents: bool = False
+    boundaries: Boundaries = "ignored"
+    packing: Packing = "stream"
     cursor: int = 0
 
     def __post_init__(self) -> None:
+        self._refuse_options()
+        self.ends = self.source.ends() if self.boundaries != "ignored" else None
+        self.rows = self._rows()
         if self.samples < 1:
             raise FullshardError(
                 f"{self.source.path} has {len(self.source)} tokens, too few for one sample of {self.sequence} + 1; "
@@ -49,12 +62,29 @@ class Batches:
                 f"cursor {self.cursor} is not at the start of a step of {self.step_samples} samples; keep the global batch"
             )
         self.order = Order(self.samples, self.seed, self.shuffle)
-        self.last_tokens = self.source.ends().astype(np.int64) - 1 if self.within_documents else None
+
+    def _refuse_options(self) -> None:
+        for name, given, known in (
+            ("boundaries", self.boundaries, get_args(Boundaries)),
+            ("packing", self.packing, get_args(Packing)),
+        ):
+            if given not in known:
+                raise FullshardError(f"{name} is one of {', '.join(known)}, not {given!r}{nearest(str(given), list(known))}")
+        if self.packing == "whole" and self.boundaries == "ignored":
+            raise FullshardError(
+                "packing 'whole' keeps documents apart, boundaries 'ignored' runs them together; "
+                "write boundaries 'labels' or 'attention', or packing 'stream'"
+            )
+
+    def _rows(self) -> Rows:
+        if self.packing == "whole" and self.ends is not None:
+            return Whole(self.ends, self.sequence)
+        return Stream(len(self.source), self.sequence)
 
     @property
     def samples(self) -> int:
-        """Whole samples in one epoch; each needs one token more than it is long, shared with the next."""
-        return (len(self.source) - 1) // self.sequence
+        """Samples in one epoch."""
+        return len(self.rows)
 
     @property
     def step_samples(self) -> int:
@@ -73,10 +103,42 @@ class Batches:
 
     def sample(self, i: int) -> Batch:
         """Sample `i` of the run."""
-        start = self.order[i] * self.sequence
-        tokens = self.source.read(start, self.sequence + 1)
-        labels = tokens[1:].copy()
-        if self.last_tokens is not None:
-            low, high = np.searchsorted(self.last_tokens, [start, start + self.sequence])
-            labels[self.last_tokens[low:high] - start] = IGNORED
-        return {"input_ids": tokens[:-1], "labels": labels}
+        where = self.rows.row(self.order[i])
+        base, stop = int(where[0]), min(int(where[-1]) + 2, len(self.source))
+        tokens = np.append(self.source.read(base, stop - base), IGNORED)  # after the file's last token comes nothing
+        labels = tokens[where - base + 1]
+        if self.source.has_answers:
+            asked = np.append(self.source.read_answers(base, stop - base), False)
+            labels[~asked[where - base + 1]] = IGNORED
+        found = {"input_ids": tokens[where - base], "labels": labels}
+        if self.ends is not None:
+            low, high = np.searchsorted(self.ends, [base, int(where[-1]) + 1], side="right")
+            inside = self.ends[low:high]
+            labels[np.isin(where + 1, inside, assume_unique=True)] = IGNORED
+            if self.boundaries == "attention":
+                found["position_ids"] = _positions(np.isin(where, inside, assume_unique=True))
+        return {key: self._padded(key, row) for key, row in found.items()}
+
+    def _padded(self, key: str, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Padding is the row's last document: its positions start again at 0, so it attends to itself alone."""
+        missing = self.sequence - row.size
+        if not missing:
+            return row
+        fill = np.arange(missing) if key == "position_ids" else np.full(missing, IGNORED if key == "labels" else PADDING)
+        return np.concatenate([row, fill])
+
+
+def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How far each token is from the last start at or before it; the first token is a start."""
+    here = np.arange(starts.size)
+    return here - np.maximum.accumulate(np.where(starts, here, 0))
+
+
+def digest(batch: Mapping[str, Any]) -> int:
+    """63 bits that tell batches apart: equal ones on two ranks mean that both read the same samples."""
+    found = hashlib.blake2b(digest_size=8)
+    for key in sorted(batch):
+        array = np.ascontiguousarray(batch[key])
+        found.update(f"{key} {array.dtype.str} {array.shape} ".encode())
+        found.update(array.tobytes())
+    return int.from_bytes(found.digest(), "little") >> 1

@@ -3,6 +3,7 @@
     index.json     version, dtype, vocabulary, tokenizer, and for each shard its tokens, documents, checksums
     00000.tokens   the tokens of the documents, one after the other, little-endian
     00000.ends     where each document ends, in tokens from the start of the shard, as uint64
+    00000.answers  only where documents were marked: one uint8 a token, 1 = to be predicted, 0 = not
 
 Written beside its target and renamed when whole: a reader sees all of it or nothing.
 """
@@ -23,11 +24,16 @@ from fullshard.errors import FullshardError
 
 VERSION = 1
 SHARD_TOKENS = 1 << 28
+ENDS = np.dtype("<u8")
+ANSWERS = np.dtype("u1")
 
 
 def smallest_dtype(vocab: int) -> str:
     """The narrowest unsigned integer that holds every token."""
     return "uint8" if vocab <= 1 << 8 else "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+# -- writing ----------------------------------------------------------------------------------------------
 
 
 class TokenWriter:
@@ -43,10 +49,12 @@ class TokenWriter:
         self.shard_tokens = shard_tokens
         self.shards: list[dict[str, Any]] = []
         self.documents: list[NDArray[Any]] = []
+        self.answers: list[NDArray[np.uint8]] = []
+        self.marked: bool | None = None  # whether documents come with answers; the first one decides
         self.waiting = 0  # tokens in `documents`
 
-    def add(self, document: Iterable[int] | NDArray[Any]) -> None:
-        """One document; an empty one is left out."""
+    def add(self, document: Iterable[int] | NDArray[Any], answers: Iterable[int] | NDArray[Any] | None = None) -> None:
+        """One document; an empty one is left out. `answers` says of each token whether it is to be predicted."""
         tokens = np.asarray(document if isinstance(document, np.ndarray) else list(document), dtype=np.int64)
         if not tokens.size:
             return
@@ -54,26 +62,45 @@ class TokenWriter:
             raise FullshardError(
                 f"token {int(tokens.max())} does not fit a vocabulary of {self.about['vocab']}; pass the tokenizer's own size"
             )
+        self._add_answers(tokens.size, answers)
         self.documents.append(tokens.astype(self.about["dtype"]))
         self.waiting += tokens.size
         if self.waiting >= self.shard_tokens:
             self._flush()
 
+    def _add_answers(self, tokens: int, answers: Iterable[int] | NDArray[Any] | None) -> None:
+        if self.marked is not None and self.marked != (answers is not None):
+            raise FullshardError(
+                f"{self.path}: some documents have answers marked and some have not; mark all of them, or pack them apart"
+            )
+        self.marked = answers is not None
+        if answers is None:
+            return
+        row = np.asarray(answers if isinstance(answers, np.ndarray) else list(answers))
+        if row.size != tokens:
+            raise FullshardError(f"a document of {tokens} tokens has {row.size} answers; give one for each token, 1 or 0")
+        self.answers.append((row != 0).astype(np.uint8))
+
     def _flush(self) -> None:
         if not self.documents:
             return
-        name = f"{len(self.shards):05d}"
         tokens = np.concatenate(self.documents)
         ends = np.cumsum([d.size for d in self.documents], dtype=np.uint64)
-        checksums = {}
-        for suffix, data in (("tokens", tokens), ("ends", ends)):
-            raw = data.astype(data.dtype.newbyteorder("<")).tobytes()
-            checksums[suffix] = zlib.crc32(raw)
-            with open(self.staging / f"{name}.{suffix}", "wb") as file:
-                file.write(raw)
-                os.fsync(file.fileno())
-        self.shards.append({"name": name, "tokens": int(tokens.size), "documents": int(ends.size), "crc32": checksums})
-        self.documents, self.waiting = [], 0
+        shard: dict[str, Any] = {"name": f"{len(self.shards):05d}", "tokens": int(tokens.size), "documents": int(ends.size)}
+        files: dict[str, NDArray[Any]] = {"tokens": tokens, "ends": ends}
+        if self.answers:
+            files["answers"] = np.concatenate(self.answers)
+            shard["answers"] = int(files["answers"].sum())
+        shard["crc32"] = {suffix: self._write(shard["name"], suffix, data) for suffix, data in files.items()}
+        self.shards.append(shard)
+        self.documents, self.answers, self.waiting = [], [], 0
+
+    def _write(self, name: str, suffix: str, data: NDArray[Any]) -> int:
+        raw = data.astype(data.dtype.newbyteorder("<")).tobytes()
+        with open(self.staging / f"{name}.{suffix}", "wb") as file:
+            file.write(raw)
+            os.fsync(file.fileno())
+        return zlib.crc32(raw)
 
     def commit(self) -> None:
         self._flush()
@@ -93,8 +120,15 @@ class TokenWriter:
             shutil.rmtree(self.staging, ignore_errors=True)
 
 
+# -- reading ----------------------------------------------------------------------------------------------
+
+
 class TokenFile:
-    """A directory of token shards, read as one long row of tokens."""
+    """A directory of token shards, read as one long row of tokens.
+
+    Sizes are checked when it is opened, the order of ends and the range of tokens when they are read, the
+    checksums by `verify`.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -103,7 +137,10 @@ class TokenFile:
         self.tokenizer: str = index["tokenizer"]
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
         self.shards: list[dict[str, Any]] = index["shards"]
-        self.maps = [self._map(s, "tokens", self.dtype, s["tokens"]) for s in self.shards]
+        self.has_answers = "answers" in self.shards[0]
+        self.token_maps = [self._map(s, "tokens", self.dtype, s["tokens"]) for s in self.shards]
+        self.end_maps = [self._map(s, "ends", ENDS, s["documents"]) for s in self.shards]
+        self.answer_maps = [self._map(s, "answers", ANSWERS, s["tokens"]) for s in self.shards if self.has_answers]
         self.starts = np.cumsum([0, *[s["tokens"] for s in self.shards]])
 
     def __len__(self) -> int:
@@ -113,34 +150,60 @@ class TokenFile:
     def documents(self) -> int:
         return sum(s["documents"] for s in self.shards)
 
+    @property
+    def answers(self) -> int:
+        """How many tokens are marked as to be predicted."""
+        return sum(s["answers"] for s in self.shards) if self.has_answers else len(self)
+
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """`length` tokens from `start`, across shards where they end."""
+        found = self._read(self.token_maps, start, length).astype(np.int64)
+        if found.size and (largest := int(found.max())) >= self.vocab:
+            raise FullshardError(self._outside(largest))
+        return found
+
+    def read_answers(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Whether each of these tokens is to be predicted; all are where nothing was marked."""
+        if not self.has_answers:
+            return np.ones(length, np.bool_)
+        return self._read(self.answer_maps, start, length) != 0
+
+    def _read(self, maps: list[NDArray[Any]], start: int, length: int) -> NDArray[Any]:
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
-        parts = []
+        parts = [maps[0][:0]]
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         while length > 0:
             offset = start - int(self.starts[shard])
-            part = self.maps[shard][offset : offset + length]
+            part = maps[shard][offset : offset + length]
             parts.append(part)
             start, length, shard = start + part.size, length - part.size, shard + 1
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+        return np.concatenate(parts)
 
-    def ends(self) -> NDArray[np.uint64]:
+    def ends(self) -> NDArray[np.int64]:
         """Where each document ends, in tokens from the very start."""
-        rows = [
-            self._map(s, "ends", np.dtype("<u8"), s["documents"]) + np.uint64(base)
-            for s, base in zip(self.shards, self.starts, strict=False)
-        ]
-        return np.concatenate(rows)
+        for shard, ends in zip(self.shards, self.end_maps, strict=True):
+            if int(ends[-1]) != shard["tokens"] or int(ends[0]) == 0 or not (ends[1:] > ends[:-1]).all():
+                file = self.path / f"{shard['name']}.ends"
+                raise FullshardError(f"{file} is damaged: the ends do not rise to the shard's last token; pack the data again")
+        return np.concatenate([e.astype(np.int64) + base for e, base in zip(self.end_maps, self.starts, strict=False)])
 
     def verify(self) -> None:
-        """Raise unless every byte is what was written."""
-        for shard in self.shards:
+        """Raise unless every byte is what was written, and what was written makes sense."""
+        maps = {"tokens": self.token_maps, "ends": self.end_maps, "answers": self.answer_maps}
+        for i, shard in enumerate(self.shards):
             for suffix, want in shard["crc32"].items():
-                file = self.path / f"{shard['name']}.{suffix}"
-                if zlib.crc32(file.read_bytes()) != want:
+                if zlib.crc32(maps[suffix][i].data) != want:
+                    file = self.path / f"{shard['name']}.{suffix}"
                     raise FullshardError(f"{file} is damaged: its checksum is not the index's; pack the data again")
+        if (largest := max(int(tokens.max()) for tokens in self.token_maps)) >= self.vocab:
+            raise FullshardError(self._outside(largest))
+        if any(int(answers.max()) > 1 for answers in self.answer_maps):
+            raise FullshardError(f"{self.path} is damaged: an answer is neither 0 nor 1; pack the data again")
+        self.ends()
+
+    def _outside(self, token: int) -> str:
+        return f"{self.path} holds the token {token}, outside its vocabulary of {self.vocab}: it is damaged; pack the data again"
 
     def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         file = self.path / f"{shard['name']}.{suffix}"
@@ -165,4 +228,23 @@ def _read_index(path: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("version") != VERSION:
         version = index.get("version") if isinstance(index, dict) else None
         raise FullshardError(f"{path} is of version {version!r}; this fullshard reads version {VERSION}: pack the data again")
+    if not _is_whole(index):
+        raise FullshardError(f"{path}/index.json is damaged (entries are missing or contradict each other); pack the data again")
     return index
+
+
+def _is_whole(index: dict[str, Any]) -> bool:
+    """Whether the index has all a reader needs, and the same files for every shard."""
+    try:
+        shards = index["shards"]
+        suffixes = {"tokens", "ends"} | ({"answers"} & shards[0].keys())
+        numbers = [index["vocab"], *[s[key] for s in shards for key in ("tokens", "documents")]]
+        return (
+            np.dtype(index["dtype"]).kind == "u"
+            and isinstance(index["tokenizer"], str)
+            and all(isinstance(n, int) and n > 0 for n in numbers)
+            and all(isinstance(s["name"], str) and s["crc32"].keys() == suffixes for s in shards)
+            and len({"answers" in s for s in shards}) == 1
+        )
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False

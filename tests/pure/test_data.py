@@ -1,8 +1,10 @@
-"""Token files and the global order: against plain Python, numpy, and the tokenizer itself."""
+"""Token files and the global order: against plain Python and numpy."""
 
 import collections
+import hashlib
 import itertools
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -10,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard import FullshardError
-from fullshard.data import Batches, Order, TokenFile, TokenWriter
+from fullshard.data import Batches, Order, TokenFile, TokenWriter, digest, refuse_different, refuse_other_tokenizer
 from fullshard.data.order import permute
-from fullshard.data.pack import pack
 
 GOLDEN, GOLDEN_LARGE = [249, 286, 400, 625, 809, 470], 923267269181119
 
@@ -92,38 +93,143 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def damage(path, kind: str) -> None:
-    tokens = path / "00000.tokens"
-    if kind == "truncated":
-        tokens.write_bytes(tokens.read_bytes()[:-1])
-    elif kind == "missing":
-        tokens.unlink()
-    elif kind == "index":
-        (path / "index.json").write_text("{")
-    elif kind == "version":
-        (path / "index.json").write_text(json.dumps({"version": 9}))
-    elif kind == "flipped":
-        raw = bytearray(tokens.read_bytes())
-        raw[3] ^= 1
-        tokens.write_bytes(raw)
+def marked(path, documents, **options) -> TokenFile:
+    """Of every document, the tokens that are divisible by three are answers."""
+    with TokenWriter(path, 300, "test", **options) as writer:
+        for document in documents:
+            writer.add(document, [t % 3 == 0 for t in document])
+    return TokenFile(path)
+
+
+def test_answers_are_read_as_they_were_written(tmp_path):
+    documents = [range(i, 2 * i + 1) for i in range(1, 30)]
+    tokens = marked(tmp_path / "x", documents, shard_tokens=50)
+    row = [t for d in documents for t in d]
+    assert len(tokens.shards) > 5
+    assert tokens.has_answers
+    assert tokens.read_answers(3, 200).tolist() == [t % 3 == 0 for t in row[3:203]]
+    assert tokens.answers == sum(t % 3 == 0 for t in row)
+    tokens.verify()
+
+
+def test_without_marks_every_token_is_an_answer(tmp_path):
+    tokens = write(tmp_path / "x", [[1, 2, 3]])
+    assert not tokens.has_answers
+    assert tokens.read_answers(1, 2).tolist() == [True, True]
+    assert not list((tmp_path / "x").glob("*.answers"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("truncated", "has 9 bytes, the index says 10: it is damaged"),
-        ("missing", "00000.tokens is missing; pack the data again"),
-        ("index", "index.json is damaged"),
-        ("version", "is of version 9; this fullshard reads version 1"),
-        ("flipped", "is damaged: its checksum is not the index's"),
-    ],
+    ("second", "sentence"),
+    [(None, "some documents have answers marked and some have not"), ([1], "a document of 2 tokens has 1 answers")],
 )
-def test_damage_is_found(tmp_path, kind, sentence):
-    write(tmp_path / "x", [[1, 2, 3, 4, 5]])
-    damage(tmp_path / "x", kind)
+def test_answers_that_do_not_fit(tmp_path, second, sentence):
+    def write_both():
+        with TokenWriter(tmp_path / "x", 300, "test") as writer:
+            writer.add([1, 2], [0, 1])
+            writer.add([], None)
+            writer.add([1, 2], second)
+
+    with pytest.raises(FullshardError, match=sentence):
+        write_both()
+    assert list(tmp_path.iterdir()) == []
+
+
+def rewrite(file, change) -> None:
+    """Damage that a checksum does not see: the index is made to agree."""
+    data = change(np.frombuffer(file.read_bytes(), {".tokens": "<u2", ".ends": "<u8", ".answers": "u1"}[file.suffix]).copy())
+    file.write_bytes(data.tobytes())
+    index = json.loads((file.parent / "index.json").read_text())
+    index["shards"][0]["crc32"][file.suffix[1:]] = zlib.crc32(data.tobytes())
+    (file.parent / "index.json").write_text(json.dumps(index))
+
+
+def put(index, value):
+    return lambda data: [data.__setitem__(index, value), data][1]
+
+
+def flip(file) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[3] ^= 1
+    file.write_bytes(raw)
+
+
+def reindex(path, change) -> None:
+    index = json.loads((path / "index.json").read_text())
+    change(index)
+    (path / "index.json").write_text(json.dumps(index))
+
+
+DAMAGE = {
+    "truncated": (lambda p: (p / "00000.tokens").write_bytes(b"123"), "has 3 bytes, the index says 14: it is damaged"),
+    "truncated ends": (lambda p: (p / "00000.ends").write_bytes(b"123"), "00000.ends has 3 bytes, the index says 24"),
+    "truncated answers": (lambda p: (p / "00000.answers").write_bytes(b""), "00000.answers has 0 bytes, the index says 7"),
+    "missing": (lambda p: (p / "00000.tokens").unlink(), "00000.tokens is missing; pack the data again"),
+    "missing answers": (lambda p: (p / "00000.answers").unlink(), "00000.answers is missing; pack the data again"),
+    "index": (lambda p: (p / "index.json").write_text("{"), "index.json is damaged"),
+    "version": (lambda p: (p / "index.json").write_text('{"version": 9}'), "is of version 9; this fullshard reads version 1"),
+    "no shards": (lambda p: reindex(p, lambda i: i.update(shards=[])), "entries are missing or contradict each other"),
+    "no name": (lambda p: reindex(p, lambda i: i["shards"][0].pop("name")), "entries are missing or contradict each other"),
+    "answers not in the index": (lambda p: reindex(p, lambda i: i["shards"][0].pop("answers")), "contradict each other"),
+    "flipped": (lambda p: flip(p / "00000.tokens"), "00000.tokens is damaged: its checksum is not the index's"),
+    "flipped ends": (lambda p: flip(p / "00000.ends"), "00000.ends is damaged: its checksum is not the index's"),
+    "flipped answers": (lambda p: flip(p / "00000.answers"), "00000.answers is damaged: its checksum is not the index's"),
+    "falling ends": (lambda p: rewrite(p / "00000.ends", put(1, 1)), "ends is damaged: the ends do not rise"),
+    "empty document": (lambda p: rewrite(p / "00000.ends", put(0, 0)), "ends is damaged: the ends do not rise"),
+    "ends too early": (lambda p: rewrite(p / "00000.ends", put(2, 6)), "ends is damaged: the ends do not rise"),
+    "outside": (lambda p: rewrite(p / "00000.tokens", put(2, 400)), "holds the token 400, outside its vocabulary of 300"),
+    "no answer": (lambda p: rewrite(p / "00000.answers", put(2, 7)), "an answer is neither 0 nor 1"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found(tmp_path, kind):
+    marked(tmp_path / "x", [[1, 2], [3, 4], [5, 6, 7]])
+    do, sentence = DAMAGE[kind]
+    do(tmp_path / "x")
     with pytest.raises(FullshardError) as caught:
         TokenFile(tmp_path / "x").verify()
     assert sentence in str(caught.value)
+    assert "pack the data again" in str(caught.value)
+
+
+def test_training_does_not_take_what_only_verify_would_refuse(tmp_path):
+    """Out-of-vocabulary tokens crash an embedding on a GPU without a word; reading says it first."""
+    marked(tmp_path / "x", [[1, 2], [3, 4], [5, 6, 7]])
+    rewrite(tmp_path / "x" / "00000.tokens", put(2, 400))
+    rewrite(tmp_path / "x" / "00000.ends", put(1, 1))
+    with pytest.raises(FullshardError, match="holds the token 400"):
+        Batches(TokenFile(tmp_path / "x"), 6, 1).sample(0)
+    with pytest.raises(FullshardError, match="do not rise"):
+        Batches(TokenFile(tmp_path / "x"), 6, 1, boundaries="labels")
+
+
+# -- tokenizers agree ------------------------------------------------------------------------------------
+
+
+def test_a_model_with_another_tokenizer_is_refused(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    made = {}
+    for name in ("bytes", "mine", f"sha256:{hashlib.sha256(b'{}').hexdigest()}"):
+        with TokenWriter(tmp_path / name, 300, name) as writer:
+            writer.add([1])
+        made[name] = TokenFile(tmp_path / name)
+        refuse_other_tokenizer(made[name], model)  # a model without a tokenizer says nothing
+    (model / "tokenizer.json").write_text("{}")
+    refuse_other_tokenizer(made[name], model)
+    refuse_other_tokenizer(made["mine"], model)
+    with pytest.raises(FullshardError, match="bytes was packed with another tokenizer") as caught:
+        refuse_other_tokenizer(made["bytes"], model)
+    assert str(caught.value).endswith(f"pack the text again with --tokenizer {model}")
+    (model / "tokenizer.json").write_text("{ }")
+    with pytest.raises(FullshardError, match=r"another tokenizer \(sha256:44136fa3\)"):
+        refuse_other_tokenizer(made[name], model)
+    refuse_different(made["bytes"], made["bytes"])
+    with pytest.raises(
+        FullshardError, match=r"were packed with different tokenizers \(bytes of 300 tokens, sha256:44136fa3 of 300\)"
+    ):
+        refuse_different(made["bytes"], made[name])
 
 
 # -- batches --------------------------------------------------------------------------------------------
@@ -176,12 +282,121 @@ def test_labels_are_the_next_tokens(tokens):
         assert sample["labels"].tolist() == row[start + 1 : start + 6].tolist()
 
 
-def test_within_documents_no_token_predicts_the_next_document(tokens):
+def test_no_token_predicts_the_next_document(tokens):
     ends = set(tokens.ends().tolist())
-    batches = Batches(tokens, 5, 1, shuffle=False, within_documents=True)
+    batches = Batches(tokens, 5, 1, shuffle=False, boundaries="labels")
     for i in range(batches.samples):
-        labels = batches.sample(i)["labels"].tolist()
-        assert [label == -100 for label in labels] == [5 * i + t + 1 in ends for t in range(5)]
+        sample = batches.sample(i)
+        assert [label == -100 for label in sample["labels"].tolist()] == [5 * i + t + 1 in ends for t in range(5)]
+        assert set(sample) == {"input_ids", "labels"}
+
+
+def test_positions_start_again_with_each_document(tokens):
+    starts = {0, *tokens.ends().tolist()}
+    batches = Batches(tokens, 30, 2, shuffle=False, boundaries="attention")
+    plain = Batches(tokens, 30, 2, shuffle=False, boundaries="labels")
+    for i in range(batches.samples):
+        want, position = [], 0
+        for t in range(30):
+            position = 0 if 30 * i + t in starts or t == 0 else position + 1
+            want.append(position)
+        assert batches.sample(i)["position_ids"].tolist() == want
+        assert batches.sample(i)["labels"].tolist() == plain.sample(i)["labels"].tolist()
+    (batch,) = next(iter(batches))
+    assert {key: (row.shape, row.dtype.name) for key, row in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), ((2, 30), "int64")
+    )
+
+
+def test_only_answers_are_labels(tmp_path):
+    tokens = marked(tmp_path / "x", [range(20), range(50, 80)])
+    row = [*range(20), *range(50, 80)]
+    batches = Batches(tokens, 7, 1, shuffle=False)
+    for i in range(batches.samples):
+        sample = batches.sample(i)
+        assert sample["input_ids"].tolist() == row[7 * i : 7 * i + 7]
+        assert sample["labels"].tolist() == [t if t % 3 == 0 else -100 for t in row[7 * i + 1 : 7 * i + 8]]
+
+
+def by_hand(documents: list[list[int]], sequence: int) -> list[dict[str, list[int]]]:
+    """Whole documents in rows, the slow way."""
+    rows, row = [], []
+
+    def close() -> None:
+        padding = [(0, -100, p) for p in range(sequence - len(row))]
+        rows.append([*row, *padding])
+        row.clear()
+
+    for document in documents:
+        for first in range(0, len(document) - 1, sequence):
+            inputs = document[first : first + sequence]
+            labels = [*document[first + 1 : first + sequence + 1], -100][: len(inputs)]
+            if len(row) + len(inputs) > sequence:
+                close()
+            row.extend(zip(inputs, labels, range(len(inputs)), strict=True))
+    if row:
+        close()
+    return [dict(zip(("input_ids", "labels", "position_ids"), map(list, zip(*r, strict=True)), strict=True)) for r in rows]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=30).filter(lambda found: max(found) > 1),
+    sequence=st.integers(1, 12),
+    shard_tokens=st.integers(1, 60),
+)
+@settings(max_examples=100, deadline=None)
+def test_whole_documents_lie_side_by_side(tmp_path_factory, lengths, sequence, shard_tokens):
+    numbers = itertools.count()
+    documents = [[next(numbers) for _ in range(n)] for n in lengths]
+    tokens = write(tmp_path_factory.mktemp("t") / "x", documents, vocab=1000, shard_tokens=shard_tokens)
+    batches = Batches(tokens, sequence, 1, shuffle=False, boundaries="attention", packing="whole")
+    rows = [{key: row.tolist() for key, row in batches.sample(i).items()} for i in range(batches.samples)]
+    assert rows == by_hand(documents, sequence)
+    pairs = [(a, b) for r in rows for a, b in zip(r["input_ids"], r["labels"], strict=True) if b != -100]
+    assert pairs == [pair for d in documents for pair in itertools.pairwise(d)]  # nothing is lost, nothing comes twice
+
+
+def test_a_row_of_whole_documents(tmp_path):
+    """By eye: two fit, the third would not, the fourth is cut, and its rest shares a row with the fifth."""
+    documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [*range(10, 18)], [20, 21]]
+    batches = Batches(write(tmp_path / "x", documents), 6, 1, shuffle=False, boundaries="attention", packing="whole")
+    assert [batches.sample(i)["input_ids"].tolist() for i in range(batches.samples)] == [
+        [1, 2, 3, 4, 5, 0],
+        [6, 7, 8, 9, 0, 0],
+        [10, 11, 12, 13, 14, 15],
+        [16, 17, 20, 21, 0, 0],
+    ]
+    assert batches.sample(2)["labels"].tolist() == [11, 12, 13, 14, 15, 16]
+    assert batches.sample(3)["labels"].tolist() == [17, -100, 21, -100, -100, -100]
+    assert batches.sample(3)["position_ids"].tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_whole_documents_with_answers(tmp_path):
+    tokens = marked(tmp_path / "x", [[3, 4, 6], [9, 12, 13, 15]])
+    batches = Batches(tokens, 8, 1, boundaries="labels", packing="whole")
+    assert batches.sample(0)["labels"].tolist() == [-100, 6, -100, 12, -100, 15, -100, -100]
+
+
+def test_whole_documents_come_in_the_same_steps_at_every_world_size(tokens):
+    def steps(ranks, micro_batch):
+        made = [
+            iter(Batches(tokens, 20, micro_batch, 1, r, ranks, boundaries="attention", packing="whole")) for r in range(ranks)
+        ]
+        return [[row.tolist() for m in made for batch in next(m) for row in batch["input_ids"]] for _ in range(5)]
+
+    assert steps(1, 4) == steps(2, 2) == steps(4, 1)
+
+
+def test_two_batches_have_two_digests(tokens):
+    batches = Batches(tokens, 5, 2, ranks=2, accumulate=3)
+    other = Batches(tokens, 5, 2, ranks=2, accumulate=3, rank=1)
+    found = [digest(batch) for source in (batches, other) for batch in next(iter(source))]
+    assert len(set(found)) == 6
+    assert all(0 <= d < 1 << 63 for d in found)
+    batches.cursor = 0
+    assert digest(next(iter(batches))[0]) == found[0]
+    batch = {"input_ids": np.arange(6).reshape(2, 3), "labels": np.arange(6).reshape(2, 3)}
+    assert digest(batch) != digest({**batch, "labels": np.arange(6).reshape(3, 2)})
 
 
 @pytest.mark.parametrize(
@@ -189,107 +404,19 @@ def test_within_documents_no_token_predicts_the_next_document(tokens):
     [
         ({"sequence": 500, "micro_batch": 1}, "too few for one sample of 500 + 1"),
         ({"sequence": 5, "micro_batch": 1, "rank": 2, "ranks": 2}, "rank 2 is not one of 2 data ranks"),
+        (
+            {"sequence": 5, "micro_batch": 1, "boundaries": "label"},
+            "boundaries is one of ignored, labels, attention, not 'label'",
+        ),
+        ({"sequence": 5, "micro_batch": 1, "boundaries": True}, "boundaries is one of ignored, labels, attention, not True"),
+        (
+            {"sequence": 5, "micro_batch": 1, "packing": "hole"},
+            "packing is one of stream, whole, not 'hole'; did you mean 'whole'",
+        ),
+        ({"sequence": 5, "micro_batch": 1, "packing": "whole"}, "write boundaries 'labels' or 'attention', or packing 'stream'"),
         ({"sequence": 5, "micro_batch": 4, "cursor": 6}, "cursor 6 is not at the start of a step of 4 samples"),
     ],
 )
 def test_batches_that_cannot_be(tokens, arguments, sentence):
     with pytest.raises(FullshardError, match=sentence.replace("+", r"\+")):
         Batches(tokens, **arguments)
-
-
-# -- packing ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "a.txt").write_text("first document, ünïcode\n")
-    (folder / "b.jsonl").write_text("".join(json.dumps({"text": f"line {i}", "id": i}) + "\n" for i in range(200)))
-    (folder / "ignored.bin").write_bytes(b"\xff")
-    return folder
-
-
-TEXTS = ["first document, ünïcode\n", *[f"line {i}" for i in range(200)]]
-
-
-def test_bytes(tmp_path, corpus):
-    made = pack([corpus], tmp_path / "x", workers=1)
-    assert bytes(made.read(0, len(made)).tolist()) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    assert (made.vocab, made.tokenizer, made.documents) == (256, "bytes", 201)
-
-
-def test_the_number_of_workers_does_not_matter(tmp_path, corpus):
-    one, two = (pack([corpus], tmp_path / str(n), workers=n) for n in (1, 2))
-    assert (one.path / "00000.tokens").read_bytes() == (two.path / "00000.tokens").read_bytes()
-    assert (one.path / "index.json").read_text() == (two.path / "index.json").read_text()
-
-
-@pytest.fixture
-def tokenizer(tmp_path) -> str:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.train_from_iterator(
-        TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>", "</s>"], show_progress=False)
-    )
-    path = tmp_path / "tokenizer.json"
-    made.save(str(path))
-    return str(path)
-
-
-def test_a_tokenizer_file(tmp_path, corpus, tokenizer):
-    from tokenizers import Tokenizer
-
-    oracle = Tokenizer.from_file(tokenizer)
-    want = [i for text in TEXTS for i in [*oracle.encode(text, add_special_tokens=False).ids, oracle.token_to_id("</s>")]]
-    made = pack([corpus], tmp_path / "x", tokenizer=tokenizer, workers=2)
-    assert made.read(0, len(made)).tolist() == want
-    assert made.vocab == oracle.get_vocab_size()
-    assert made.tokenizer.startswith("sha256:")
-
-
-def test_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"body": TEXTS}), tmp_path / "a.parquet")
-    made = pack([tmp_path / "a.parquet"], tmp_path / "x", field="body", workers=1)
-    assert bytes(made.read(0, len(made)).tolist()) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    with pytest.raises(FullshardError, match="has no column 'text'"):
-        pack([tmp_path / "a.parquet"], tmp_path / "y", workers=1)
-
-
-BAD = {
-    "missing": (lambda p: p / "nowhere.txt", {}, "there is no file"),
-    "ending": (lambda p: p / "corpus" / "ignored.bin", {}, "cannot read .bin"),
-    "empty directory": (lambda p: p / "empty", {}, "has no .txt"),
-    "not UTF-8": (lambda p: p / "latin.txt", {}, "is not UTF-8 text (byte 1)"),
-    "not JSON": (lambda p: p / "bad.jsonl", {}, "bad.jsonl:2 is not JSON"),
-    "field": (
-        lambda p: p / "corpus" / "b.jsonl",
-        {"field": "txt"},
-        "has no text in 'txt' (it has text, id); did you mean 'text'?",
-    ),
-    "tokenizer": (lambda p: p / "corpus", {"tokenizer": "nowhere.json"}, "there is no tokenizer file nowhere.json"),
-    "not a tokenizer": (lambda p: p / "corpus", {"tokenizer": "bad.jsonl"}, "bad.jsonl is not a tokenizer.json"),
-    "end for bytes": (lambda p: p / "corpus", {"end": "</s>"}, "--end has no effect with --tokenizer bytes"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_input(tmp_path, corpus, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "latin.txt").write_bytes(b"a\xe9b")
-    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\nnot json\n')
-    where, options, sentence = BAD[kind]
-    with pytest.raises(FullshardError) as caught:
-        pack([where(tmp_path)], tmp_path / "x", workers=1, **options)
-    assert sentence in str(caught.value)
-    assert not (tmp_path / "x").exists()
-    assert not list(tmp_path.glob(".x.partial*"))
-
-
-def test_an_end_the_tokenizer_does_not_have(tmp_path, corpus, tokenizer):
-    with pytest.raises(FullshardError, match="has no token '<end>'; name the token that ends a document with --end"):
-        pack([corpus], tmp_path / "x", tokenizer=tokenizer, end="<end>")
