@@ -75,3 +75,14 @@ def _span(run: list[str]) -> str:
 def _ordinal(n: int) -> str:
     teen = n % 100 in (11, 12, 13)
     return f"{n}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
+def rate_text(n: float, unit: str) -> str:
+    """`3.35 TB/s` for the unit `B/s`: decimal units, as rates are quoted."""
+    return _scaled(n, 1000, tuple(p + unit for p in ("", "k", "M", "G", "T", "P")), " ")
+
+
+def seconds_text(n: float) -> str:
+    """`1.90 µs`."""
+    units, scale = ("ps", "ns", "µs", "ms", "s"), 1e12
+    return _scaled(n * scale, 1000, units, " ")

@@ -16,7 +16,7 @@ HOUSE = Path(fullshard.__file__).parent
 SHOWN = {"fullshard.train.loop"}  # `fs.train`: a generator that imports its engine when it is called
 FACE = 4  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
-    {"errors", "text", "plan", "description", "strategies", "optimizer", "presets", "cluster"},
+    {"errors", "text", "plan", "description", "strategies", "optimizer", "presets", "hardware", "measured", "cluster"},
     {"planner", "tiers", "checkpoint", "data"},
     {"on_torch", "on_jax"},
     {"train", "launch", "observe", "doctor"},

@@ -1,0 +1,218 @@
+"""What machines are made of: devices, links, hosts, and the known ones with their published numbers.
+
+Nominal facts only; what was timed lives in the cluster, apart from these. Where a number comes from, and
+which of them are assumptions, is in docs/cluster.md. Standard library only.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fullshard.errors import FullshardError, nearest
+
+Kind = Literal["cuda", "cpu", "tpu"]
+Topology = Literal["switch", "mesh", "torus2", "torus3"]
+
+GiB = 1 << 30
+Tera = 1e12
+ADAMW_BYTES = 28  # fp32 AdamW reads parameter, gradient and two moments, and writes all but the gradient
+
+
+class ClusterError(FullshardError):
+    """A cluster, or a part of one, that makes no sense."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense floating-point operations a second by dtype; None where the maker publishes none."""
+
+    bf16: float
+    fp32: float | None = None
+    tf32: float | None = None
+    fp8: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "peak")
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory`: bytes the driver shows a program, less than the label; the context and the buffers of
+    collectives still come out of it. `hbm`: bytes a second, reads and writes together. The efficiencies are
+    the shares of peak and of `hbm` that large matrix products and copies reach. `launch`: seconds from one
+    tiny kernel to the next in an eager program. `price`: of one device for an hour, in any currency."""
+
+    name: str
+    kind: Kind
+    memory: int
+    peak: Peak
+    hbm: float
+    efficiency: float
+    hbm_efficiency: float
+    launch: float
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, f"device {self.name}")
+        check_one_of(f"device {self.name}: kind", self.kind, get_args(Kind))
+        check_share(f"device {self.name}: efficiency", self.efficiency)
+        check_share(f"device {self.name}: hbm_efficiency", self.hbm_efficiency)
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth`: bytes a second that one device sends while it receives as many. `efficiency`: the share of
+    it that large collectives reach. `latency`: seconds a hop. `start`: seconds a collective takes before its
+    first byte moves. `topology`: on a `mesh` every pair of devices has its own wire, so a group uses only the
+    wires between its members; on a torus a group is a compact block that uses every axis."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    efficiency: float
+    start: float
+    topology: Topology = "switch"
+
+    def __post_init__(self) -> None:
+        check_positive(self, f"link {self.name}")
+        check_share(f"link {self.name}: efficiency", self.efficiency)
+        check_one_of(f"link {self.name}: topology", self.topology, get_args(Topology))
+
+
+@dataclass(frozen=True)
+class Host:
+    """One device's share of the machine it sits in, in bytes, bytes a second and seconds.
+
+    `pcie_up` is towards the device, `pcie_down` towards the host, `pcie_both` the sum of the two ways at once.
+    `dram` counts reads and writes; `adamw` is seconds a parameter of an fp32 AdamW update by these cores.
+    """
+
+    memory: int
+    cores: int
+    pcie_up: float
+    pcie_down: float
+    pcie_both: float
+    dram: float
+    adamw: float
+    disk_read: float
+    disk_write: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "host")
+
+
+@dataclass(frozen=True)
+class Node:
+    """`devices` that reach each other over the inner `link`: a server, an NVLink rack or a TPU pod."""
+
+    devices: int
+    link: Link
+    host: Host
+
+    def __post_init__(self) -> None:
+        check_positive(self, "node")
+
+
+def check_positive(part: object, where: str) -> None:
+    """Every number of a dataclass is a finite one above zero; a whole one where it counts things."""
+    for f in dataclasses.fields(part):  # type: ignore[arg-type]
+        value, hint = getattr(part, f.name), f.type
+        if hint not in (int, float, int | None, float | None) or (value is None and hint not in (int, float)):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ClusterError(f"{where}: {f.name} must be a number above zero, not {value!r}")
+        if hint in (int, int | None) and not isinstance(value, int):
+            raise ClusterError(f"{where}: {f.name} must be a whole number, not {value!r}")
+
+
+def check_share(name: str, value: float) -> None:
+    if value > 1:
+        raise ClusterError(f"{name} = {value} must be a share of the nominal rate, at most 1")
+
+
+def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ClusterError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
+
+
+# -- the known ones -----------------------------------------------------------------------------------
+
+
+def _gpu(
+    name: str, gib: float, peak: Peak, hbm: float, efficiency: float, *, hbm_efficiency: float = 0.9, kind: Kind = "cuda"
+) -> Device:
+    return Device(name, kind, int(gib * GiB), peak, hbm, efficiency, hbm_efficiency, launch=5e-6 if kind == "cuda" else 1e-6)
+
+
+def _tera(bf16: float, fp32: float | None = None, tf32: float | None = None, fp8: float | None = None) -> Peak:
+    scaled = [None if x is None else x * Tera for x in (fp32, tf32, fp8)]
+    return Peak(bf16 * Tera, *scaled)
+
+
+def _link(kind: str, bandwidth: float, efficiency: float, topology: Topology = "switch") -> Link:
+    latency, start = LATENCY[kind]
+    return Link(kind, bandwidth, latency, efficiency, start, topology)
+
+
+def _host(memory: float, cores: int, pcie: tuple[float, float], dram: float, disk: tuple[float, float]) -> Host:
+    """`pcie`: one way, and both ways together; `disk`: read, write."""
+    return Host(int(memory), cores, pcie[0], pcie[0], pcie[1], dram, ADAMW_BYTES / dram, *disk)
+
+
+# Seconds a hop, and seconds before the first byte: those of NCCL's own tuner for large messages, where it has them.
+LATENCY = {
+    "nvlink": (1.9e-6, 8.4e-6),
+    "xgmi": (1.9e-6, 8.4e-6),
+    "pcie": (5.7e-6, 8.4e-6),
+    "infiniband": (9.6e-6, 8.4e-6),
+    "ethernet": (15e-6, 8.4e-6),
+    "ici": (1e-6, 1e-6),
+    "loopback": (20e-6, 100e-6),
+    "ethernet-tcp": (100e-6, 100e-6),
+}
+# Sustained bytes a second of 16 lanes, one way and both together; Grace and its GPUs share a chip-to-chip NVLink.
+GEN4, GEN5, CHIP2CHIP = (25e9, 43e9), (55e9, 94e9), (200e9, 360e9)
+
+DEVICES = {
+    d.name: d
+    for d in (
+        _gpu("a100", 79.1, _tera(312, 19.5, 156), 2.039e12, 0.85),
+        _gpu("h100", 79.1, _tera(989.4, 66.9, 494.7, 1978.9), 3.35e12, 0.75),
+        _gpu("h200", 139.7, _tera(989.4, 66.9, 494.7, 1978.9), 4.8e12, 0.75),
+        _gpu("b200", 178.3, _tera(2250, 75, 1125, 4500), 8e12, 0.75),
+        _gpu("gb200", 184, _tera(2500, 80, 1250, 5000), 8e12, 0.75),
+        _gpu("mi300x", 191.9, _tera(1307.4, 163.4, 653.7, 2614.9), 5.3e12, 0.5, hbm_efficiency=0.8),
+        _gpu("l40s", 44.4, _tera(362.05, 91.6, 183, 733), 0.864e12, 0.65),
+        _gpu("rtx4090", 23.6, _tera(165.2, 82.6, 82.6, 330.3), 1.008e12, 0.9),
+        _gpu("v5p", 95, _tera(459, fp8=459), 2.765e12, 0.85, kind="tpu"),
+        _gpu("v6e", 31.2, _tera(918, fp8=918), 1.64e12, 0.85, kind="tpu"),
+        Device("cpu", "cpu", 8 * GiB, _tera(0.05, 0.1), 20e9, 0.7, 0.8, launch=3e-6),
+    )
+}
+NODES = {
+    "a100": Node(8, _link("nvlink", 300e9, 0.78), _host(256e9, 16, GEN4, 51.2e9, (3e9, 1.5e9))),
+    "h100": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
+    "h200": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
+    "b200": Node(8, _link("nvlink", 900e9, 0.75), _host(256e9, 14, GEN5, 89.6e9, (6e9, 3e9))),
+    "gb200": Node(72, _link("nvlink", 900e9, 0.75), _host(240e9, 36, CHIP2CHIP, 256e9, (6e9, 3e9))),
+    "mi300x": Node(8, _link("xgmi", 448e9, 0.7, "mesh"), _host(288e9, 24, GEN5, 115.2e9, (6e9, 3e9))),
+    "l40s": Node(8, _link("pcie", 31.5e9, 0.6), _host(128e9, 16, GEN4, 51.2e9, (3e9, 1.5e9))),
+    "rtx4090": Node(8, _link("pcie", 31.5e9, 0.4), _host(64e9, 8, GEN4, 51.2e9, (3e9, 1.5e9))),
+    "v5p": Node(8960, _link("ici", 600e9, 0.9, "torus3"), _host(112e9, 26, GEN4, 51.2e9, (1e9, 0.5e9))),
+    "v6e": Node(256, _link("ici", 400e9, 0.9, "torus2"), _host(180e9, 22, GEN5, 76.8e9, (1e9, 0.5e9))),
+    "cpu": Node(8, _link("loopback", 2e9, 0.8), _host(8e9, 1, (8e9, 10e9), 20e9, (1e9, 0.5e9))),
+}
+NETWORKS = {
+    "a100": _link("infiniband", 25e9, 0.94),
+    "h100": _link("infiniband", 50e9, 0.94),
+    "h200": _link("infiniband", 50e9, 0.94),
+    "b200": _link("infiniband", 50e9, 0.94),
+    "gb200": _link("infiniband", 50e9, 0.94),
+    "mi300x": _link("ethernet", 50e9, 0.9),
+    "l40s": _link("ethernet", 12.5e9, 0.85),
+    "rtx4090": _link("ethernet", 12.5e9 / 8, 0.85),
+    "v5p": _link("ethernet", 6.25e9, 0.85),
+    "v6e": _link("ethernet", 12.5e9, 0.85),
+    "cpu": _link("ethernet-tcp", 0.125e9 / 8, 0.85),
+}

@@ -1,0 +1,1 @@
+"""The planner: what a plan does, holds and costs on a cluster. Pure functions; imports no engine."""
