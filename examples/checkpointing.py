@@ -1,0 +1,139 @@
+"""Save a run, and resume it: on the same ranks, on another number of them, or under another strategy.
+
+    torchrun --nproc-per-node=2 examples/checkpointing.py --save runs/examples/checkpoint
+    torchrun --nproc-per-node=2 examples/checkpointing.py --resume runs/examples/checkpoint
+    python examples/checkpointing.py --resume runs/examples/checkpoint --strategy ddp       # one rank
+
+The model and the optimizer of a state are torch's own, so torch.distributed.checkpoint takes them as they are: each
+rank writes its shards and, on loading, reads the parts of the files that its new shards need. --save trains on after it
+has saved, and writes down the losses of that uninterrupted run; --resume prints its own beside them.
+"""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.data import Batches, TokenFile
+from fullshard.data.pack import pack
+from fullshard.on_torch.models import Llama
+from fullshard.presets import LlamaSize
+
+SIZE = LlamaSize(dim=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64)
+GLOBAL_BATCH = 8  # rows of all ranks: kept at every number of ranks, so that a step means the same everywhere
+# Optimizer state by parameter name, not by group: weight decay and meshes make groups, which another plan may make otherwise.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def main() -> None:
+    args = arguments()
+    on_torch.start()
+    state = make_state(args.strategy)
+    if args.resume:
+        load(state, args.resume)
+        losses = train(state, args.steps - state.step)
+        compare(args.resume, losses)
+    else:
+        train(state, args.steps // 2)
+        save(state, args.save)
+        losses = train(state, args.steps - state.step)
+        if on_torch.is_first():
+            (args.save / "losses.json").write_text(json.dumps(losses))
+        export(state, args.save / "model.pt")
+    on_torch.finish()
+
+
+def make_state(strategy: str) -> on_torch.State:
+    ranks = dist.get_world_size()
+    if GLOBAL_BATCH % ranks:
+        raise SystemExit(f"{ranks} ranks cannot share {GLOBAL_BATCH} rows evenly; start 1, 2, 4 or 8")
+    with torch.device("meta"):
+        model = Llama(SIZE)
+    plan = fs.strategy(strategy, on_torch.describe(model), devices=ranks, batch=fs.Batch(GLOBAL_BATCH // ranks, SIZE.sequence))
+    return on_torch.shard(model, plan, optimizer=fs.AdamW(lr=3e-3, weight_decay=0.1, decay_all=False), seed=0)
+
+
+def train(state: on_torch.State, steps: int) -> dict[str, float]:
+    """The losses of the next steps, by step."""
+    path = Path("runs/examples/asyncio")
+    if on_torch.is_first() and not path.exists():
+        pack([Path(asyncio.__file__).parent], path, workers=1)
+    dist.barrier()
+    rank, mesh = on_torch.data_rank(state.plan.mesh), state.plan.mesh
+    shape = state.plan.batch
+    # Where the data stands is one number: how many samples all ranks have taken.
+    batches = Batches(
+        TokenFile(path), shape.sequence, shape.micro_batch, rank=rank, ranks=mesh.data, cursor=state.step * GLOBAL_BATCH
+    )
+    losses = {str(step.index): step.loss.item() for step in fs.train(state, batches, steps=steps, clip=1.0)}
+    for index, loss in losses.items():
+        say(f"  step {index:>2}  loss {loss:.6f}")
+    return losses
+
+
+def save(state: on_torch.State, where: Path) -> None:
+    """Collective: every rank writes its own shards. The file .metadata comes last, and makes the checkpoint whole."""
+    model, optimizer = get_state_dict(state.model, state.optimizer, options=FLAT)
+    dcp.save({"model": model, "optimizer": optimizer, "step": state.step}, checkpoint_id=where)
+    if on_torch.is_first():
+        state.plan.save(where / "plan.json")
+    say(f"saved step {state.step} to {where}, each rank its own shards; the run goes on")
+
+
+def load(state: on_torch.State, where: Path) -> None:
+    """Collective: every rank reads what it needs. The state says what that is; its values are overwritten."""
+    if not (where / ".metadata").exists():
+        raise SystemExit(f"{where} is not a checkpoint; make one with --save {where}")
+    model, optimizer = get_state_dict(state.model, state.optimizer, options=FLAT)
+    saved = {"model": model, "optimizer": optimizer, "step": 0}
+    dcp.load(saved, checkpoint_id=where)
+    set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=saved["optimizer"], options=FLAT)
+    state.step = saved["step"]
+    say(f"resumed at step {state.step} from {where}")
+    for difference in fs.Plan.load(where / "plan.json").diff(state.plan) or ["the plan is the one it was saved under"]:
+        say(f"  {difference}")
+
+
+def compare(where: Path, losses: dict[str, float]) -> None:
+    uninterrupted = json.loads((where / "losses.json").read_text())
+    differences = [abs(losses[step] - uninterrupted[step]) for step in losses if step in uninterrupted]
+    say(f"largest difference from the uninterrupted run: {max(differences, default=0):.1e} over {len(differences)} steps")
+
+
+def export(state: on_torch.State, path: Path) -> None:
+    """The whole model in one file of plain tensors. Every rank takes part; only the first gets the tensors, in host memory."""
+    whole = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    ids_BT = torch.arange(64).view(1, 64)
+    sharded = on_torch.evaluate(state, [{"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}])
+    if on_torch.is_first():
+        torch.save(whole, path)
+        plain = Llama(SIZE)  # an ordinary model, no ranks, no plan
+        plain.load_state_dict(torch.load(path, weights_only=True))
+        loss = torch.nn.functional.cross_entropy(plain(ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten())
+        say(f"exported {path}: loss of the file in plain torch {loss.item():.6f}, of the sharded model {sharded:.6f}")
+
+
+def say(text: str) -> None:
+    if on_torch.is_first():
+        print(text, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--save", type=Path, metavar="DIR", default=Path("runs/examples/checkpoint"))
+    way.add_argument("--resume", type=Path, metavar="DIR", help="go on from there instead of starting")
+    parser.add_argument("--strategy", default="zero3", choices=["ddp", "zero1", "zero2", "zero3"])
+    parser.add_argument("--steps", type=int, default=12, help="of the whole run; the checkpoint is made in the middle")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
