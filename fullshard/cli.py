@@ -183,14 +183,14 @@ def data_pack(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to make.")],
     inputs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[INPUT]...", help="Files (.txt .md .py .jsonl .parquet), or directories of them."),
+        typer.Argument(metavar="INPUT", help="Files (.txt .md .py .jsonl .parquet), or directories of them."),
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="A Hugging Face dataset: a name on the hub, a save_to_disk directory, or files."),
     ] = None,
     subset: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its configuration.")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its split.  [default: train]")] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its split.", show_default="train")] = None,
     tokenizer: Annotated[
         str, typer.Option(metavar="PATH", help="A Hugging Face tokenizer.json, a directory with one, or bytes.")
     ] = "bytes",
@@ -198,13 +198,13 @@ def data_pack(
         str | None, typer.Option(metavar="TOKEN", help="The token that ends a document; found by itself if common.")
     ] = None,
     field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What holds the text, or the messages.  [default: text, or found]")
+        str | None, typer.Option(metavar="NAME", help="What holds the text, or the messages.", show_default="text, or found")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Records are conversations; only answers are to be predicted.")] = False,
     template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="--chat: a Jinja template.  [default: the tokenizer's]")
+        Path | None, typer.Option(metavar="FILE", help="--chat: a Jinja template.", show_default="the tokenizer's")
     ] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes that tokenise.  [default: all cores]")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes that tokenise.", show_default="all cores")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise text into a directory of token files. The result does not depend on the number of workers.

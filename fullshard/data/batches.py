@@ -50,11 +50,7 @@ class Batches:
         self._refuse_options()
         self.ends = self.source.ends() if self.boundaries != "ignored" else None
         self.rows = self._rows()
-        if self.samples < 1:
-            raise FullshardError(
-                f"{self.source.path} has {len(self.source)} tokens, too few for one sample of {self.sequence} + 1; "
-                "pack more text, or use a shorter sequence"
-            )
+        self._refuse_nothing()
         if not 0 <= self.rank < self.ranks:
             raise FullshardError(f"rank {self.rank} is not one of {self.ranks} data ranks")
         if self.cursor % self.step_samples:
@@ -75,6 +71,18 @@ class Batches:
                 "packing 'whole' keeps documents apart, boundaries 'ignored' runs them together; "
                 "write boundaries 'labels' or 'attention', or packing 'stream'"
             )
+
+    def _refuse_nothing(self) -> None:
+        path = self.source.path
+        if self.samples < 1 and self.packing == "whole":
+            raise FullshardError(f"{path} has no document of two tokens or more, so nothing to predict; pack other text")
+        if self.samples < 1:
+            raise FullshardError(
+                f"{path} has {len(self.source)} tokens, too few for one sample of {self.sequence} + 1; "
+                "pack more text, or use a shorter sequence"
+            )
+        if not self.source.answers:
+            raise FullshardError(f"{path} has no token marked as an answer, so nothing to predict; pack it again")
 
     def _rows(self) -> Rows:
         if self.packing == "whole" and self.ends is not None:

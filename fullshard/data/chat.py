@@ -23,7 +23,7 @@ Message = dict[str, Any]
 CUSTOMS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
 BESIDE = ("system", "tools")  # may come with any of them
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around an answer while it is rendered; no text may hold these two
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PLAIN = (
@@ -69,9 +69,19 @@ def _message(place: str, given: Message) -> Message:
     role = ROLES.get(given.get("role") or "", given.get("role"))
     if role not in KNOWN_ROLES:
         raise FullshardError(f"{place} has the role {role!r}; a role is one of {', '.join(KNOWN_ROLES)}, human or gpt")
-    if given.get("content") is None and not given.get("tool_calls"):
-        raise FullshardError(f"{place} has no content")
-    return {key: value for key, value in given.items() if value is not None or key == "content"} | {"role": role}
+    content = _content(place, given.get("content"), needed=not given.get("tool_calls"))
+    return {key: value for key, value in given.items() if value is not None} | {"role": role, "content": content}
+
+
+def _content(place: str, given: Any, needed: bool) -> str | None:
+    """The text of a message; some write it as a list of parts."""
+    if given is None and not needed:
+        return None
+    if isinstance(given, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in given):
+        return "".join(part["text"] for part in given)
+    if not isinstance(given, str):
+        raise FullshardError(f"{place} has {'no content' if given is None else 'a content that is not text'}")
+    return given
 
 
 def _asked(place: str, record: Record) -> list[Message]:

@@ -120,7 +120,7 @@ class FileTokenizer:
 
     @property
     def vocab(self) -> int:
-        return _load(self.path).get_vocab_size(with_added_tokens=True)
+        return max(_load(self.path).get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
 
     @cached_property
     def special(self) -> dict[str, str]:
@@ -166,9 +166,12 @@ def _load(path: Path) -> Any:
     except ImportError:
         raise FullshardError("a tokenizer file needs tokenizers: pip install 'fullshard[data]'") from None
     try:
-        return Fast.from_file(str(path))
+        loaded = Fast.from_file(str(path))
     except Exception as error:
         raise FullshardError(f"{path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+    loaded.no_truncation()  # some files carry the length that their model was served with
+    loaded.no_padding()
+    return loaded
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:

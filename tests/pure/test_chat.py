@@ -97,6 +97,7 @@ ASKED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "
         ({"messages": [{**m, "name": None} for m in ASKED], "prompt": None}, None),  # as a table holds it
         ({"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}, None),
         ({"conversations": ASKED}, None),
+        ({"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in ASKED]}, None),
         ({"prompt": "1+1?", "completion": "2"}, None),
         ({"instruction": "1+1?", "output": "2"}, None),
         ({"instruction": "1+1?", "input": "", "output": "2"}, None),
@@ -126,6 +127,7 @@ def test_input_follows_the_instruction_and_system_comes_first():
         ({"prompt": "hello"}, "a.jsonl:2 has no conversation (it has prompt)"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "a.jsonl:2, message 1 has the role 'robot'; a role is one of"),
         ({"messages": [*ASKED, {"role": "user"}]}, "a.jsonl:2, message 3 has no content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has a content that is not text"),
         ({"messages": ASKED, "tools": "{"}, "a.jsonl:2: its tools are not JSON"),
     ],
 )

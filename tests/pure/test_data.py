@@ -377,6 +377,13 @@ def test_whole_documents_with_answers(tmp_path):
     assert batches.sample(0)["labels"].tolist() == [-100, 6, -100, 12, -100, 15, -100, -100]
 
 
+def test_data_with_nothing_to_predict_is_refused(tmp_path):
+    with pytest.raises(FullshardError, match="no token marked as an answer"):
+        Batches(marked(tmp_path / "x", [[1, 2, 4]]), 2, 1)
+    with pytest.raises(FullshardError, match="no document of two tokens or more"):
+        Batches(write(tmp_path / "y", [[1], [2], [4]]), 2, 1, boundaries="labels", packing="whole")
+
+
 def test_whole_documents_come_in_the_same_steps_at_every_world_size(tokens):
     def steps(ranks, micro_batch):
         made = [

@@ -4,8 +4,10 @@ import hashlib
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from fullshard import FullshardError
+from fullshard.cli import app
 from fullshard.data.pack import pack
 from fullshard.data.sources import HubDataset
 
@@ -57,6 +59,18 @@ def test_a_tokenizer_file(tmp_path, corpus, tokenizer):
     assert made.read(0, len(made)).tolist() == want
     assert made.vocab == oracle.get_vocab_size()
     assert made.tokenizer.startswith("sha256:")
+
+
+def test_a_tokenizer_s_own_truncation_and_padding_do_nothing(tmp_path, corpus, tokenizer):
+    from tokenizers import Tokenizer
+
+    want = pack([corpus], tmp_path / "want", tokenizer=tokenizer, workers=1)
+    cut = Tokenizer.from_file(tokenizer)
+    cut.enable_truncation(3)
+    cut.enable_padding(length=40)
+    cut.save(str(tmp_path / "cut.json"))
+    made = pack([corpus], tmp_path / "x", tokenizer=str(tmp_path / "cut.json"), workers=1)
+    assert made.read(0, len(made)).tolist() == want.read(0, len(want)).tolist()
 
 
 def test_parquet(tmp_path):
@@ -170,3 +184,43 @@ def test_a_dataset_that_cannot_be_read(tmp_path, saved, name, options, field, se
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def told(*arguments: str) -> str:
+    """What the command prints, or its refusal."""
+    done = CliRunner().invoke(app, ["data", *arguments])
+    assert done.exception is None or isinstance(done.exception, FullshardError | SystemExit), done.exception
+    return str(done.exception) if isinstance(done.exception, FullshardError) else done.output
+
+
+def test_the_command_packs_files_and_datasets(tmp_path, saved):
+    (tmp_path / "a.txt").write_text("hello")
+    out = str(tmp_path / "x")
+    printed = told("pack", str(tmp_path / "a.txt"), "--dataset", str(saved / "splits"), "--split", "test", "-o", out, "--json")
+    facts = json.loads(printed)
+    assert (facts["tokens"], facts["documents"]) == (len("hello") + 1 + len(TEXTS[0].encode()) + 1, 2)
+    assert "answers" not in facts
+
+
+def test_the_command_packs_conversations(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "completion": "2"}')
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = ("--chat", "--template", str(tmp_path / "t.jinja"))
+    facts = json.loads(told("pack", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "x"), *template, "--json", "--workers", "1"))
+    assert (facts["tokens"], facts["answers"]) == (6, 2)
+    assert "answers    2" in told("show", str(tmp_path / "x"), "--verify")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "there is nothing to pack; give files or directories, or --dataset NAME"),
+        (["a.txt", "--split", "train"], "--split has no effect without --dataset"),
+        (["a.txt", "--subset", "en"], "--subset has no effect without --dataset"),
+    ],
+)
+def test_the_command_refuses(tmp_path, arguments, sentence):
+    assert sentence in told("pack", *arguments, "-o", str(tmp_path / "x"))
