@@ -3,6 +3,7 @@
 How a model is sharded is a value, the `Plan`. Importing this package imports neither torch nor jax.
 """
 
+from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.optimizer import SGD, Adam, AdamW
@@ -17,6 +18,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Batch",
+    "Cluster",
     "Description",
     "FullshardError",
     "Home",

@@ -40,7 +40,7 @@ VERSION = 1
 MOST = 16384  # devices
 NAME = re.compile(r"([0-9]+)x([a-z][a-z0-9]*)", re.I)
 # Fused attention, as shares of the rate of large matrix products: forward, backward.
-ATTENTION = (0.6, 0.5)
+ATTENTION = (0.7, 0.6)
 
 Source = Literal["measured", "nominal"]
 Quantity = Literal[
@@ -149,11 +149,12 @@ class Cluster:
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
     def _gemms(self, dtype: str) -> list[Gemm]:
-        """The measured products that arithmetic bounds; thin ones tell of memory, which `hbm` does better."""
+        """The measured products that arithmetic bounds; thin ones tell of memory and tiny ones of launching,
+        which `hbm` and `launch` do better."""
         if self.measured is None or not _same(self.measured.dtype, dtype):
             return []
         item, hbm = (4 if self.measured.dtype == "fp32" else 2), self.of("hbm")
-        bound = [g for g in self.measured.gemms if g.bytes(item) / hbm < g.seconds / 2]
+        bound = [g for g in self.measured.gemms if g.seconds > 2 * max(g.bytes(item) / hbm, self.of("launch"))]
         return bound or list(self.measured.gemms)
 
     def _attention(self, dtype: str) -> tuple[Attention, ...]:
@@ -232,8 +233,7 @@ class Cluster:
         last = f", the last with {rest}" if full and rest else ""
         inner, outer = self.node.link, self.network
         lines = [
-            f"cluster  {self.name}: {self.devices} devices on {self.nodes} node{'s' if self.nodes > 1 else ''} "
-            f"of up to {self.node.devices}{last}",
+            f"cluster  {self.name}, on {self.nodes} node{'s' if self.nodes > 1 else ''} of up to {self.node.devices}{last}",
             f"inside   {inner.name}, {rate_text(inner.bandwidth, 'B/s')} a device each way, {inner.efficiency:.0%} reached",
             f"between  {outer.name}, {rate_text(outer.bandwidth, 'B/s')} a device each way, {outer.efficiency:.0%} reached",
         ]

@@ -168,8 +168,8 @@ LATENCY = {
     "infiniband": (9.6e-6, 8.4e-6),
     "ethernet": (15e-6, 8.4e-6),
     "ici": (1e-6, 1e-6),
-    "loopback": (20e-6, 100e-6),
-    "ethernet-tcp": (100e-6, 100e-6),
+    "loopback": (100e-6, 200e-6),
+    "ethernet-tcp": (200e-6, 200e-6),
 }
 # Sustained bytes a second of 16 lanes, one way and both together; Grace and its GPUs share a chip-to-chip NVLink.
 GEN4, GEN5, CHIP2CHIP = (25e9, 43e9), (55e9, 94e9), (200e9, 360e9)
@@ -187,7 +187,7 @@ DEVICES = {
         _gpu("rtx4090", 23.6, _tera(165.2, 82.6, 82.6, 330.3), 1.008e12, 0.9),
         _gpu("v5p", 95, _tera(459, fp8=459), 2.765e12, 0.85, kind="tpu"),
         _gpu("v6e", 31.2, _tera(918, fp8=918), 1.64e12, 0.85, kind="tpu"),
-        Device("cpu", "cpu", 8 * GiB, _tera(0.05, 0.1), 20e9, 0.7, 0.8, launch=3e-6),
+        Device("cpu", "cpu", 8 * GiB, _tera(0.05, 0.15), 12e9, 0.7, 0.8, launch=7e-6),
     )
 }
 NODES = {
@@ -201,7 +201,7 @@ NODES = {
     "rtx4090": Node(8, _link("pcie", 31.5e9, 0.4), _host(64e9, 8, GEN4, 51.2e9, (3e9, 1.5e9))),
     "v5p": Node(8960, _link("ici", 600e9, 0.9, "torus3"), _host(112e9, 26, GEN4, 51.2e9, (1e9, 0.5e9))),
     "v6e": Node(256, _link("ici", 400e9, 0.9, "torus2"), _host(180e9, 22, GEN5, 76.8e9, (1e9, 0.5e9))),
-    "cpu": Node(8, _link("loopback", 2e9, 0.8), _host(8e9, 1, (8e9, 10e9), 20e9, (1e9, 0.5e9))),
+    "cpu": Node(8, _link("loopback", 1e9, 0.8), _host(8e9, 1, (5e9, 6e9), 12e9, (1e9, 0.5e9))),
 }
 NETWORKS = {
     "a100": _link("infiniband", 25e9, 0.94),

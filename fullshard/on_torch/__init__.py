@@ -7,6 +7,7 @@ from fullshard.on_torch.generate import generate
 from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.load import limits, load_model
 from fullshard.on_torch.loss import summed_loss
+from fullshard.on_torch.measure import measure
 from fullshard.on_torch.optim import global_norm
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, start
 from fullshard.on_torch.refuse import refuse
@@ -31,6 +32,7 @@ __all__ = [
     "limits",
     "load_model",
     "local_devices",
+    "measure",
     "memory",
     "record",
     "refuse",

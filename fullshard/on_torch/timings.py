@@ -1,0 +1,218 @@
+"""Stopwatches for one machine: each function times one thing and returns a number in plain units.
+
+Small, warmed up, medians. Knows nothing of clusters; `measure` decides what to ask and puts the answers together.
+"""
+
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+BLOCK = 16 << 20  # bytes of one disk request
+KERNELS = 500
+QUEUED = 4  # calls between two of the device's time stamps
+
+
+def seconds(call: Callable[[], object], device: torch.device, budget: float = 0.2) -> float:
+    """The median of repeated calls after two to warm up, within about `budget` seconds."""
+    clock = _device_clock() if device.type == "cuda" else _host_clock
+    call()
+    first = clock(call)
+    cost = first * (QUEUED if device.type == "cuda" else 1)
+    repeats = max(3, min(50, int(budget / max(cost, 1e-9))))
+    return statistics.median(clock(call) for _ in range(repeats))
+
+
+def _host_clock(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _device_clock() -> Callable[[Callable[[], object]], float]:
+    """A clock of the device's own time. A few large writes keep the device busy while the calls are queued, so
+    that it runs them back to back and the time to launch them does not show."""
+    busy = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+
+    def clock(call: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        for _ in range(8):
+            busy.zero_()
+        start.record()
+        for _ in range(QUEUED):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / QUEUED
+
+    return clock
+
+
+# -- compute ------------------------------------------------------------------------------------------
+
+
+def gemm(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
+    """Seconds of an m × k by k × n product."""
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    return seconds(lambda: torch.mm(a, b, out=out), device, budget)
+
+
+def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, budget: float) -> tuple[float, float]:
+    """Flops a second of causal attention forward and backward; `shape` is batch, heads, sequence, head width."""
+    batch, heads, sequence, width = shape
+    flops = 2.0 * batch * heads * sequence * sequence * width  # two products, of which causal attention needs half
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch.no_grad():
+        ahead = seconds(forward, device, budget)
+    out = forward()
+    gradient = torch.randn_like(out)
+    back = seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device, budget)
+    return flops / ahead, 2.5 * flops / back  # backward has five products to forward's two
+
+
+def launch(device: torch.device) -> float:
+    """Seconds from one tiny kernel to the next, as an eager program issues them."""
+    x = torch.zeros(8, device=device)
+
+    def burst() -> None:
+        for _ in range(KERNELS):
+            x.add_(1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    burst()
+    return statistics.median(_host_clock(burst) for _ in range(5)) / KERNELS
+
+
+# -- memory and links ---------------------------------------------------------------------------------
+
+
+def copy_rate(nbytes: int, device: torch.device, budget: float) -> float:
+    """Bytes a second that a copy within one memory reads and writes."""
+    source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+    return 2 * nbytes / seconds(lambda: target.copy_(source), device, budget)
+
+
+def pcie(nbytes: int) -> tuple[float, float, float]:
+    """Bytes a second from pinned host memory to the device, back, and the sum of both at once."""
+    host = [torch.ones(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.ones(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def move(up: bool, down: bool) -> Callable[[], None]:
+        def call() -> None:
+            if up:
+                with torch.cuda.stream(streams[0]):
+                    device[0].copy_(host[0], non_blocking=True)
+            if down:
+                with torch.cuda.stream(streams[1]):
+                    host[1].copy_(device[1], non_blocking=True)
+            torch.cuda.synchronize()
+
+        return call
+
+    cpu = torch.device("cpu")  # each call waits for its copies, so the host's clock sees all of them
+    up, down, both = (seconds(move(*way), cpu) for way in ((True, False), (False, True), (True, True)))
+    return nbytes / up, nbytes / down, 2 * nbytes / both
+
+
+def adamw(parameters: int, budget: float) -> float:
+    """Seconds a parameter of torch's fused AdamW on the host."""
+    weight = torch.nn.Parameter(torch.ones(parameters))
+    weight.grad = torch.ones(parameters)
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+    return seconds(optimizer.step, torch.device("cpu"), budget) / parameters
+
+
+# -- disk ---------------------------------------------------------------------------------------------
+
+
+def disk(directory: Path, nbytes: int) -> tuple[float, float, bool]:
+    """Bytes a second read and written, and whether the page cache was passed by.
+
+    The file loses its name as soon as it is open: whatever happens, nothing stays behind.
+    """
+    handle, direct = _nameless(directory)
+    try:
+        with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as direct requests must be
+            block.write(os.urandom(1 << 20) * (BLOCK >> 20))
+            blocks = range(0, nbytes, BLOCK)
+            written = _host_clock(lambda: _write(handle, block, blocks))
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            read = _host_clock(lambda: [os.preadv(handle, [block], at) for at in blocks])
+    finally:
+        os.close(handle)
+    return len(blocks) * BLOCK / read, len(blocks) * BLOCK / written, direct
+
+
+def _write(handle: int, block: mmap.mmap, places: range) -> None:
+    for at in places:
+        os.pwrite(handle, block, at)
+    os.fsync(handle)
+
+
+def _nameless(directory: Path) -> tuple[int, bool]:
+    """An open file without a name, and whether its requests go straight to the disk."""
+    handle, name = tempfile.mkstemp(prefix=".fullshard-measure-", dir=directory)
+    try:
+        direct = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:  # some file systems have no direct requests
+        return handle, False
+    finally:
+        os.unlink(name)
+    os.close(handle)
+    return direct, hasattr(os, "O_DIRECT")
+
+
+# -- collectives --------------------------------------------------------------------------------------
+
+
+def collective(kind: str, nbytes: int, device: torch.device, repeats: int) -> float:
+    """Seconds of one collective over all ranks, whole tensor `nbytes`: the median over calls of the slowest rank."""
+    call = _collective(kind, nbytes // 4, device)
+    call()
+    times = torch.tensor([_together(call, device) for _ in range(repeats)], dtype=torch.float64, device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return float(times.median())
+
+
+def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], object]:
+    world = dist.get_world_size()
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    whole = torch.ones(elements // world * world, device=device)
+    part = torch.ones(elements // world, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: gather(whole, part),
+        "reduce_scatter": lambda: scatter(part, whole),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }
+    return calls[kind]
+
+
+def _together(call: Callable[[], object], device: torch.device) -> float:
+    """One call that all ranks begin at the same time, until it is done on the device."""
+    dist.barrier()
+    if device.type == "cpu":
+        return _host_clock(call)
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
