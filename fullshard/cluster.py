@@ -149,12 +149,11 @@ class Cluster:
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
     def _gemms(self, dtype: str) -> list[Gemm]:
-        """The measured products that arithmetic bounds; thin ones tell of memory and tiny ones of launching,
-        which `hbm` and `launch` do better."""
+        """The measured products that arithmetic bounds; thin ones tell of memory, which `hbm` does better."""
         if self.measured is None or not _same(self.measured.dtype, dtype):
             return []
         item, hbm = (4 if self.measured.dtype == "fp32" else 2), self.of("hbm")
-        bound = [g for g in self.measured.gemms if g.seconds > 2 * max(g.bytes(item) / hbm, self.of("launch"))]
+        bound = [g for g in self.measured.gemms if g.bytes(item) / hbm < g.seconds / 2]
         return bound or list(self.measured.gemms)
 
     def _attention(self, dtype: str) -> tuple[Attention, ...]:

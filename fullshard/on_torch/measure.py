@@ -25,7 +25,8 @@ from fullshard.on_torch.ranks import start
 
 Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-SHARED_MIB = {False: 256, True: 64}  # what a copy, an update or a file moves; quick or not
+# Bytes that a copy or an update works on: far beyond a server's caches, unless it has to be quick.
+LARGE, QUICK = 1 << 30, 1 << 26
 
 # Rows are tokens, columns a layer's widths: thin ones for decoding and small batches, large ones for training.
 CUDA_GEMMS = (
@@ -100,21 +101,20 @@ def _attempt(name: str, part: Callable[[], dict[str, Any]], found: dict[str, Any
 
 def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     """What is timed, in order. A CPU has no PCIe between itself and its memory."""
-    budget, nbytes = (0.05 if quick else 0.25), SHARED_MIB[quick] << 20
-    on_gpu = device.type == "cuda"
+    budget, nbytes = (0.05, QUICK) if quick else (0.25, LARGE)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "memory": lambda: _memory(device),
         "matrix products": lambda: _gemms(device, budget),
         "attention": lambda: _attention(device, budget),
-        "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes * (4 if on_gpu else 1), device, budget)},
+        "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes, device, budget)},
         "kernel launch": lambda: {"launch": timings.launch(device)},
     }
-    if on_gpu:
-        parts["PCIe"] = lambda: dict(zip(("pcie_up", "pcie_down", "pcie_both"), timings.pcie(nbytes), strict=True))
+    if device.type == "cuda":
+        parts["PCIe"] = lambda: dict(zip(("pcie_up", "pcie_down", "pcie_both"), timings.pcie(nbytes // 4), strict=True))
     parts |= {
         "host memory bandwidth": lambda: {"dram": timings.copy_rate(nbytes, torch.device("cpu"), budget)},
         "CPU AdamW": lambda: {"adamw": timings.adamw(nbytes // 16, budget)},
-        "disk": lambda: _disk(directory, nbytes),
+        "disk": lambda: _disk(directory, nbytes // 2),
     }
     if _world() > 1:
         parts["collectives"] = lambda: _collectives(device, quick)
