@@ -64,7 +64,7 @@ def main() -> None:
         gc.collect()  # modules and hooks refer to each other, and would count in the next plan's peak
     if on_torch.is_first():
         head = ["plan", "rows", "params", "gradients", "optimizer", "peak", "time", "loss"]
-        print(f"{dist.get_world_size()} ranks on {device.type}; sizes of rank 0 in MiB; time relative to ddp")
+        print(f"ranks: {dist.get_world_size()}, {device.type}; sizes of rank 0 in MiB; time relative to ddp")
         print("rows: micro-batches a step × rows in each\n")
         print(table(head, rows, right=(2, 3, 4, 5, 6, 7)))
         print("\nparams, gradients, optimizer: what the rank holds when the optimizer steps, counted from the tensors.")
@@ -85,9 +85,9 @@ def measure(state: on_torch.State, args: argparse.Namespace, loss: on_torch.loss
         return on_torch.train_step(state, batches, loss=loss).loss.item()
 
     step()  # the first one also runs checks and makes the optimizer's state
-    peak = peak_bytes(state, step)
+    peak = min(peak_bytes(state, step) for _ in range(2))  # what is freed unseen can only make it look larger
     times = []
-    for _ in range(args.steps - 2):
+    for _ in range(args.steps - 3):
         start = time.perf_counter()
         value = step()
         times.append(time.perf_counter() - start)
@@ -123,11 +123,14 @@ def mib(count: int) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=64, help="a multiple of 32")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=4, help="steps under each plan, at least 3")
-    return parser.parse_args()
+    parser.add_argument("--steps", type=int, default=5, help="steps under each plan, at least 4")
+    args = parser.parse_args()
+    if args.steps < 4:
+        parser.error("--steps must be at least 4: one to warm up, two for the peak, the others for the time")
+    return args
 
 
 if __name__ == "__main__":
