@@ -6,9 +6,10 @@ Nothing here imports torch or jax at the top: `--help` must be quick, and preset
 import json
 import os
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +19,7 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.launch.local import given_arguments, inside_ranks
 from fullshard.plan import Batch, Plan, Precision, Prefetch
-from fullshard.strategies import STRATEGIES, strategy
+from fullshard.strategies import STRATEGIES, choose
 
 if TYPE_CHECKING:
     from fullshard.data import TokenFile
@@ -96,9 +97,7 @@ def plan(
     replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1,
     reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None,
     replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0,
-    replicate_units: Annotated[
-        list[str] | None, typer.Option("--keep-whole", metavar="UNIT", help="mixed: units that stay whole.")
-    ] = None,
+    keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None,
     tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1,
     compute: Annotated[DType, typer.Option(help="Dtype of gathered parameters and activations.")] = DType.fp32,  # type: ignore[attr-defined]
     reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
@@ -120,12 +119,16 @@ def plan(
 
     Example: fullshard plan llama3-8b --devices 64 --strategy hybrid --replicate 8 --remat full -o plan.json
     """
-    own = _own_arguments(str(strategy_name), devices, tensor, replicate, reshard, replicate_below, replicate_units or [])
-    made = strategy(
+    made = choose(
         str(strategy_name),
         _describe(model, classes, names, min_params),
-        **own,
+        devices=devices,
         tensor=tensor,
+        replicate=replicate,
+        reshard=reshard,
+        replicate_below=replicate_below,
+        keep_whole=keep_whole or [],
+        spell=_spell,
         precision=Precision(compute=str(compute), reduce=str(reduce)),  # type: ignore[arg-type]
         batch=Batch(micro_batch, sequence, accumulate, str(sync)),  # type: ignore[arg-type]
         prefetch=Prefetch(prefetch, prefetch),
@@ -150,22 +153,33 @@ def train(
 ) -> None:
     """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
 
-    Under an outer torchrun it joins the ranks that are there.
+    Under an outer torchrun or srun it joins the ranks that are there.
 
     Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
     """
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
     from fullshard.launch.local import become_ranks
+    from fullshard.train.metrics import refuse_sinks
+    from fullshard.train.prepare import prepare
     from fullshard.train.recipe import load_recipe
-    from fullshard.train.run import execute, prepare, refuse_run
+    from fullshard.train.run import execute, refuse_run
 
     loaded = load_recipe(recipe, overrides or [])
-    inside = inside_ranks()
+    refuse_sinks(loaded)
+    inside = on_torch.adopt_slurm() or inside_ranks()
     prepared = prepare(loaded, _world() if inside else ranks)
     if inside:
-        execute(prepared, run)
+        try:
+            execute(prepared, run)
+        finally:
+            on_torch.finish()
         return
     refuse_run(run)
-    typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{loaded.steps} steps into {run}", err=True)
+    weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
+    typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {loaded.steps} steps into {run}", err=True)
     if not dry:
         become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run)])
 
@@ -287,36 +301,9 @@ def explain(
         typer.echo("\n".join(lines) or "the two plans are the same")
 
 
-def _own_arguments(
-    name: str, devices: int, tensor: int, replicate: int, reshard: int | None, below: int, whole: list[str]
-) -> dict[str, Any]:
-    """What each strategy takes besides the common options; an option it does not take is refused."""
-    given = {
-        "replicate": replicate != 1,
-        "reshard": reshard is not None,
-        "replicate-below": below != 0,
-        "keep-whole": bool(whole),
-    }
-    takes = {"hybrid": {"replicate"}, "hpz": {"reshard"}, "mixed": {"replicate-below", "keep-whole"}}.get(name, set())
-    for option, on in given.items():
-        if on and option not in takes:
-            owner = {"replicate": "hybrid", "reshard": "hpz"}.get(option, "mixed")
-            raise FullshardError(f"--{option} has no effect with --strategy {name}; write --strategy {owner}, or leave it out")
-    if name == "hybrid":
-        if replicate == 1:
-            raise FullshardError(
-                "--strategy hybrid needs --replicate N, the copies of the sharded model; without copies write zero3"
-            )
-        if replicate < 1 or tensor < 1 or devices % (replicate * tensor):
-            raise FullshardError(f"--replicate {replicate} × --tensor {tensor} must divide --devices {devices}")
-        return {"replicate": replicate, "shard": devices // replicate // tensor}
-    if name == "hpz":
-        if reshard is None:
-            raise FullshardError("--strategy hpz needs --reshard N, the ranks that keep the parameters after forward")
-        return {"devices": devices, "reshard": reshard}
-    if name == "mixed":
-        return {"devices": devices, "replicate_below": below, "replicate": whole}
-    return {"devices": devices}
+def _spell(field: str, *value: object) -> str:
+    """A field of a strategy as this command's option."""
+    return " ".join(["--" + field.replace("_", "-"), *map(str, value)])
 
 
 def _describe(model: str, classes: list[str] | None, names: list[str] | None, min_params: int) -> Description:
@@ -361,6 +348,9 @@ def main() -> None:
 
 
 def _refuse(sentence: str) -> None:
+    # What all ranks find is said once: the launcher ends the others when the first rank has spoken.
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)
     typer.echo(f"error: {sentence}", err=True)
     sys.exit(2)
 

@@ -81,6 +81,65 @@ def strategy(name: str, description: Description, **arguments: Any) -> Plan:
     return STRATEGIES[name](description, **arguments)
 
 
+Spell = Callable[..., str]  # how a person writes a field, or a field and its value
+
+
+def _spell(field: str, *value: object) -> str:
+    return f"{field} = {value[0]!r}" if value else field
+
+
+def choose(
+    name: str,
+    description: Description,
+    *,
+    devices: int,
+    tensor: int = 1,
+    replicate: int = 1,
+    reshard: int | None = None,
+    replicate_below: int = 0,
+    keep_whole: Sequence[str] = (),
+    spell: Spell = _spell,
+    **common: Any,
+) -> Plan:
+    """The plan of the strategy called `name`, from all choices there are: one that it does not take is refused.
+
+    `spell` says how the caller's users write a field: `--replicate 2`, `plan.replicate = 2`.
+    """
+    given = {
+        "replicate": replicate != 1,
+        "reshard": reshard is not None,
+        "replicate_below": replicate_below != 0,
+        "keep_whole": bool(keep_whole),
+    }
+    owners = {"replicate": "hybrid", "reshard": "hpz", "replicate_below": "mixed", "keep_whole": "mixed"}
+    for field, owner in owners.items():
+        if given[field] and name != owner:
+            write = f"write {spell('strategy', owner)}, or leave it out"
+            raise PlanError(f"{spell(field)} has no effect with {spell('strategy', name)}; {write}")
+    if name == "hybrid":
+        own: dict[str, Any] = _hybrid_axes(devices, tensor, replicate, spell)
+    elif name == "hpz":
+        if reshard is None:
+            wanted = f"{spell('reshard')}, the number of ranks that keep the parameters after forward"
+            raise PlanError(f"{spell('strategy', name)} needs {wanted}")
+        own = {"devices": devices, "reshard": reshard}
+    elif name == "mixed":
+        own = {"devices": devices, "replicate_below": replicate_below, "replicate": keep_whole}
+    else:
+        own = {"devices": devices}
+    return strategy(name, description, **own, tensor=tensor, **common)
+
+
+def _hybrid_axes(devices: int, tensor: int, replicate: int, spell: Spell) -> dict[str, int]:
+    if replicate == 1:
+        wanted = f"{spell('replicate')}, the number of copies of the sharded model"
+        raise PlanError(f"{spell('strategy', 'hybrid')} needs {wanted}; without copies write zero3")
+    if replicate < 1 or tensor < 1 or devices % (replicate * tensor):
+        factors = f"{spell('replicate', replicate)} × {spell('tensor', tensor)}"
+        raise PlanError(f"{factors} must divide the {devices} devices")
+    return {"replicate": replicate, "shard": devices // replicate // tensor}
+
+
 def _plan(
     description: Description,
     mesh: Mesh,
