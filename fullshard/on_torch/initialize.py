@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.private import cut_dim
+
+if TYPE_CHECKING:
+    from fullshard.on_torch.weights import Weights
 
 Initializer = Callable[[nn.Module], object]
 Owners = list[tuple[nn.Module, str]]
@@ -30,17 +33,40 @@ def initialize(model: nn.Module, device: torch.device, seed: int, init: Initiali
 
 
 def materialize(
-    model: nn.Module, units: list[list[str]], device: torch.device, seed: int, init: Initializer | None = None
+    model: nn.Module,
+    units: list[list[str]],
+    device: torch.device,
+    seed: int,
+    init: Initializer | None = None,
+    weights: "Weights | None" = None,
 ) -> list[str]:
     """Give every parameter and buffer that is still on meta its memory and its initial value; the names of
     those that nobody set.
 
     `units`: the module paths that are made whole together. `init`, if given, is called with each module
-    in place of the model's own `_init_weights`, `reset_parameters` or `init_weights`.
+    in place of the model's own `_init_weights`, `reset_parameters` or `init_weights`. What `weights` has is
+    read from it instead, last of all, so that no rule can overwrite it.
     """
     unset = _allocate(model, device)
+    for tensor in weights.tensors(model) if weights else ():
+        unset.pop(id(tensor), None)
+    found = _initialize_unset(model, units, unset, device, seed, init)
+    if weights:
+        weights.read(model)
+    return sorted({*found, *not_numbers(model)})
+
+
+def _initialize_unset(
+    model: nn.Module,
+    units: list[list[str]],
+    unset: dict[int, int],
+    device: torch.device,
+    seed: int,
+    init: Initializer | None,
+) -> list[str]:
+    """Run the rules of all modules that hold something unset; the names of the buffers that stayed so."""
     if not unset:
-        return not_numbers(model)
+        return []
     rules = _rules(model, init)
     paths = {module: path for path, module in model.named_modules()}
     done: set[nn.Module] = set()
@@ -54,8 +80,7 @@ def materialize(
                 for module in waiting:
                     torch.manual_seed(_key(seed, paths[module]))
                     rules[module](module)
-    untouched = [n for n, b in model.named_buffers() if unset.get(id(b)) == b._version]
-    return sorted({*untouched, *not_numbers(model)})
+    return [n for n, b in model.named_buffers() if unset.get(id(b)) == b._version]
 
 
 def _generators(device: torch.device) -> list[int]:
@@ -137,24 +162,30 @@ def _full(p: DTensor, device: torch.device) -> Tensor:
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """The part of `full` that `like` holds on this rank.
+    """The part of `full` that `like` holds on this rank."""
+    return full[tuple(slice(*span) for span in local_box(like))]
+
+
+def local_box(tensor: Tensor) -> list[tuple[int, int]]:
+    """Start and stop, in each dim, of what this rank holds of a tensor.
 
     The tensor axis cuts first, the shard axis cuts what it left (DTensor calls that strided when both cut
     the same dim); cuts are `torch.chunk`'s, so the last ranks may hold less, or nothing.
     """
-    coordinate = like.device_mesh.get_coordinate()
+    box = [(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return box
+    coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the mesh"
-    part = full
-    for axis in reversed(range(like.device_mesh.ndim)):
-        if (dim := cut_dim(like.placements[axis])) is not None:
-            part = _chunk(part, like.device_mesh.size(axis), coordinate[axis], dim)
-    return part
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        if (dim := cut_dim(tensor.placements[axis])) is not None:
+            box[dim] = _chunk(*box[dim], tensor.device_mesh.size(axis), coordinate[axis])
+    return box
 
 
-def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    size = -(-tensor.shape[dim] // count)
-    start = min(index * size, tensor.shape[dim])
-    return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
+    size = -(-(stop - start) // count)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def _local(tensor: Tensor) -> Tensor:

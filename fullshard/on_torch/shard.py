@@ -4,6 +4,8 @@
 initialise, optimizer.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,6 +20,7 @@ from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
+from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
@@ -29,16 +32,19 @@ def shard(
     *,
     seed: int = 0,
     init: Initializer | None = None,
+    weights: str | Path | None = None,
     device: str | None = None,
     first_step_checks: bool = True,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
-    Parameters on the meta device are initialised from `seed`, shard by shard; parameters with values keep
-    them. What the plan asks for and cannot be had is refused before any memory is allocated.
+    Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory
+    of safetensors files; parameters with values keep them. What the plan
+    asks for and cannot be had is refused before any memory is allocated.
     """
     where = start(device)
     refuse(model, plan)
+    source = Weights(model, weights) if weights is not None else None
     meshes = make_meshes(plan, where.type)
     checks.check_values_agree(model)
     _to_master(model, TORCH[plan.precision.master])
@@ -51,7 +57,7 @@ def shard(
             module.forward = torch.compile(module.forward)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
-    checks.refuse_unset_anywhere(materialize(model, [list(u.modules) for u in plan.units], where, seed, init))
+    checks.refuse_unset_anywhere(materialize(model, [list(u.modules) for u in plan.units], where, seed, init, source))
     lockstep_generate(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None

@@ -1,0 +1,135 @@
+"""safetensors files, read by byte range.
+
+The format is eight bytes of length, a JSON header and the tensors' bytes. The library of that name hands out
+whole tensors or maps whole files; here a part of a tensor is read into memory that the caller owns, and every
+byte is counted.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+LARGEST_HEADER = 100_000_000  # bytes: the format's own limit
+
+Box = Sequence[tuple[int, int]]  # start and stop in each dim
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: its bytes begin at `start`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+class Files:
+    """The tensors of a directory of safetensors files. `bytes_read` counts what was read of them."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise FullshardError(f"{directory} has no .safetensors files; save the model with save_pretrained first")
+        _refuse_missing_shards(directory, {p.name for p in paths})
+        self.entries: dict[str, Entry] = {}
+        for path in paths:
+            self.entries |= read_header(path)
+        self.bytes_read = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(e.shape) * e.item_bytes for e in self.entries.values())
+
+    def read(self, name: str, box: Box, into: memoryview) -> None:
+        """The part of a tensor that `box` cuts out, row by row, into `into`."""
+        entry, done = self.entries[name], 0
+        file = os.open(entry.file, os.O_RDONLY)
+        try:
+            for offset, length in runs(entry.shape, box, entry.item_bytes):
+                _read_whole(file, into[done : done + length], entry.start + offset, entry.file)
+                done += length
+        finally:
+            os.close(file)
+        self.bytes_read += done
+
+
+def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) in bytes of the contiguous stretches of a box, in order."""
+    if any(stop <= start for start, stop in box):
+        return
+    cut = max((d for d, (start, stop) in enumerate(box) if (start, stop) != (0, shape[d])), default=0)
+    strides = [math.prod(shape[d + 1 :]) * item_bytes for d in range(len(shape))]
+    start, stop = box[cut] if box else (0, 1)
+    length = (stop - start) * (strides[cut] if shape else item_bytes)
+    for outer in product(*(range(*box[d]) for d in range(cut))):
+        base = sum(i * strides[d] for d, i in enumerate(outer))
+        yield base + (start * strides[cut] if shape else 0), length
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file; refuses a file whose header and size disagree."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise FullshardError(f"{path} is not a safetensors file, or cut off: its header does not fit into its {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
+    if not isinstance(header, dict):
+        raise FullshardError(f"{path} is damaged: its header is no table; fetch it again")
+    return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items() if name != "__metadata__"}
+
+
+def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        whole = sound and math.prod(shape) * ITEM_BYTES[dtype] == stop - start
+    except (KeyError, TypeError, ValueError):
+        raise FullshardError(f"{path} is damaged: its header says nothing readable about {name}; fetch it again") from None
+    if not whole or base + stop > size:
+        raise FullshardError(f"{path} is damaged or cut off: {name} does not fit into its {size} bytes; fetch it again")
+    return Entry(path, dtype, shape, base + start)
+
+
+def _refuse_missing_shards(directory: Path, found: set[str]) -> None:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
+        raise FullshardError(f"{index} is damaged; fetch it again") from None
+    if missing := sorted(wanted - found):
+        raise FullshardError(f"{directory} lacks {missing[0]} (of {len(wanted)} files); fetch it again")
+
+
+def _read_whole(file: int, into: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:]], offset + done)
+        if count == 0:
+            raise FullshardError(f"{path} ended while it was read; fetch it again")
+        done += count

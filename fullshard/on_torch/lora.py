@@ -1,0 +1,27 @@
+"""Low-rank adapters, by PEFT."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.load import first_line
+
+
+def add_adapters(model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> nn.Module:
+    """`model` with adapters on the linears called `targets`, everything else frozen. On meta, it stays there."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise FullshardError("adapters need peft: pip install 'fullshard[hf]'") from None
+    linears = sorted({path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, nn.Linear)})
+    for target in targets:
+        if target not in linears:
+            raise FullshardError(
+                f"lora.targets: no linear is called {target!r} (the model has {', '.join(linears)}){nearest(target, linears)}"
+            )
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets), bias="none")
+    try:
+        return get_peft_model(model, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        raise FullshardError(f"adapters could not be added: {first_line(error)}") from error

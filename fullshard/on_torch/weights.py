@@ -1,0 +1,121 @@
+"""Weights from a directory of safetensors files, as Hugging Face's `save_pretrained` writes them.
+
+Every rank reads the byte ranges of its own shards, straight from the files, and nothing else: no rank ever
+holds more than its shards and one tensor's part.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.safetensors import Entry, Files
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.initialize import local_box
+
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # old files hold what models compute today
+
+
+class Weights:
+    """The files of a directory, held against a model: which tensor of theirs is which of the model's.
+
+    Made before the model is sharded, so that a wrong file is refused before memory is allocated.
+    """
+
+    def __init__(self, model: nn.Module, directory: str | Path):
+        self.files = Files(Path(directory))
+        self.sources = self._match(model)
+        self._refuse_missing(model)
+        self._refuse_extra(model)
+
+    def tensors(self, model: nn.Module) -> Iterator[Tensor]:
+        """The tensors of `model` that the files have."""
+        return (tensor for name, tensor in _named_tensors(model) if name in self.sources)
+
+    def read(self, model: nn.Module) -> None:
+        """Fill this rank's part of every tensor that the files have."""
+        with torch.no_grad():
+            for name, tensor in _named_tensors(model):
+                if source := self.sources.get(name):
+                    self._read_one(source, tensor)
+
+    def _read_one(self, source: str, tensor: Tensor) -> None:
+        box = local_box(tensor)
+        part = torch.empty([stop - start for start, stop in box], dtype=TORCH[self.files.entries[source].dtype])
+        if part.numel():
+            self.files.read(source, box, part.reshape(-1).view(torch.uint8).numpy().data)
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
+
+    def _match(self, model: nn.Module) -> dict[str, str]:
+        """For each tensor of the model the name that the files have for it, if they have one."""
+        found: dict[str, str] = {}
+        for name, tensor, names in _with_all_names(model):
+            spelled = [s for n in names for s in _spellings(n, model) if s in self.files.entries]
+            if spelled:
+                found[name] = spelled[0]
+                _refuse_entry(spelled[0], self.files.entries[spelled[0]], tensor)
+        return found
+
+    def _refuse_missing(self, model: nn.Module) -> None:
+        wanted = dict(model.named_parameters())
+        missing = [n for n in wanted if n not in self.sources and not _is_adapter(n)]
+        if missing:
+            known = list(self.files.entries)
+            first = _spellings(missing[0], model)[0]
+            raise FullshardError(
+                f"{self.files.directory} has no tensor for {first}{_and_more(missing)}{nearest(first, known)} "
+                f"(it has {len(known)}, for example {known[0] if known else 'none'}): it holds another model"
+            )
+
+    def _refuse_extra(self, model: nn.Module) -> None:
+        used = {s for _, _, names in _with_all_names(model) for n in names for s in _spellings(n, model)}
+        ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
+        extra = [
+            n for n in self.files.entries if n not in used and not COMPUTED.search(n) and not any(p.search(n) for p in ignored)
+        ]
+        if extra:
+            raise FullshardError(
+                f"{self.files.directory} has {extra[0]}{_and_more(extra)}, which this model lacks: it holds another model"
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
+    """(name, tensor, all names it goes by): tied tensors have several."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [(n, t, names.get(id(t), [n])) for n, t in _named_tensors(model)]
+
+
+def _spellings(name: str, model: nn.Module) -> list[str]:
+    """What files may call a tensor: adapters hide the layer they wrap, and a model with a head and the same
+    model without one differ by a prefix."""
+    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    prefix = f"{getattr(model, 'base_model_prefix', '') or '?'}."
+    return [bare, bare.removeprefix(prefix), prefix + bare]
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _refuse_entry(name: str, entry: Entry, tensor: Tensor) -> None:
+    if entry.dtype not in TORCH:
+        raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
+    if entry.shape != tuple(tensor.shape):
+        raise FullshardError(
+            f"{entry.file}: {name} is {list(entry.shape)}, the model's is {list(tensor.shape)}: it holds another model"
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
