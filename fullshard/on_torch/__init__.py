@@ -3,28 +3,35 @@
 from fullshard.on_torch.chunked import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.collectives import record
 from fullshard.on_torch.describe import describe
+from fullshard.on_torch.flops import flops_per_token, peak_flops
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.initialize import initialize
-from fullshard.on_torch.load import limits, load_model
+from fullshard.on_torch.load import limits, load_model, takes_positions
+from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.measure import measure
-from fullshard.on_torch.optim import global_norm
+from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, start
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.shard import shard
+from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.on_torch.state import State, memory
-from fullshard.on_torch.step import StepResult, any_rank, evaluate, train_step
+from fullshard.on_torch.step import StepResult, evaluate, train_step
+from fullshard.on_torch.weights import Weights
 
 __all__ = [
     "State",
     "StepResult",
-    "any_rank",
+    "Weights",
+    "add_adapters",
+    "adopt_slurm",
     "chunked_cross_entropy",
     "chunked_loss",
     "data_rank",
     "describe",
     "evaluate",
     "finish",
+    "flops_per_token",
     "generate",
     "global_norm",
     "initialize",
@@ -34,10 +41,13 @@ __all__ = [
     "local_devices",
     "measure",
     "memory",
+    "peak_flops",
     "record",
     "refuse",
+    "refuse_optimizer",
     "shard",
     "start",
     "summed_loss",
+    "takes_positions",
     "train_step",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.loss import IGNORED, Batch
+from fullshard.on_torch.loss import IGNORED, Batch, extra_inputs
 
 BUDGET = 1 << 31  # bytes of logits alive at once, in all their forms
 TILE = 256  # tokens: matrix products are fastest in whole tiles
@@ -29,7 +29,7 @@ def chunked_loss(model: nn.Module, batch: Batch) -> Tensor:
     head._fullshard_labels = batch["labels"]
     head.forward = types.MethodType(_loss_forward, head)  # type: ignore[method-assign]
     try:
-        output = model(batch["input_ids"], **{k: v for k, v in batch.items() if k not in ("input_ids", "labels")})
+        output = model(batch["input_ids"], **extra_inputs(model, batch))
     finally:
         del head.forward, head._fullshard_labels
     return output if isinstance(output, Tensor) else output.logits

@@ -6,6 +6,7 @@ MODEL is a preset (`llama3-8b`), a Hugging Face `config.json` or its directory, 
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,3 +112,11 @@ def limits(model: nn.Module) -> tuple[int | None, int | None]:
         return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
     size = getattr(model, "size", None)
     return getattr(size, "vocab", None), getattr(size, "sequence", None)
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether forward takes `position_ids`. A wrapper that passes everything on is looked through."""
+    inner = getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
+    inner = getattr(inner, "model", inner) if inner is not model else inner
+    parameters = inspect.signature(inner.forward).parameters
+    return "position_ids" in parameters

@@ -22,6 +22,12 @@ LossFunction = Callable[[nn.Module, Batch], Tensor]
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy summed over the labels that count. A loss function of your own must be a sum as well:
     the step divides by the number of tokens in the whole step, on all ranks."""
-    inputs = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
-    logits_BTV = logits_of(model(batch["input_ids"], **inputs))
+    logits_BTV = logits_of(model(batch["input_ids"], **extra_inputs(model, batch)))
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def extra_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What the model is given besides the ids. A Hugging Face model is told to keep no cache: with one it
+    would not look for the documents in `position_ids`."""
+    extra: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
+    return extra | ({"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {})

@@ -1,15 +1,16 @@
 """Optimizers over shards, and the one global gradient norm."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.private import cut_dim
 from fullshard.on_torch.ranks import all_reduce_sum
-from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
+from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 
 
 def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
@@ -17,9 +18,10 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
 
     Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
     """
-    if not isinstance(spec, Adam | SGD):
+    if not isinstance(spec, Adam | SGD | TorchOptimizer):
         raise FullshardError(
-            f"optimizer must be a fullshard.AdamW, Adam or SGD (it is built after sharding), not {type(spec).__name__}"
+            "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
+            f"not {type(spec).__name__}"
         )
     grouped: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -32,8 +34,48 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             groups, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, nesterov=spec.nesterov, foreach=True
         )
+    if isinstance(spec, TorchOptimizer):
+        return named_optimizer(spec, groups)
     kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
     return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
+
+
+# They need a closure, sparse gradients, or whole matrices.
+UNFIT = {"LBFGS": "it evaluates the loss several times a step", "SparseAdam": "it is for sparse gradients"}
+UNFIT |= dict.fromkeys(("Muon", "Adafactor"), "it works on whole matrices, and a rank holds a part of each")
+
+
+def refuse_optimizer(spec: Optimizer) -> None:
+    """Raise where torch has no such optimizer, or it does not take these options."""
+    if isinstance(spec, TorchOptimizer):
+        named_optimizer(spec, [{"params": [nn.Parameter(torch.zeros(1))]}])
+
+
+def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of `torch.optim` by its name."""
+    known = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    names = {n.lower(): n for n in known if n not in ("Optimizer", *UNFIT)}
+    for unfit, why in UNFIT.items():
+        if spec.name.lower() == unfit.lower():
+            raise FullshardError(f"torch.optim.{unfit} cannot train shards: {why}; use AdamW")
+    if spec.name.lower() not in names:
+        raise FullshardError(
+            f"torch.optim has no optimizer {spec.name!r} (it has {', '.join(names.values())}){nearest(spec.name, list(names))}"
+        )
+    try:
+        made: torch.optim.Optimizer = getattr(torch.optim, names[spec.name.lower()])(groups, lr=spec.lr, **dict(spec.options))
+    except (TypeError, ValueError) as error:
+        raise FullshardError(f"torch.optim.{names[spec.name.lower()]}: {str(error).splitlines()[0]}") from None
+    return made
+
+
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update, unless `skip` says no. Fused kernels read it on the device; others make the host wait for it."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not bool(skip):
+        optimizer.step()
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:

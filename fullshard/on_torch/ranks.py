@@ -8,14 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.plan import Layout, Mesh, Plan
 
 
 def start(device: str | None = None) -> torch.device:
-    """Join the ranks that torchrun started, or be the only one; the device this rank works on.
+    """Join the ranks that torchrun or srun started, or be the only one; the device this rank works on.
 
     Idempotent. On GPUs, collectives on CPU tensors go over gloo beside NCCL.
     """
+    adopt_slurm()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":

@@ -43,7 +43,8 @@ class State:
     step: int = 0
     loss_scale: LossScale | None = None
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
-    checks: bool = True  # whether the first step runs them
+    checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
+    held: int | None = None  # bytes at rest after the first step: they do not change after it
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -70,7 +71,8 @@ def _stored(tensor: torch.Tensor) -> int:
 def memory(state: State) -> dict[str, int]:
     """Peak bytes since the last call, as the device's allocator counts them; on a CPU, what the state holds."""
     if state.device.type != "cuda":
-        return {"memory_allocated": sum(state.held_bytes().values())}
+        state.held = state.held or sum(state.held_bytes().values())
+        return {"memory_allocated": state.held}
     found = {"memory_allocated": torch.cuda.max_memory_allocated(), "memory_reserved": torch.cuda.max_memory_reserved()}
     torch.cuda.reset_peak_memory_stats()
     return found

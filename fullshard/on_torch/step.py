@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch import checks
+from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
-from fullshard.on_torch.optim import gradients, scale, square_norm
+from fullshard.on_torch.optim import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.state import State
 
@@ -24,7 +25,17 @@ class StepResult:
     loss: Tensor  # mean over all tokens of all ranks
     grad_norm: Tensor  # before clipping
     tokens: Tensor  # over all ranks
-    skipped: bool = False
+    skipped: Tensor  # whether a gradient was not finite, so that nothing was updated
+    flagged: Tensor  # whether any rank gave `flag`
+    clock: Clock  # forward, backward, update
+
+    def numbers(self) -> list[float]:
+        """loss, grad_norm, tokens, skipped, flagged: one wait for the device instead of five."""
+        return torch.stack([t.double() for t in (self.loss, self.grad_norm, self.tokens, self.skipped, self.flagged)]).tolist()
+
+    def seconds(self) -> dict[str, float]:
+        """The time in each phase on this rank's device."""
+        return self.clock.seconds()
 
 
 def train_step(
@@ -34,12 +45,14 @@ def train_step(
     loss: LossFunction = summed_loss,
     clip: float | None = None,
     lr: float | None = None,
+    flag: bool = False,
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
     The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
-    ranks and micro-batches. `lr`, if given, is this step's learning rate. The first step also runs the checks
-    of `checks`.
+    ranks and micro-batches. `lr`, if given, is this step's learning rate. A gradient that is not finite leaves
+    weights and optimizer as they are. `flag` travels with the step's own sums, so that ranks can agree on
+    something at no cost. The first step also runs the checks of `checks`.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -47,21 +60,24 @@ def train_step(
         group["lr"] = lr
     batches = [_to_device(b, state) for b in micro_batches]
     _refuse_shapes(batches, state)
-    first = state.checks and state.step == 0
+    first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)
     tokens = all_reduce_sum(_count(batches)) / state.plan.mesh.tensor
     if first:
         checks.check_labels(tokens)
-    summed = _forward_backward(state, batches, loss, tokens)
+    clock = Clock(state.device)
+    summed = _forward_backward(state, batches, loss, tokens, clock)
     if first:
         checks.after_first_backward(state)
     parts = gradients(state.model.parameters())
-    totals = all_reduce_sum(torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor]))
+    flagged = torch.full_like(summed, float(flag), dtype=torch.float64)
+    totals = all_reduce_sum(torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor, flagged]))
     norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
     skipped = _update(state, parts, norm, clip)
-    state.step += 1
-    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped)
+    clock.mark("update")
+    state.step, state.checks = state.step + 1, False
+    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2] > 0, clock)
 
 
 def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:
@@ -88,17 +104,12 @@ def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction =
     return float(totals[0] / totals[1])
 
 
-def any_rank(flag: bool, state: State) -> bool:
-    """Whether `flag` holds on any rank: a decision that all ranks take together. Collective."""
-    return _how_many(flag, state) > 0
-
-
 def _how_many(has: bool, state: State) -> int:
     """On how many ranks `has` holds."""
     return int(all_reduce_sum(torch.tensor(int(has), device=state.device)))
 
 
-def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor) -> Tensor:
+def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor, clock: Clock) -> Tensor:
     """Gradients of all micro-batches; the sum of the losses."""
     # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
     factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
@@ -106,7 +117,9 @@ def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, to
     for i, batch in enumerate(batches):
         _set_sync(state, last=i == len(batches) - 1)
         value = loss(state.model, batch)
+        clock.mark("forward")
         (value * factor.to(value.dtype)).backward()
+        clock.mark("backward")
         summed += value.detach()
     return summed
 
@@ -122,23 +135,24 @@ def _set_sync(state: State, *, last: bool) -> None:
             module.set_reshard_after_backward(last or unit.layout != "optimizer", recurse=False)
 
 
-def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None) -> bool:
-    """Clip and step; True if the step was skipped because a gradient was not finite."""
+def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None) -> Tensor:
+    """Unscale, clip and step; whether the step was skipped because a gradient was not finite."""
     assert state.optimizer is not None
-    overflow = state.loss_scale is not None and not bool(norm.isfinite())
-    if state.loss_scale is not None and not overflow:
+    skipped = ~norm.isfinite()
+    if state.loss_scale is not None:
         scale(parts, torch.tensor(1.0 / state.loss_scale.value, device=state.device))
-    if clip is not None and not overflow:
+    if clip is not None:
         scale(parts, (clip / (norm + 1e-6)).clamp(max=1.0))
-    if not overflow:
-        before = checks.fingerprints(state) if state.checks and state.step == 0 else None
+    if state.checks and not bool(skipped):
+        before = checks.fingerprints(state)
         state.optimizer.step()
-        if before is not None:
-            checks.after_first_update(state, before)
+        checks.after_first_update(state, before)
+    else:
+        step_unless(skipped, state.optimizer)
     state.optimizer.zero_grad()
     if state.loss_scale is not None:
-        state.loss_scale.update(overflow)
-    return overflow
+        state.loss_scale.update(bool(skipped))
+    return skipped
 
 
 def _to_device(batch: HostBatch, state: State) -> Batch:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.on_torch.models.attention import Mask, attend, document_mask
 from fullshard.presets import GPTSize
 
 
@@ -18,11 +19,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(size.dim, size.dim, bias=size.bias)
         self.resid_dropout = nn.Dropout(size.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2) for proj in (self.wq, self.wk, self.wv))
         dropout = self.dropout if self.training else 0.0
-        out_BHTD = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        out_BHTD = attend(q, k, v, mask, dropout)
         return self.resid_dropout(self.wo(out_BHTD.transpose(1, 2).reshape(B, T, -1)))
 
 
@@ -45,13 +46,13 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(size.dim)
         self.feed_forward = FeedForward(size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class GPT(nn.Module):
-    """Token ids in, logits out."""
+    """Token ids in, logits out. Where `position_ids` restart at 0 a document begins, and attention with it."""
 
     def __init__(self, size: GPTSize):
         super().__init__()
@@ -65,11 +66,12 @@ class GPT(nn.Module):
         if size.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        mask = None if position_ids is None else document_mask(position_ids, dropout=self.size.dropout)
+        positions = torch.arange(ids_BT.shape[1], device=ids_BT.device) if position_ids is None else position_ids
         x = self.dropout(self.tok_embeddings(ids_BT) + self.pos_embeddings(positions))
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask)
         return self.output(self.norm(x))
 
     def _init_weights(self, module: nn.Module) -> None:

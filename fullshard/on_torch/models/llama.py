@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.on_torch.models.attention import Mask, attend, document_mask
 from fullshard.presets import LlamaSize
 
 
-def rotary(sequence: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and frequency. Computed, not stored: a buffer would be one more
     thing that meta initialisation can leave unset."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angles = torch.outer(torch.arange(sequence, device=device).float(), frequencies)
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -34,12 +35,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size.dim, kv, bias=False)
         self.o_proj = nn.Linear(size.dim, size.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         B, T, _ = x.shape
         # -1 heads: on a tensor-parallel rank these are that rank's heads.
         q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out_BHTD = attend(q, k, v, mask)
         return self.o_proj(out_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -62,8 +63,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(size.dim, eps=size.eps)
         self.post_attention_layernorm = nn.RMSNorm(size.dim, eps=size.eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -75,16 +76,20 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=size.eps)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.embed_tokens(ids_BT)
-        cos, sin = rotary(ids_BT.shape[1], self.size.head_dim, self.size.theta, ids_BT.device)
+        if position_ids is None:
+            mask, positions = None, torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        else:
+            mask, positions = document_mask(position_ids), position_ids.unsqueeze(1)  # the same for all heads
+        cos, sin = rotary(positions, self.size.head_dim, self.size.theta)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
 
 class Llama(nn.Module):
-    """Token ids in, logits out."""
+    """Token ids in, logits out. Where `position_ids` restart at 0 a document begins, and attention with it."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()
@@ -94,8 +99,8 @@ class Llama(nn.Module):
         if size.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.lm_head(self.model(ids_BT))
+    def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.lm_head(self.model(ids_BT, position_ids))
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):

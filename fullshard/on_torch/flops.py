@@ -1,0 +1,54 @@
+"""The floating-point operations that a model's mathematics needs, for MFU: nothing that is recomputed counts."""
+
+import torch
+from torch import nn
+
+from fullshard.hardware import DEVICES
+from fullshard.on_torch.state import State
+
+
+def flops_per_token(model: nn.Module, sequence: int) -> float:
+    """Operations of a training step for one token, as the field counts them: 6 for every parameter that is
+    multiplied (4 for a frozen one, which needs no gradient of its own), and attention over the whole sequence.
+
+    Tables that are only looked up are not multiplied; of a mixture of experts, the chosen share is.
+    """
+    config = getattr(model, "config", None) or getattr(model, "size", None)
+    share = _active_share(config)
+    total = 0.0
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    multiplied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and (id(p) in multiplied or id(p) not in tables):
+            total += p.numel() * (6.0 if p.requires_grad else 4.0) * (share if ".experts." in name else 1.0)
+    return total + 12.0 * _attention_width(config) * sequence
+
+
+def _active_share(config: object) -> float:
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return chosen / experts if experts and chosen else 1.0
+
+
+def _attention_width(config: object) -> float:
+    """Layers × heads × head size; 0 where the model does not say."""
+    layers = _first(config, "num_hidden_layers", "layers")
+    heads = _first(config, "num_attention_heads", "heads")
+    head = _first(config, "head_dim") or _first(config, "hidden_size", "dim") / max(heads, 1)
+    return layers * heads * head
+
+
+def _first(config: object, *names: str) -> float:
+    return next((float(value) for n in names if (value := getattr(config, n, None))), 0.0)
+
+
+def peak_flops(state: State) -> float | None:
+    """The operations a second of this rank's device at the plan's compute dtype, as its maker counts them; None
+    for one that is not known."""
+    if state.device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(state.device).lower().replace(" ", "")
+    found = max((name for name in DEVICES if name in words), key=len, default=None)
+    if found is None:
+        return None
+    return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16
