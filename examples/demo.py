@@ -45,9 +45,8 @@ def main() -> None:
     state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=SEED)
     batches = Batches(tokens, SEQUENCE, MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=SEED)
     with Bar(args.steps, visible=first) as bar:
-        for step in fs.train(state, batches, steps=args.steps, clip=1.0):
-            for group in state.optimizer.param_groups:
-                group["lr"] = PEAK_LR * min(1.0, step.index / 20) * max(0.05, 1 - step.index / args.steps)
+        rate = lambda i: PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / args.steps)
+        for step in fs.train(state, batches, steps=args.steps, clip=1.0, lr=rate):
             bar.update(step.index, step.loss.item(), step.tokens.item(), sum(state.held_bytes().values()))
 
     for prompt in ("def ", "import "):

@@ -6,7 +6,7 @@ How a model is sharded is a value, the `Plan`. Importing this package imports ne
 from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError
-from fullshard.optimizer import SGD, Adam, AdamW
+from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
 from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
 from fullshard.train.loop import train
@@ -27,6 +27,7 @@ __all__ = [
     "PlanError",
     "Precision",
     "Prefetch",
+    "TorchOptimizer",
     "Unit",
     "ddp",
     "hpz",

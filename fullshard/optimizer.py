@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from fullshard.errors import FullshardError
 
@@ -51,7 +52,20 @@ class SGD:
             raise FullshardError("optimizer.nesterov has no effect without momentum; set momentum, or leave nesterov out")
 
 
-Optimizer = Adam | AdamW | SGD
+@dataclass(frozen=True)
+class TorchOptimizer:
+    """Any optimizer of `torch.optim` that works element by element, by its name, with its own options."""
+
+    name: str
+    lr: float
+    options: tuple[tuple[str, Any], ...] = ()
+    decay_all: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.lr, 0.0)
+
+
+Optimizer = Adam | AdamW | SGD | TorchOptimizer
 
 
 def _check(lr: float, weight_decay: float) -> None:

@@ -49,7 +49,16 @@ class Tokenizer(Protocol):
     def special(self) -> dict[str, str]:
         """`bos_token`, `eos_token` and so on, for chat templates."""
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends a document."""
+
     def encode(self, texts: Sequence[Marked]) -> list[Document]: ...
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a beginning: no end after it."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 def open_tokenizer(given: str, end: str | None) -> Tokenizer:
@@ -82,8 +91,16 @@ class Bytes:
     vocab: int = 256
     special: dict[str, str] = field(default_factory=dict)
 
+    end_id: int = BYTES_END
+
     def encode(self, texts: Sequence[Marked]) -> list[Document]:
         return [Document(_bytes(text), _marked_bytes(text, answers)) for text, answers in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(t for t in tokens if t != BYTES_END and t < 256).decode(errors="replace")
 
 
 def _bytes(text: str) -> NDArray[np.uint8]:
@@ -146,6 +163,12 @@ class FileTokenizer:
         encode = loaded.encode_batch if marked else loaded.encode_batch_fast  # the fast one knows no offsets
         encoded = encode([text for text, _ in texts], add_special_tokens=False)
         return [self._document(e, *text) for e, text in zip(encoded, texts, strict=True)]
+
+    def prompt(self, text: str) -> list[int]:
+        return _load(self.path).encode(text, add_special_tokens=True).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _load(self.path).decode(list(tokens), skip_special_tokens=True)
 
     def _document(self, encoded: Any, text: str, answers: Spans | None) -> Document:
         if answers is None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
@@ -14,7 +16,7 @@ def inside_ranks() -> bool:
 
 
 def become_ranks(ranks: int, arguments: list[str]) -> NoReturn:
-    """Replace this process by torchrun, with `fullshard arguments` on every rank.
+    """Run `fullshard arguments` on every rank, then exit.
 
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
@@ -22,15 +24,59 @@ def become_ranks(ranks: int, arguments: list[str]) -> NoReturn:
     torchrun(ranks, ["-m", "fullshard.cli"])
 
 
-def torchrun(ranks: int, target: list[str]) -> NoReturn:
-    """Replace this process by torchrun, with `python target` on every rank."""
-    if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*launcher, *target])
-
-
 def given_arguments() -> list[str] | None:
     """What `become_ranks` wants this rank to do, if it started it."""
     return json.loads(os.environ[ARGUMENTS]) if inside_ranks() and ARGUMENTS in os.environ else None
+
+
+def torchrun(ranks: int, target: list[str]) -> NoReturn:
+    """Run `python target` on every rank, then exit: with 0, with the code of the rank that failed first, or, after a
+    signal that the ranks obeyed, with 128 and its number.
+
+    torch's launcher would answer SIGTERM with a traceback and kill ranks that take more than 30 seconds to
+    end; here signals go to the ranks, which end at a step boundary, and it only watches.
+    """
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
+    seen = _forward_signals()
+    sys.stdout.flush()
+    try:
+        launcher.run(launcher.parse_args(arguments))
+    except ChildFailedError as error:
+        sys.exit(128 + seen[-1] if seen else _explain(error))
+    sys.exit(128 + seen[-1] if seen else 0)
+
+
+def _forward_signals() -> list[int]:
+    """Pass SIGTERM and Ctrl-C on to the ranks; the list fills with those that came."""
+    seen: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        seen.append(number)
+        for child in _children():
+            os.kill(child, number)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, forward)
+    return seen
+
+
+def _children() -> list[int]:
+    """The processes that this one started."""
+    lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return [int(pid) for found in lists for pid in found]
+
+
+def _explain(error: "ChildFailedError") -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Say how the first rank failed, unless it has said so itself; the exit code."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+        return 128 - failure.exitcode
+    return failure.exitcode

@@ -1,22 +1,96 @@
-"""A run's numbers, one JSON object a line: written by rank 0, readable while the run goes on."""
+"""A run's numbers: one JSON object a line, readable while the run goes on, and the same to TensorBoard and
+Weights & Biases where asked. Written by the first rank; on the others nothing happens."""
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
+
+from fullshard.errors import FullshardError
+from fullshard.train.recipe import Recipe
+
+
+class Sink(Protocol):
+    """Another place for numbers."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Metrics:
-    """Appends to `metrics.jsonl`. Numbers that are not finite become null: JSON has no word for them."""
+    """Appends to RUN/metrics.jsonl. Numbers that are not finite become null: JSON has no word for them."""
 
-    def __init__(self, path: Path | None):
-        self.file: TextIO | None = path.open("a") if path else None
+    def __init__(self, directory: Path | None, sinks: list[Sink] | None = None):
+        self.directory, self.sinks = directory, sinks or []
+        self.file: TextIO | None = (directory / "metrics.jsonl").open("a") if directory else None
 
     def write(self, **record: Any) -> None:
-        if self.file:
-            clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
-            self.file.write(json.dumps(clean) + "\n")
-            self.file.flush()
+        if self.file is None:
+            return
+        clean = {k: v for k, v in record.items() if not isinstance(v, float) or v - v == 0}
+        self.file.write(json.dumps({k: clean.get(k) for k in record}) + "\n")
+        self.file.flush()
+        numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, int | float)}
+        for sink in self.sinks if numbers else []:
+            sink.write(record["step"], numbers)
+
+    def write_sample(self, **record: Any) -> None:
+        if self.directory:
+            with (self.directory / "samples.jsonl").open("a") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
         if self.file:
             self.file.close()
+
+
+def open_metrics(directory: Path | None, recipe: Recipe) -> Metrics:
+    """`directory` is None on all ranks but the first."""
+    if directory is None:
+        return Metrics(None)
+    sinks: list[Sink] = [TensorBoard(directory)] if recipe.log.tensorboard else []
+    if recipe.log.wandb:
+        sinks.append(WeightsAndBiases(directory, recipe))
+    return Metrics(directory, sinks)
+
+
+def refuse_sinks(recipe: Recipe) -> None:
+    """Raise where a package that the recipe's log needs is missing."""
+    from importlib.util import find_spec
+
+    for wanted, package in ((recipe.log.tensorboard, "tensorboard"), (recipe.log.wandb, "wandb")):
+        if wanted and find_spec(package) is None:
+            raise FullshardError(f"log.{package} needs {package}: pip install {package}, or leave it out")
+
+
+class TensorBoard:
+    """RUN/tensorboard: what `tensorboard --logdir` shows."""
+
+    def __init__(self, directory: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of a Weights & Biases project, named after the run's directory; WANDB_MODE=offline keeps it local."""
+
+    def __init__(self, directory: Path, recipe: Recipe):
+        import wandb
+
+        self.run = wandb.init(project=recipe.log.wandb, name=directory.name, dir=str(directory), config=recipe.model_dump())
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()

@@ -44,6 +44,11 @@ class Bar:
         if self.visible and not self.live and index % max(1, self.steps // 10) == 0:
             self.console.print(f"step {index}/{self.steps}  {text}", highlight=False)
 
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        if self.visible:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
 
 @contextmanager
 def counter(*names: str) -> Iterator[Callable[..., None]]:

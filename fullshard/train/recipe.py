@@ -2,12 +2,13 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
-from fullshard.plan import DType, Remat
+from fullshard.plan import DType, Remat, Sync
 from fullshard.train.schedule import Kind
 
 
@@ -17,10 +18,26 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def changed(section: Section) -> set[str]:
+    """The keys that do not have their default: a resolved recipe names them all."""
+    return {name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default}
+
+
 class Model(Section):
-    """`name`: a preset, a Hugging Face directory (its config; weights are drawn afresh), or file.py:callable."""
+    """`name`: a preset, a Hugging Face directory, or file.py:callable. `weights`: `auto` reads those that lie in
+    the Hugging Face directory and draws them otherwise, `draw` draws them, anything else is a directory of them."""
 
     name: str
+    weights: str = "auto"
+
+
+class Lora(Section):
+    """Low-rank adapters on the linears called `targets`; everything else is frozen."""
+
+    rank: int = Field(gt=0)
+    alpha: int = Field(16, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), strict=False, min_length=1)
 
 
 class Data(Section):
@@ -29,14 +46,22 @@ class Data(Section):
     path: str
     sequence: int = Field(gt=0)
     shuffle: bool = True
-    within_documents: bool = False
+    boundaries: Boundaries = "ignored"
+    packing: Packing = "stream"
     valid: str | None = None
+
+    @model_validator(mode="after")
+    def _whole_rows_have_boundaries(self) -> Self:
+        if self.packing == "whole" and self.boundaries == "ignored":
+            raise ValueError("packing = 'whole' needs boundaries = 'labels' or 'attention': its rows are padded")
+        return self
 
 
 class Optim(Section):
-    """`decay_all` also decays norms and biases; `clip` is the largest gradient norm."""
+    """`name`: adamw, adam, sgd, or another of torch.optim with its own `options`. `decay_all` also decays norms
+    and biases; `clip` is the largest gradient norm."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: str = "adamw"
     lr: float = Field(gt=0)
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)  # TOML has lists
     eps: float = Field(1e-8, gt=0)
@@ -44,11 +69,17 @@ class Optim(Section):
     weight_decay: float = Field(0.1, ge=0)
     decay_all: bool = False
     clip: float | None = Field(1.0, gt=0)
+    options: dict[str, Any] = Field({})
 
     @model_validator(mode="after")
-    def _momentum_is_sgds(self) -> Self:
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum has no effect with name = '{self.name}'; write name = 'sgd', or leave it out")
+    def _each_has_its_own(self) -> Self:
+        own = {"adamw": {"betas", "eps", "weight_decay"}, "adam": {"betas", "eps", "weight_decay"}}
+        own["sgd"] = {"momentum", "weight_decay"}
+        takes = own.get(self.name, {"options"})
+        for key in ("betas", "eps", "momentum", "weight_decay", "options"):
+            if key in changed(self) and key not in takes:
+                other = f"write optim.options.{key}" if takes == {"options"} else f"it takes {', '.join(sorted(takes))}"
+                raise ValueError(f"{key} has no effect with name = '{self.name}'; {other}")
         return self
 
 
@@ -78,6 +109,7 @@ class Train(Section):
     micro_batch: int = Field(1, gt=0)
     loss: Literal["chunked", "plain"] = "chunked"
     seed: int = 0
+    max_skips: int = Field(10, gt=0)  # steps in a row whose gradient was not finite
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -87,31 +119,65 @@ class Train(Section):
 
 
 class Planned(Section):
-    """The plan: a `file`, or a strategy with its choices."""
+    """The plan: a `file`, or a strategy with its choices. `plan = "zero3"` and `plan = "plan.json"` are short for
+    a table with that one key."""
 
     file: str | None = None
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid"] = "zero3"
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
     replicate: int = Field(1, gt=0)
     tensor: int = Field(1, gt=0)
+    reshard: int | None = Field(None, gt=1)
+    replicate_below: int = Field(0, ge=0)
+    keep_whole: tuple[str, ...] = Field((), strict=False)
     compute: DType = "fp32"
     reduce: DType = "fp32"
+    master: Literal["fp32", "bf16"] = "fp32"
     remat: Remat = "none"
+    remat_every: int = Field(1, gt=0)
+    prefetch: int = Field(1, gt=0)
+    sync: Sync = "every"
     compile: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return {"file": value} if value.endswith(".json") else {"strategy": value}
 
     @model_validator(mode="after")
     def _file_or_strategy(self) -> Self:
-        if self.file is not None and (extra := self.model_fields_set - {"file"}):
+        if self.file is not None and (extra := changed(self) - {"file"}):
             raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
-        if (self.strategy == "hybrid") != (self.replicate > 1):
-            raise ValueError("strategy = 'hybrid' and replicate (more than 1) belong together")
         return self
 
 
 class Eval(Section):
-    """Every `every` steps the mean loss over `batches` micro-batches a rank of `data.valid`."""
+    """Every `every` steps the mean loss over `batches` micro-batches a rank of `data.valid`; with `patience`, the
+    run ends after that many evaluations without a loss lower by `min_delta`."""
 
     every: int = Field(0, ge=0)
     batches: int = Field(8, gt=0)
+    patience: int | None = Field(None, gt=0)
+    min_delta: float = Field(0.0, ge=0)
+
+
+class Sample(Section):
+    """Every `every` steps the model continues each of `prompts`. `tokenizer`: `bytes` or a tokenizer.json; by
+    default the one that the data was packed with, if it is `bytes` or lies in the model's directory."""
+
+    every: int = Field(0, ge=0)
+    prompts: tuple[str, ...] = Field((), strict=False)
+    tokens: int = Field(64, gt=0)
+    temperature: float = Field(0.8, ge=0)
+    tokenizer: str | None = None
+
+
+class Log(Section):
+    """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
 
 
 class Recipe(Section):
@@ -123,12 +189,19 @@ class Recipe(Section):
     train: Train
     schedule: Schedule = Schedule()
     plan: Planned = Planned()
+    lora: Lora | None = None
     eval: Eval = Eval()
+    sample: Sample = Sample()
+    log: Log = Log()
 
     @model_validator(mode="after")
-    def _evaluation_has_data(self) -> Self:
+    def _what_belongs_together(self) -> Self:
         if bool(self.eval.every) != (self.data.valid is not None):
             raise ValueError("eval.every and data.valid belong together: give both, or neither")
+        if self.eval.patience and not self.eval.every:
+            raise ValueError("eval.patience has no effect without eval.every; give both, or neither")
+        if bool(self.sample.every) != bool(self.sample.prompts):
+            raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
         return self
 
     @property
@@ -162,6 +235,8 @@ def make_recipe(tree: dict[str, Any], where: str) -> Recipe:
 def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
+    if equals and not sections and last == "plan":  # short for its one key, as in a file
+        return _override(tree, f"plan.{'file' if value.endswith('.json') else 'strategy'}={value}")
     if not equals or not sections:
         raise FullshardError(f"{text!r} is no override; write section.key=value, for example optim.lr=1e-4")
     table = tree
@@ -177,7 +252,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
 
 def _sentence(error: ValidationError) -> str:
     """The first thing wrong, in one sentence that names the key."""
-    first = error.errors()[0]
+    found = error.errors()
+    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])  # a misspelt key is also a missing one
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
         case "extra_forbidden":
@@ -196,4 +272,5 @@ def _section(path: list[Any]) -> type[BaseModel]:
     kind: Any = Recipe
     for part in path:
         kind = kind.model_fields[part].annotation
+        kind = next((a for a in get_args(kind) if a is not type(None)), kind)  # Lora | None
     return kind

@@ -1,189 +1,163 @@
-"""One run, from a recipe to its directory: prepared once before there are ranks, then carried out on all of them.
+"""One run, carried out on all ranks, and its directory.
 
 RUN/recipe.json     the resolved recipe
 RUN/plan.json       the plan
-RUN/metrics.jsonl   a line a step, and a line an evaluation
+RUN/metrics.jsonl   a line a step, an evaluation and an event
+RUN/samples.jsonl   what the model wrote, if it was asked to
 """
 
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard import optimizer
-from fullshard.data import Batches, TokenFile
+from fullshard.data import Batches
 from fullshard.errors import FullshardError
-from fullshard.plan import Batch, Plan, Precision
-from fullshard.strategies import strategy
-from fullshard.train.metrics import Metrics
+from fullshard.train.metrics import Metrics, open_metrics
+from fullshard.train.prepare import Prepared, batches, make_optimizer
 from fullshard.train.progress import Bar
-from fullshard.train.recipe import Recipe
 from fullshard.train.schedule import factor
 
 if TYPE_CHECKING:
     from fullshard.on_torch import State
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A recipe that has been held against its model, its data and the number of ranks."""
-
-    recipe: Recipe
-    plan: Plan
-    model: Any  # on meta
-    data: TokenFile
-    valid: TokenFile | None
-
-
-def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
-    """Everything that can be wrong without a rank running is found here. `ranks`: by default all GPUs, or 2."""
-    from fullshard import on_torch
-
-    ranks = ranks if ranks is not None else on_torch.local_devices()
-    if ranks < 1:
-        raise FullshardError(f"ranks must be at least 1, not {ranks}")
-    model = on_torch.load_model(recipe.model.name)
-    plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
-    on_torch.refuse(model, plan)
-    if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
-        raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
-    data = TokenFile(recipe.data.path)
-    valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
-    vocab, longest = on_torch.limits(model)
-    for tokens in [data, valid] if valid else [data]:
-        if vocab is not None and tokens.vocab > vocab:
-            raise FullshardError(
-                f"{tokens.path} has a vocabulary of {tokens.vocab}, the model one of {vocab}; use the model's own tokenizer"
-            )
-    if longest is not None and recipe.data.sequence > longest:
-        raise FullshardError(f"data.sequence = {recipe.data.sequence} is longer than the model's {longest}; shorten it")
-    batches(recipe, plan, data, 0)  # enough tokens for one sample
-    return Prepared(recipe, plan, model, data, valid)
-
-
-def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
-    wanted = recipe.plan
-    if wanted.file is not None:
-        plan = Plan.load(wanted.file)
-        rows = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch
-        if plan.mesh.devices != ranks:
-            raise FullshardError(f"{wanted.file} is for {plan.mesh.devices} devices, but {ranks} ranks will run; start that many")
-        if rows != recipe.train.global_batch or plan.batch.sequence != recipe.data.sequence:
-            raise FullshardError(
-                f"{wanted.file} is for steps of {rows} × {plan.batch.sequence} tokens, the recipe for "
-                f"{recipe.train.global_batch} × {recipe.data.sequence}; make them agree"
-            )
-        return plan
-    rows = ranks // wanted.tensor * recipe.train.micro_batch
-    if ranks % (wanted.tensor * wanted.replicate):
-        raise FullshardError(f"plan.tensor = {wanted.tensor} × plan.replicate = {wanted.replicate} must divide the {ranks} ranks")
-    if recipe.train.global_batch % rows:
-        raise FullshardError(
-            f"train.global_batch = {recipe.train.global_batch} is not a multiple of {rows}: "
-            f"{ranks // wanted.tensor} data ranks × train.micro_batch = {recipe.train.micro_batch}"
-        )
-    hybrid = {"replicate": wanted.replicate, "shard": ranks // wanted.tensor // wanted.replicate}
-    own = hybrid if wanted.strategy == "hybrid" else {"devices": ranks}
-    return strategy(
-        wanted.strategy,
-        description,
-        **own,
-        tensor=wanted.tensor,
-        precision=Precision(compute=wanted.compute, reduce=wanted.reduce),
-        batch=Batch(recipe.train.micro_batch, recipe.data.sequence, recipe.train.global_batch // rows),
-        remat=wanted.remat,
-        compile=wanted.compile,
-    )
-
-
 def execute(prepared: Prepared, directory: Path) -> None:
     """Train. Collective: every rank calls it."""
     from fullshard import on_torch
 
-    recipe, plan = prepared.recipe, prepared.plan
+    recipe = prepared.recipe
     on_torch.start()
     first = on_torch.is_first()
     if first:
         write_run(directory, prepared)
-    state = on_torch.shard(prepared.model, plan, make_optimizer(recipe), seed=recipe.train.seed)
-    source = iter(batches(recipe, plan, prepared.data, on_torch.data_rank(plan.mesh)))
-    metrics = Metrics(directory / "metrics.jsonl" if first else None)
-    stop = _StopFlag()
+    state = on_torch.shard(
+        prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=prepared.weights
+    )
+    metrics = open_metrics(directory if first else None, recipe)
     try:
         with Bar(recipe.steps, visible=first) as bar:
+            run = Run(prepared, state, metrics, bar)
             for index in range(recipe.steps):
-                _one_step(prepared, state, source, index, metrics, bar)
-                if on_torch.any_rank(stop.asked, state):
-                    metrics.write(event="stopped", step=state.step)
+                run.step(index)
+                if why := run.why_stop():
+                    metrics.write(event=why, step=state.step)
+                    bar.say(f"ended after step {state.step}: {why}")
                     break
     finally:
         metrics.close()
-        on_torch.finish()
 
 
-def _one_step(prepared: Prepared, state: "State", source: Iterator[Any], index: int, metrics: Metrics, bar: Bar) -> None:
-    from fullshard import on_torch
+class Run:
+    """A run under way on this rank."""
 
-    recipe = prepared.recipe
-    start = time.perf_counter()
-    micro_batches = next(source)
-    waited = time.perf_counter() - start
-    lr = recipe.optim.lr * factor(index, recipe.steps, **recipe.schedule.model_dump())
-    loss = on_torch.chunked_loss if recipe.train.loss == "chunked" else on_torch.summed_loss
-    result = on_torch.train_step(state, micro_batches, loss=loss, clip=recipe.optim.clip, lr=lr)
-    found, norm, tokens = result.loss.item(), result.grad_norm.item(), int(result.tokens.item())
-    seconds = time.perf_counter() - start
-    memory = on_torch.memory(state)
-    metrics.write(
-        step=index + 1,
-        loss=found,
-        grad_norm=norm,
-        lr=lr,
-        tokens=tokens,
-        tokens_per_second=tokens / seconds,
-        seconds=seconds,
-        data_wait_seconds=waited,
-        skipped=result.skipped,
-        **memory,
-    )
-    bar.update(index + 1, found, tokens, memory["memory_allocated"])
-    if prepared.valid is not None and (index + 1) % recipe.eval.every == 0:
-        metrics.write(step=index + 1, eval_loss=evaluate(prepared, state, prepared.valid))
+    def __init__(self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar):
+        from fullshard import on_torch
 
+        self.prepared, self.recipe, self.state = prepared, prepared.recipe, state
+        self.metrics, self.bar = metrics, bar
+        self.source: Iterator[Any] = iter(batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh)))
+        self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
+        self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
+        self.peak = on_torch.peak_flops(state)
+        self.signals = _Signals()
+        self.asked = False  # by a signal, on any rank
+        self.skips = self.skips_in_a_row = 0
+        self.best, self.since_best = float("inf"), 0
 
-def evaluate(prepared: Prepared, state: "State", valid: TokenFile) -> float:
-    """The mean loss over the first samples of the held-out data."""
-    from fullshard import on_torch
+    def step(self, index: int) -> None:
+        """One step, its numbers, and what falls due after it."""
+        start = time.perf_counter()
+        micro_batches = next(self.source)
+        waited = time.perf_counter() - start
+        lr = self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
+        self._train(micro_batches, index, lr, start, waited)
+        if (every := self.recipe.eval.every) and (index + 1) % every == 0:
+            self.evaluate(index + 1)
+        if (every := self.recipe.sample.every) and (index + 1) % every == 0:
+            self.sample(index + 1)
 
-    recipe, plan = prepared.recipe, prepared.plan
-    rank = on_torch.data_rank(plan.mesh)
-    held_out = Batches(valid, recipe.data.sequence, plan.batch.micro_batch, rank=rank, ranks=plan.mesh.data, shuffle=False)
-    return on_torch.evaluate(state, [step[0] for step in islice(held_out, recipe.eval.batches)])
+    def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
+        from fullshard import on_torch
 
+        result = on_torch.train_step(
+            self.state, micro_batches, loss=self.loss, clip=self.recipe.optim.clip, lr=lr, flag=self.signals.asked
+        )
+        loss, norm, tokens, skipped, asked = result.numbers()
+        seconds = time.perf_counter() - start
+        self.asked = bool(asked)
+        self.skips += int(skipped)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        memory = on_torch.memory(self.state)
+        self.metrics.write(
+            step=index + 1,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=int(tokens),
+            tokens_per_second=tokens / seconds,
+            mfu=tokens / seconds * self.flops / (self.peak * self.state.plan.mesh.devices) if self.peak else None,
+            seconds=seconds,
+            data_wait_seconds=waited,
+            **{f"{phase}_seconds": s for phase, s in result.seconds().items()},
+            skipped=self.skips,
+            **memory,
+        )
+        self.bar.update(index + 1, loss, tokens, memory["memory_allocated"])
 
-def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches:
-    return Batches(
-        tokens,
-        recipe.data.sequence,
-        plan.batch.micro_batch,
-        plan.batch.accumulate,
-        rank,
-        plan.mesh.data,
-        recipe.train.seed,
-        recipe.data.shuffle,
-        recipe.data.within_documents,
-    )
+    def evaluate(self, step: int) -> None:
+        """The mean loss over the first samples of the held-out data."""
+        from fullshard import on_torch
 
+        recipe, plan, valid = self.recipe, self.state.plan, self.prepared.valid
+        assert valid is not None
+        held_out = Batches(
+            valid,
+            recipe.data.sequence,
+            plan.batch.micro_batch,
+            rank=on_torch.data_rank(plan.mesh),
+            ranks=plan.mesh.data,
+            shuffle=False,
+            boundaries=recipe.data.boundaries,
+            packing=recipe.data.packing,
+        )
+        found = on_torch.evaluate(self.state, [s[0] for s in islice(held_out, recipe.eval.batches)], loss=self.loss)
+        improved = found < self.best - recipe.eval.min_delta
+        self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
+        self.metrics.write(step=step, eval_loss=found)
+        self.bar.say(f"step {step}: eval loss {found:.4f}")
 
-def make_optimizer(recipe: Recipe) -> optimizer.Optimizer:
-    o = recipe.optim
-    if o.name == "sgd":
-        return optimizer.SGD(lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, decay_all=o.decay_all)
-    kind = optimizer.AdamW if o.name == "adamw" else optimizer.Adam
-    return kind(lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, decay_all=o.decay_all)
+    def sample(self, step: int) -> None:
+        """Let the model continue the prompts. All ranks compute; the first writes."""
+        from fullshard import on_torch
+
+        tokenizer, wanted = self.prepared.tokenizer, self.recipe.sample
+        assert tokenizer is not None
+        for prompt in wanted.prompts:
+            tokens = on_torch.generate(
+                self.state.model,
+                tokenizer.prompt(prompt),
+                max_new_tokens=wanted.tokens,
+                temperature=wanted.temperature,
+                stop=tokenizer.end_id,
+                seed=step,
+                window=self.recipe.data.sequence,
+            )
+            text = tokenizer.decode(tokens)
+            self.metrics.write_sample(step=step, prompt=prompt, text=text)
+            self.bar.say(f"step {step}: {text!r}")
+
+    def why_stop(self) -> str | None:
+        """Why the run ends here, if it does; the same on all ranks."""
+        if self.asked:
+            return "stopped"
+        if self.skips_in_a_row >= self.recipe.train.max_skips:
+            return "diverged"
+        if self.recipe.eval.patience and self.since_best >= self.recipe.eval.patience:
+            return "no improvement"
+        return None
 
 
 def refuse_run(directory: Path) -> None:
@@ -198,7 +172,7 @@ def write_run(directory: Path, prepared: Prepared) -> None:
     prepared.plan.save(directory / "plan.json")
 
 
-class _StopFlag:
+class _Signals:
     """SIGTERM and Ctrl-C ask for an end at the next step boundary; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:

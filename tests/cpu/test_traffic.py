@@ -36,7 +36,7 @@ def whole(ranks: int = 1) -> int:
 
 def total(collectives: list, kind: str, ranks: int | None = None) -> int:
     # The step's own two all-reduces (token count; loss and norm) are of doubles and tiny.
-    return sum(n for k, n, r in collectives if k == kind and ranks in (None, r) and n > 16)
+    return sum(n for k, n, r in collectives if k == kind and ranks in (None, r) and n > 24)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -18,8 +18,8 @@ from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
 from fullshard.on_torch import describe, initialize, load_model
 from fullshard.strategies import zero3
+from fullshard.train.prepare import make_optimizer, prepare
 from fullshard.train.recipe import load_recipe
-from fullshard.train.run import make_optimizer, prepare
 from fullshard.train.schedule import factor
 
 MODEL = """

@@ -30,7 +30,7 @@ MAY = {
     "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
     "tiers": {"torch"},  # pinned memory
 }
-MAY_LAZILY = {"train": {"torch"}}
+MAY_LAZILY = {"train": {"torch"}, "launch": {"torch"}}  # the launcher is torch's own
 
 
 @dataclass(frozen=True)

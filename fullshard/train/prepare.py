@@ -1,0 +1,192 @@
+"""From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard import optimizer
+from fullshard.data import Batches, TokenFile
+from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
+from fullshard.errors import FullshardError
+from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.presets import PRESETS
+from fullshard.strategies import choose
+from fullshard.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that has been held against its model, its data and the number of ranks."""
+
+    recipe: Recipe
+    plan: Plan
+    model: Any  # on meta
+    weights: Path | None
+    data: TokenFile
+    valid: TokenFile | None
+    tokenizer: Tokenizer | None  # to sample with
+
+
+def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
+    """`ranks`: by default all GPUs, or 2."""
+    from fullshard import on_torch
+
+    ranks = ranks if ranks is not None else on_torch.local_devices()
+    if ranks < 1:
+        raise FullshardError(f"ranks must be at least 1, not {ranks}")
+    model = on_torch.load_model(recipe.model.name)
+    weights = weights_of(recipe)
+    if recipe.lora:
+        model = on_torch.add_adapters(model, **recipe.lora.model_dump())
+    if weights:
+        on_torch.Weights(model, weights)  # the right names and shapes
+    plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
+    on_torch.refuse(model, plan)
+    on_torch.refuse_optimizer(make_optimizer(recipe))
+    if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
+        raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
+    data, valid = open_data(recipe, model)
+    batches(recipe, plan, data, 0)  # enough tokens for one sample
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data))
+
+
+def weights_of(recipe: Recipe) -> Path | None:
+    """The directory that the weights are read from, or None where they are drawn."""
+    name, wanted = Path(recipe.model.name), recipe.model.weights
+    if wanted == "draw":
+        return None
+    if wanted == "auto":
+        return name if name.is_dir() and any(name.glob("*.safetensors")) else None
+    if not Path(wanted).is_dir():
+        raise FullshardError(f"model.weights = {wanted!r} is no directory; write one of safetensors files, 'auto' or 'draw'")
+    if recipe.model.name in PRESETS:
+        _refuse_scaled_positions(recipe.model.name, Path(wanted))
+    return Path(wanted)
+
+
+def _refuse_scaled_positions(preset: str, directory: Path) -> None:
+    """A preset rotates by its theta alone; with weights that were trained otherwise it would give other logits."""
+    config = directory / "config.json"
+    found = json.loads(config.read_text()) if config.is_file() else {}
+    scaling = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
+
+
+def open_data(recipe: Recipe, model: Any) -> tuple[TokenFile, TokenFile | None]:
+    """The token files, held against the model."""
+    from fullshard import on_torch
+
+    data = TokenFile(recipe.data.path)
+    valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
+    vocab, longest = on_torch.limits(model)
+    if vocab is not None and data.vocab > vocab:
+        raise FullshardError(
+            f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"
+        )
+    if longest is not None and recipe.data.sequence > longest:
+        raise FullshardError(f"data.sequence = {recipe.data.sequence} is longer than the model's {longest}; shorten it")
+    if recipe.data.boundaries == "attention" and not on_torch.takes_positions(model):
+        raise FullshardError(
+            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {type(model).__name__}'s does not: "
+            "write 'labels'"
+        )
+    if Path(recipe.model.name).is_dir():
+        refuse_other_tokenizer(data, recipe.model.name)
+    if valid:
+        refuse_different(data, valid)
+    return data, valid
+
+
+def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
+    """What turns prompts into tokens; None where nothing is sampled."""
+    if not recipe.sample.every:
+        return None
+    near = Path(recipe.model.name) / "tokenizer.json"
+    given = recipe.sample.tokenizer or ("bytes" if data.tokenizer == "bytes" else str(near) if near.is_file() else None)
+    if given is None:
+        raise FullshardError("sample.prompts need a tokenizer; write sample.tokenizer = 'path/to/tokenizer.json'")
+    if (
+        given != "bytes"
+        and Path(given).is_file()
+        and data.tokenizer.startswith("sha256:")
+        and file_name(Path(given)) != data.tokenizer
+    ):
+        raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
+    return open_tokenizer(given, None)
+
+
+def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
+    """The plan of the recipe's file or strategy, for this many ranks."""
+    wanted = recipe.plan
+    if wanted.file is not None:
+        return _plan_of_file(recipe, wanted.file, ranks)
+    if ranks % (wanted.tensor * wanted.replicate):
+        raise FullshardError(f"plan.tensor = {wanted.tensor} × plan.replicate = {wanted.replicate} must divide the {ranks} ranks")
+    rows = ranks // wanted.tensor * recipe.train.micro_batch
+    if recipe.train.global_batch % rows:
+        raise FullshardError(
+            f"train.global_batch = {recipe.train.global_batch} is not a multiple of {rows}: "
+            f"{ranks // wanted.tensor} data ranks × train.micro_batch = {recipe.train.micro_batch}"
+        )
+    return choose(
+        wanted.strategy,
+        description,
+        devices=ranks,
+        tensor=wanted.tensor,
+        replicate=wanted.replicate,
+        reshard=wanted.reshard,
+        replicate_below=wanted.replicate_below,
+        keep_whole=wanted.keep_whole,
+        spell=_spell,
+        precision=Precision(compute=wanted.compute, reduce=wanted.reduce, master=wanted.master),
+        batch=Batch(recipe.train.micro_batch, recipe.data.sequence, recipe.train.global_batch // rows, wanted.sync),
+        prefetch=Prefetch(wanted.prefetch, wanted.prefetch),
+        remat=wanted.remat,
+        remat_every=wanted.remat_every,
+        compile=wanted.compile,
+    )
+
+
+def _spell(field: str, *value: object) -> str:
+    """A field of a strategy as the recipe's key."""
+    return f"plan.{field} = {value[0]!r}" if value else f"plan.{field}"
+
+
+def _plan_of_file(recipe: Recipe, file: str, ranks: int) -> Plan:
+    plan = Plan.load(file)
+    rows = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch
+    if plan.mesh.devices != ranks:
+        raise FullshardError(f"{file} is for {plan.mesh.devices} devices, but {ranks} ranks will run; start that many")
+    if rows != recipe.train.global_batch or plan.batch.sequence != recipe.data.sequence:
+        raise FullshardError(
+            f"{file} is for steps of {rows} × {plan.batch.sequence} tokens, the recipe for "
+            f"{recipe.train.global_batch} × {recipe.data.sequence}; make them agree"
+        )
+    return plan
+
+
+def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches:
+    return Batches(
+        tokens,
+        recipe.data.sequence,
+        plan.batch.micro_batch,
+        plan.batch.accumulate,
+        rank,
+        plan.mesh.data,
+        recipe.train.seed,
+        recipe.data.shuffle,
+        recipe.data.boundaries,
+        recipe.data.packing,
+    )
+
+
+def make_optimizer(recipe: Recipe) -> optimizer.Optimizer:
+    o = recipe.optim
+    if o.name == "sgd":
+        return optimizer.SGD(lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, decay_all=o.decay_all)
+    if o.name not in ("adamw", "adam"):
+        return optimizer.TorchOptimizer(o.name, o.lr, tuple(o.options.items()), o.decay_all)
+    kind = optimizer.AdamW if o.name == "adamw" else optimizer.Adam
+    return kind(lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, decay_all=o.decay_all)
