@@ -40,9 +40,9 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
     return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
 
 
-# They need a closure, sparse gradients, or whole matrices.
 UNFIT = {"LBFGS": "it evaluates the loss several times a step", "SparseAdam": "it is for sparse gradients"}
 UNFIT |= dict.fromkeys(("Muon", "Adafactor"), "it works on whole matrices, and a rank holds a part of each")
+UNFIT["Rprop"] = "it writes through masks, which torch cannot do on shards"
 
 
 def refuse_optimizer(spec: Optimizer) -> None:

@@ -1,0 +1,82 @@
+"""Runs inside the ranks: whole runs of small recipes, without the seconds that new processes take."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.on_torch.loss import summed_loss
+from fullshard.train.prepare import prepare
+from fullshard.train.recipe import load_recipe
+from fullshard.train.run import execute
+
+
+def run(directory: str, overrides: list[str], name: str) -> None:
+    """Carry the recipe of `directory` out, as `fullshard train` does."""
+    os.chdir(directory)
+    execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name)
+
+
+def run_offline(*args) -> None:
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    run(*args)
+
+
+def batches(seed: int, count: int = 1) -> list[dict]:
+    ids = torch.randint(0, 64, (count, 4, 17), generator=torch.Generator().manual_seed(seed * 100 + dist.get_rank()))
+    return [{"input_ids": i[:, :-1], "labels": i[:, 1:]} for i in ids]
+
+
+def make_state(optimizer: fs.AdamW | fs.SGD | fs.TorchOptimizer, compute: str = "fp32") -> on_torch.State:
+    model = on_torch.load_model("llama-nano")
+    plan = fs.zero3(
+        on_torch.describe(model),
+        devices=dist.get_world_size(),
+        batch=fs.Batch(4, 16),
+        precision=fs.Precision(compute=compute),
+    )
+    return on_torch.shard(model, plan, optimizer, seed=3)
+
+
+def poisoned(model, batch):
+    """A loss whose gradient is not finite on one rank."""
+    return summed_loss(model, batch) * (float("nan") if dist.get_rank() == 1 else 1.0)
+
+
+def skip(optimizer) -> dict:
+    """A step with a gradient that is not finite, between two good ones."""
+    state = make_state(optimizer)
+    on_torch.train_step(state, batches(0), clip=1.0)
+    before = [p.to_local().clone() for p in state.parameters()]
+    bad = on_torch.train_step(state, batches(1), loss=poisoned, clip=1.0)
+    after = [p.to_local().clone() for p in state.parameters()]
+    good = on_torch.train_step(state, batches(2), clip=1.0)
+    return {
+        "skipped": [bool(bad.skipped), bool(good.skipped)],
+        "unchanged": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        "loss": float(good.loss),
+        "changed": any(not torch.equal(a, p.to_local()) for a, p in zip(after, state.parameters(), strict=True)),
+    }
+
+
+def named(name: str, options: tuple) -> float:
+    """How far five steps of a torch optimizer over shards are from the same over the unsharded model."""
+    state = make_state(fs.TorchOptimizer(name, 1e-3, options))
+    plain = on_torch.load_model("llama-nano")
+    on_torch.initialize(plain, torch.device("cpu"), seed=3)
+    oracle = getattr(torch.optim, name)(plain.parameters(), lr=1e-3, **dict(options))
+    for seed in range(5):
+        own = batches(seed)
+        on_torch.train_step(state, own)
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own[0])
+        rows = {k: torch.cat([g[k] for g in gathered]) for k in own[0]}
+        F.cross_entropy(plain(rows["input_ids"]).flatten(0, 1), rows["labels"].flatten()).backward()
+        oracle.step()
+        oracle.zero_grad()
+    pairs = zip(state.model.named_parameters(), plain.named_parameters(), strict=True)
+    return max(float((p.full_tensor() - q).abs().max() / q.abs().max()) for (_, p), (_, q) in pairs)
