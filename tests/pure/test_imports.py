@@ -21,6 +21,7 @@ ROOMS = [
     {"on_torch", "on_jax"},
     {"train", "launch", "observe", "doctor"},
     {""},
+    {"commands"},
     {"cli"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}

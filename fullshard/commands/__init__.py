@@ -1,0 +1,1 @@
+"""The commands, a file a family: each parses, calls one function and prints."""

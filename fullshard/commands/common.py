@@ -1,0 +1,37 @@
+"""What several commands share: arguments, and how to print."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard import presets
+from fullshard.description import Description
+from fullshard.errors import FullshardError
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Classes = Annotated[list[str] | None, typer.Option("--class", metavar="NAME", help="Each module of this class is a unit.")]
+Names = Annotated[
+    list[str] | None, typer.Option("--names", metavar="PATTERN", help="Each module of this path is a unit (wildcards).")
+]
+MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at least N parameters is a unit.")]
+
+
+def describe_model(model: str, classes: list[str] | None, names: list[str] | None, min_params: int) -> Description:
+    """From a preset's size where that is enough, from the module itself where it is not."""
+    if model in presets.PRESETS and not (classes or names or min_params):
+        return presets.describe(model)
+    if not (model in presets.PRESETS or ":" in model or Path(model).exists()):
+        presets.preset(model)  # refuses, with the nearest name, before torch is needed for nothing
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(f"{model!r} needs torch ({error}); pip install 'fullshard[torch]', or use a preset") from None
+    found = on_torch.load_model(model)
+    return on_torch.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
+
+
+def print_json(data: object) -> None:
+    typer.echo(json.dumps(data, indent=1))

@@ -1,0 +1,56 @@
+"""`fullshard train`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard.errors import FullshardError
+from fullshard.launch.local import inside_ranks
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
+    ] = None,
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The run's directory.")] = Path("runs/latest"),
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")] = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,
+) -> None:
+    """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
+
+    Under an outer torchrun or srun it joins the ranks that are there.
+
+    Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
+    """
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
+    from fullshard.launch.local import become_ranks
+    from fullshard.train.metrics import refuse_sinks
+    from fullshard.train.prepare import prepare
+    from fullshard.train.recipe import load_recipe
+    from fullshard.train.run import execute, refuse_run
+
+    loaded = load_recipe(recipe, overrides or [])
+    refuse_sinks(loaded)
+    inside = on_torch.adopt_slurm() or inside_ranks()
+    prepared = prepare(loaded, _world() if inside else ranks)
+    if inside:
+        try:
+            execute(prepared, run)
+        finally:
+            on_torch.finish()
+        return
+    refuse_run(run)
+    weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
+    typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {loaded.steps} steps into {run}", err=True)
+    if not dry:
+        become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run)])
+
+
+def _world() -> int:
+    return int(os.environ["WORLD_SIZE"])
