@@ -1,12 +1,13 @@
 """Recipes: strict, overridable, and every mistake one sentence that names the key."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from fullshard import FullshardError
-from fullshard.train.recipe import Recipe, load_recipe
+from fullshard.train.recipe import Recipe, _section, load_recipe
 from fullshard.train.schedule import factor
 
 SMALL = """
@@ -108,6 +109,14 @@ def test_broken_files(tmp_path, text, sentence):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FullshardError, match=r"cannot read recipe .*: No such file"):
         load_recipe(tmp_path / "none.toml", [])
+
+
+def test_the_page_has_every_key_and_no_other():
+    kinds = {section: _section([section]) for section in Recipe.model_fields}
+    keys = {f"{section}.{key}" for section, kind in kinds.items() for key in kind.model_fields}
+    page = Path("docs/recipes.md").read_text().split("## The keys")[1].split("\n## ")[0]
+    cells = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    assert {key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)} == keys
 
 
 # -- schedules ----------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Recipes at a small size, run inside ranks; and what they need: a model's directory, token files."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.data.pack import pack
+from fullshard.train.prepare import prepare
+from fullshard.train.recipe import load_recipe
+from fullshard.train.run import execute
+
+MODELS = """
+from fullshard.on_torch.models import GPT, Llama
+from fullshard.presets import GPTSize, LlamaSize
+
+def llama():
+    return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=384, sequence=64))
+
+def gpt():
+    return GPT(GPTSize(dim=32, layers=2, heads=4, vocab=256, sequence=64, dropout=0.1, bias=False, tied=False))
+"""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_inputs(here: Path) -> None:
+    """What the recipes call `tokens`, `valid`, `chat`, `chat-valid` and `path/to/model`, in small."""
+    (here / "models.py").write_text(MODELS)
+    texts = sorted(Path(json.__file__).parent.glob("*.py"))
+    make_model(here / "path/to/model", [t.read_text() for t in texts])
+    for name, inputs in (("tokens", texts), ("valid", texts[:1])):
+        pack(inputs, here / name, tokenizer=str(here / "path/to/model"), workers=1)
+    pack(texts, here / "bytes", workers=1)
+    for name, count in (("chat", 60), ("chat-valid", 10)):
+        lines = [json.dumps({"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."}) for i in range(count)]
+        (here / f"{name}.jsonl").write_text("\n".join(lines))
+        pack([here / f"{name}.jsonl"], here / name, tokenizer=str(here / "path/to/model"), chat=True, workers=1)
+
+
+def make_model(path: Path, texts: list[str]) -> None:
+    """A Hugging Face Llama with weights and a tokenizer of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": CHATML}))
+
+
+def run(here: Path, recipe: Path, overrides: list[str], directory: Path) -> dict[str, torch.Tensor]:
+    """What `fullshard train` does on every rank; the weights after it, whole, by the name they have in a checkpoint."""
+    with contextlib.chdir(here):
+        prepared = prepare(load_recipe(recipe, overrides), 2)
+        execute(prepared, directory)
+    weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in prepared.model.named_parameters()}
+    return {n.removeprefix("base_model.model.").replace(".base_layer", ""): w.detach() for n, w in weights.items()}
