@@ -4,6 +4,7 @@ Nothing here imports torch or jax at the top: `--help` must be quick, and preset
 """
 
 import os
+import signal
 import sys
 import time
 from typing import Annotated
@@ -50,6 +51,8 @@ def main() -> None:
         _refuse(str(error))
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
+        if type(error).__name__ == "Abort":
+            sys.exit(128 + signal.SIGINT)  # Ctrl-C
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":

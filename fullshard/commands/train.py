@@ -35,17 +35,20 @@ def train(
     from fullshard.train.recipe import load_recipe
     from fullshard.train.run import execute, refuse_run
 
+    inside = on_torch.adopt_slurm() or inside_ranks()  # first: what follows may refuse, and only rank 0 shall say so
     loaded = load_recipe(recipe, overrides or [])
     refuse_sinks(loaded)
-    inside = on_torch.adopt_slurm() or inside_ranks()
+    for option, given in (("ranks", ranks is not None), ("dry-run", dry)):
+        if inside and given:
+            raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     prepared = prepare(loaded, _world() if inside else ranks)
+    refuse_run(run)  # before any rank can have made it: ranks wait for each other only later
     if inside:
         try:
             execute(prepared, run)
         finally:
             on_torch.finish()
         return
-    refuse_run(run)
     weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
     typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {loaded.steps} steps into {run}", err=True)
     if not dry:

@@ -52,13 +52,21 @@ def torchrun(ranks: int, target: list[str]) -> NoReturn:
 
 
 def _forward_signals() -> list[int]:
-    """Pass SIGTERM and Ctrl-C on to the ranks; the list fills with those that came."""
+    """Pass SIGTERM and Ctrl-C on to the ranks; the list fills with those that came.
+
+    A terminal's Ctrl-C comes here alone: torch's launcher gives every rank a session of its own. Whatever
+    came first goes on as SIGTERM, which asks a rank for the same and ends one that still imports torch without a
+    traceback; a second Ctrl-C goes on as it is, and ends the ranks at once.
+    """
     seen: list[int] = []
 
     def forward(number: int, frame: object) -> None:
+        ranks = _children()
+        if not ranks:  # none has started, and none shall
+            sys.exit(128 + number)
+        for rank in ranks:
+            os.kill(rank, number if seen else signal.SIGTERM)
         seen.append(number)
-        for child in _children():
-            os.kill(child, number)
 
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, forward)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
@@ -38,8 +38,8 @@ def execute(prepared: Prepared, directory: Path) -> None:
     )
     metrics = open_metrics(directory if first else None, recipe)
     try:
-        with Bar(recipe.steps, visible=first) as bar:
-            run = Run(prepared, state, metrics, bar)
+        with Bar(recipe.steps, visible=first) as bar, Signals() as signals:
+            run = Run(prepared, state, metrics, bar, signals)
             for index in range(recipe.steps):
                 run.step(index)
                 if why := run.why_stop():
@@ -53,16 +53,15 @@ def execute(prepared: Prepared, directory: Path) -> None:
 class Run:
     """A run under way on this rank."""
 
-    def __init__(self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar):
+    def __init__(self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar, signals: "Signals"):
         from fullshard import on_torch
 
         self.prepared, self.recipe, self.state = prepared, prepared.recipe, state
-        self.metrics, self.bar = metrics, bar
+        self.metrics, self.bar, self.signals = metrics, bar, signals
         self.source: Iterator[Any] = iter(batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh)))
         self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
         self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
         self.peak = on_torch.peak_flops(state)
-        self.signals = _Signals()
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0
@@ -172,13 +171,20 @@ def write_run(directory: Path, prepared: Prepared) -> None:
     prepared.plan.save(directory / "plan.json")
 
 
-class _Signals:
-    """SIGTERM and Ctrl-C ask for an end at the next step boundary; a second Ctrl-C ends at once."""
+class Signals:
+    """SIGTERM and Ctrl-C ask for an end at the next step boundary; a second Ctrl-C ends at once. Outside the
+    `with` they do what they did before."""
 
     def __init__(self) -> None:
         self.asked = False
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, self._ask)
+
+    def __enter__(self) -> Self:
+        self.before = {name: signal.signal(name, self._ask) for name in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
 
     def _ask(self, number: int, frame: object) -> None:
         if self.asked and number == signal.SIGINT:

@@ -122,28 +122,65 @@ def test_evaluation_and_an_outer_torchrun(here):
     assert found[1]["eval_loss"] < found[0]["eval_loss"] < 6
 
 
-def test_sigterm_ends_all_ranks_at_a_step(here):
-    run = here / "runs/stopped"
-    process = subprocess.Popen(
-        command("train", "recipe.toml", "train.steps=100000", "--run", str(run)),
-        cwd=here,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def alone(process: subprocess.Popen, number: int) -> None:
+    process.send_signal(number)
+
+
+def as_a_terminal_does(process: subprocess.Popen, number: int) -> None:
+    os.killpg(process.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("send", "number", "code"),
+    [(alone, signal.SIGTERM, 143), (alone, signal.SIGINT, 130), (as_a_terminal_does, signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGINT", "Ctrl-C"],
+)
+def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
+    run = here / f"runs/{send.__name__}-{number}"
+    process = start(here, "train.steps=100000", "--run", str(run))
     try:
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 3:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        wait_until(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
+        send(process, number)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    last = metrics(run)[-1]
-    assert last["event"] == "stopped"
-    assert last["step"] == metrics(run)[-2]["step"]
+    *_, last_step, last = metrics(run)
+    assert last == {"event": "stopped", "step": last_step["step"]}
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == f"ended after step {last['step']}: stopped"
+
+
+def test_a_signal_before_the_first_step_is_no_traceback_either(here):
+    """Ranks that are still importing torch have no step to end at."""
+    process = start(here, "train.steps=100000", "--run", "runs/early")
+    try:
+        wait_until(process, lambda: len(children(process.pid)) == 2)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+
+
+def start(here: Path, *arguments: str) -> subprocess.Popen:
+    """In a process group of its own, as a shell starts a command."""
+    line = command("train", "recipe.toml", *arguments)
+    return subprocess.Popen(line, cwd=here, env=environment(), stderr=subprocess.PIPE, text=True, process_group=0)
+
+
+def wait_until(process: subprocess.Popen, ready) -> None:
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[str]:
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [child for found in lists for child in found]
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(here):
