@@ -36,6 +36,6 @@ def _master() -> str:
 
 def first_host(nodes: str) -> str:
     """The first name of a SLURM node list: `gpu[003-010,012],login` is gpu003."""
-    match = re.match(r"([^,\[]*)(?:\[([^\],\-]+)[^\]]*\]([^,]*))?", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to the first comma outside brackets
     assert match is not None
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
