@@ -22,6 +22,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python -m benchmarks.loop_overhead
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fullshard needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -43,8 +43,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bare(args: argparse.Namespace, device: torch.device):
-    """The peer: `fully_shard` block by block, as its documentation shows, and a loop by hand."""
+def bare_model(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
+    """The peer's model: `fully_shard` block by block, as its documentation shows."""
     with torch.device("meta"):
         model = build(args.preset)
     if args.compile:
@@ -63,6 +63,12 @@ def bare(args: argparse.Namespace, device: torch.device):
     fully_shard(model, **options)
     model.to_empty(device=device)
     model.apply(model._init_weights)
+    return model
+
+
+def bare(args: argparse.Namespace, device: torch.device):
+    """The peer: its model, and a step by hand."""
+    model = bare_model(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -142,17 +148,20 @@ def timed(step, batch: dict[str, torch.Tensor], device: torch.device) -> tuple[f
     return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
+def about() -> dict[str, str]:
+    """What a result was measured on, and when."""
+    cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
+    return {"hardware": hardware, "torch": torch.__version__, "fullshard": fs.__version__, "date": str(date.today())}
+
+
 def main() -> None:
     args = arguments()
     if not inside_ranks() and args.ranks > 1:
         torchrun(args.ranks, [__file__, *sys.argv[1:]])
     result = measure(args)
     if dist.get_rank() == 0:
-        hardware = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores ({platform.machine()})"
-        )
-        about = {"hardware": hardware, "torch": torch.__version__, "fullshard": fs.__version__, "date": str(date.today())}
-        print(json.dumps({"case": vars(args), **about, **result}, indent=1), flush=True)
+        print(json.dumps({"case": vars(args), **about(), **result}, indent=1), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,175 @@
+"""The loop of `fullshard train` against one by hand that does the same work, interleaved in one process group.
+
+    python -m benchmarks.loop_overhead                      # 2 gloo ranks, CPU, the demo's size
+
+A step of either side reads its batch from the same token file, trains on it with AdamW, clipping and a
+schedule, waits for the loss and writes a JSON line. By hand: stock `fully_shard`, a memory map and numpy. A second
+copy of the loop by hand runs along: what it differs by from the first is the machine's noise.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.step_overhead import about, bare_model, undisturbed
+from fullshard import on_torch
+from fullshard.data import Order
+from fullshard.data.pack import pack
+from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.train.metrics import open_metrics
+from fullshard.train.prepare import make_optimizer, prepare
+from fullshard.train.progress import Bar
+from fullshard.train.recipe import Recipe, make_recipe
+from fullshard.train.run import Run, Signals
+
+LR, WARMUP, FINAL, CLIP = 2e-3, 20, 0.1, 1.0
+Step = Callable[[int], object]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-bytes")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--loss", default="chunked", choices=["chunked", "plain"], help="fullshard's; by hand it is plain")
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--warm", type=int, default=5)
+    return parser.parse_args()
+
+
+def by_hand(args: argparse.Namespace, device: torch.device, tokens: Path, lines: Path, steps: int) -> Step:
+    """What one would write without fullshard."""
+    args.compute, args.compile = "fp32", False
+    model = bare_model(args, device)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    source = np.memmap(tokens / "00000.tokens", np.uint8, "r")
+    samples = shuffled(len(source), args, steps)
+    file = lines.open("a") if dist.get_rank() == 0 else None
+
+    def step(index: int) -> None:
+        start = time.perf_counter()
+        first = (index * dist.get_world_size() + dist.get_rank()) * args.batch
+        rows = [int(s) * args.sequence for s in samples[first : first + args.batch]]
+        ids = torch.from_numpy(np.stack([source[r : r + args.sequence + 1] for r in rows]).astype(np.int64))
+        for group in optimizer.param_groups:
+            group["lr"] = scheduled(index, steps)
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers = {"step": index + 1, "loss": loss.item(), "grad_norm": norm.full_tensor().item(), "lr": scheduled(index, steps)}
+        if file:
+            seconds = time.perf_counter() - start
+            file.write(json.dumps({**numbers, "seconds": seconds, "tokens_per_second": ids.numel() / seconds}) + "\n")
+            file.flush()
+
+    return step
+
+
+def shuffled(tokens: int, args: argparse.Namespace, steps: int) -> list[int]:
+    """Which samples the steps take: fullshard's order, so that both sides read the same."""
+    order = Order((tokens - 1) // args.sequence, 0, True)
+    return [order[i] for i in range(steps * args.batch * dist.get_world_size())]
+
+
+def scheduled(index: int, steps: int) -> float:
+    if index < WARMUP:
+        return LR * (index + 1) / WARMUP
+    done = (index - WARMUP + 1) / (steps - WARMUP)
+    return LR * (FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path) -> Step:
+    """A run as `fullshard train` carries it out; its bar draws nothing here, as on a machine without a terminal."""
+    prepared = prepare(recipe, args.ranks)
+    state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
+    metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
+    return Run(prepared, state, metrics, Bar(recipe.steps, visible=False), Signals()).step
+
+
+def make(args: argparse.Namespace, tokens: Path, steps: int) -> Recipe:
+    tree = {
+        "model": {"name": args.preset},
+        "data": {"path": str(tokens), "sequence": args.sequence},
+        "optim": {"lr": LR, "clip": CLIP},
+        "schedule": {"kind": "cosine", "warmup": WARMUP, "final": FINAL},
+        "train": {"steps": steps, "global_batch": args.batch * args.ranks, "micro_batch": args.batch, "loss": args.loss},
+    }
+    return make_recipe(tree, "the benchmark's recipe")
+
+
+def measure(args: argparse.Namespace, here: Path) -> dict:
+    device = on_torch.start("cpu")
+    steps, tokens = args.warm + args.rounds, here / "tokens"
+    if dist.get_rank() == 0:
+        pack(sorted(Path(json.__file__).parents[1].glob("*.py"))[:80], tokens, workers=1)
+    dist.barrier()
+    sides = {
+        "hand": by_hand(args, device, tokens, here / "hand.jsonl", steps),
+        "fullshard": through_fullshard(args, make(args, tokens, steps), here),
+        "hand_again": by_hand(args, device, tokens, here / "again.jsonl", steps),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    draw = random.Random(0)  # the same on all ranks
+    for index in range(steps):
+        for name in draw.sample(list(sides), len(sides)):  # none always goes first, or after the same other
+            found = timed(sides[name], index)
+            if index >= args.warm:
+                times[name].append(found)
+    clocks = {"wall": {n: [t[0] for t in found] for n, found in times.items()}}
+    clocks["processor"] = {n: [t[1] for t in found] for n, found in times.items()}
+    return {f"{clock}_clock": summary(found) for clock, found in clocks.items()}
+
+
+def timed(step: Step, index: int) -> tuple[float, float]:
+    """Seconds on the wall, and of this process on a processor: those know nothing of other programs."""
+    dist.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    step(index)
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def summary(times: dict[str, list[float]]) -> dict:
+    """Ratios of the fastest thirds; the control is the noise alone."""
+    seconds = {name: undisturbed(t) for name, t in times.items()}
+    hand = statistics.mean([seconds["hand"], seconds["hand_again"]])
+    return {
+        "seconds": seconds,
+        "ratio": seconds["fullshard"] / hand,
+        "control_hand_against_hand": seconds["hand_again"] / seconds["hand"],
+    }
+
+
+def main() -> None:
+    args = arguments()
+    if not inside_ranks():
+        torchrun(args.ranks, ["-m", "benchmarks.loop_overhead", *sys.argv[1:]])
+    on_torch.start("cpu")
+    with tempfile.TemporaryDirectory() as own:
+        where = [own]
+        dist.broadcast_object_list(where)
+        result = measure(args, Path(where[0]))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(json.dumps({"case": vars(args), **about(), **result}, indent=1), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
