@@ -3,6 +3,8 @@
 How a model is sharded is a value, the `Plan`. Importing this package imports neither torch nor jax.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError
@@ -11,7 +13,20 @@ from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefet
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
 from fullshard.train.loop import train
 
+if TYPE_CHECKING:
+    from fullshard import checkpoint as checkpoint
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`fullshard.checkpoint`, when it is first asked for: it needs numpy, which `fullshard plan` does not."""
+    if name != "checkpoint":
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module("fullshard.checkpoint")
+
 
 __all__ = [
     "SGD",

@@ -8,7 +8,7 @@ byte is counted.
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -88,18 +88,47 @@ def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int,
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one file; refuses a file whose header and size disagree."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise FullshardError(f"{path} is not a safetensors file, or cut off: its header does not fit into its {size} bytes")
-        try:
-            header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
+    file = os.open(path, os.O_RDONLY)
+    try:
+        read = lambda offset, into: _read_whole(file, into, offset, path)
+        return parse_header(str(path), path.stat().st_size, read)
+    finally:
+        os.close(file)
+
+
+def parse_header(path: str, size: int, read: Callable[[int, memoryview], None]) -> dict[str, Entry]:
+    """As `read_header`, from anything of which `read` can fill memory from an offset."""
+    first = bytearray(min(8, size))
+    read(0, memoryview(first))
+    length = int.from_bytes(first, "little")
+    if size < 8 or length > min(size - 8, LARGEST_HEADER):
+        raise FullshardError(f"{path} is not a safetensors file, or cut off: its header does not fit into its {size} bytes")
+    text = bytearray(length)
+    read(8, memoryview(text))
+    try:
+        header = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
     if not isinstance(header, dict):
         raise FullshardError(f"{path} is damaged: its header is no table; fetch it again")
-    return {name: _entry(path, name, value, 8 + length, size) for name, value in header.items() if name != "__metadata__"}
+    return {name: _entry(Path(path), name, value, 8 + length, size) for name, value in header.items() if name != "__metadata__"}
+
+
+def make_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None, align: int = 8
+) -> tuple[bytes, list[int]]:
+    """The head of a file of these (name, dtype, shape), its length a multiple of `align`, and where in the file each
+    tensor's bytes begin. No tensor but the first needs a gap: give those of wide dtypes first."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at, starts = 0, []
+    for name, dtype, shape in tensors:
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        starts.append(at)
+        at += nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
 
 
 def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:

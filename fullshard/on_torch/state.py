@@ -1,6 +1,8 @@
 """What a run carries from step to step."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +50,18 @@ class State:
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
+
+    def save_checkpoint(self, shelf: str | Path, **about: Any) -> str:
+        """For `fullshard.checkpoint.save`."""
+        from fullshard.on_torch import checkpoint
+
+        return checkpoint.save(shelf, self, **about)
+
+    def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
+        """For `fullshard.checkpoint.load`."""
+        from fullshard.on_torch import checkpoint
+
+        return checkpoint.load(where, self, **options)
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds at rest, by kind: counted from the tensors themselves."""

@@ -1,0 +1,194 @@
+"""Places: a directory of this machine, or a prefix of an object store that fsspec knows.
+
+Both give the same few verbs over plain files. What is written is durable when the verb returns.
+"""
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import direct
+from fullshard.errors import FullshardError
+
+Piece = tuple[int, memoryview]  # where in the file, and where to
+
+
+class Place(ABC):
+    """A directory. `str()` is what a person would write."""
+
+    @abstractmethod
+    def child(self, name: str) -> "Place":
+        """The directory of that name in this one; it need not exist."""
+
+    @abstractmethod
+    def files(self) -> dict[str, int]:
+        """The plain files right here, with their sizes; a directory that does not exist has none."""
+
+    @abstractmethod
+    def directories(self) -> list[str]: ...
+
+    @abstractmethod
+    def read(self, name: str, pieces: Sequence[Piece]) -> None:
+        """Fill each piece; raises FileNotFoundError or EOFError."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
+        """The whole file, durable: the first `length` bytes of `data`, which may be padded for the disk's sake."""
+
+    @abstractmethod
+    def remove_file(self, name: str) -> None: ...
+
+    @abstractmethod
+    def remove(self) -> None:
+        """The directory with all that is in it; nothing happens if it does not exist."""
+
+    @abstractmethod
+    def free(self) -> int | None:
+        """Bytes that can still be written, where the place knows."""
+
+    def read_whole(self, name: str, at_most: int) -> bytes:
+        """A small file; its size is looked at before memory is taken."""
+        size = self.files().get(name)
+        if size is None:
+            raise FileNotFoundError(name)
+        if size > at_most:
+            raise FullshardError(f"{self}/{name} has {size} bytes, more than the {at_most} that such a file may have")
+        data = bytearray(size)
+        self.read(name, [(0, memoryview(data))])
+        return bytes(data)
+
+
+class Local(Place):
+    """A directory of this machine, or of a shared filesystem."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def child(self, name: str) -> "Local":
+        return Local(self.path / name)
+
+    def files(self) -> dict[str, int]:
+        return {e.name: e.stat().st_size for e in self._entries() if e.is_file(follow_symlinks=False)}
+
+    def directories(self) -> list[str]:
+        return sorted(e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
+
+    def odd(self) -> list[str]:
+        """What is neither a plain file nor a directory: a link may point anywhere, so none is followed."""
+        kinds = [(e.name, e.is_file(follow_symlinks=False) or e.is_dir(follow_symlinks=False)) for e in self._entries()]
+        return sorted(name for name, plain in kinds if not plain)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.path) as found:
+                return list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read(self, name: str, pieces: Sequence[Piece]) -> None:
+        file = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            for offset, into in pieces:
+                direct.read_exactly(file, into, offset)
+        finally:
+            os.close(file)
+
+    def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
+        direct.write_file(self.path / name, memoryview(data), len(data) if length is None else length)
+
+    def remove_file(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def free(self) -> int | None:
+        here = self.path.absolute()
+        while not here.exists():
+            here = here.parent
+        found = os.statvfs(here)
+        return found.f_bavail * found.f_frsize
+
+
+class Remote(Place):
+    """A prefix of an object store. A put object is there whole or not at all, and there is no rename."""
+
+    def __init__(self, filesystem: Any, path: str, scheme: str):
+        self.filesystem, self.path, self.scheme = filesystem, path.rstrip("/"), scheme
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}"
+
+    def child(self, name: str) -> "Remote":
+        return Remote(self.filesystem, f"{self.path}/{name}", self.scheme)
+
+    def _entries(self, kind: str) -> list[tuple[str, int]]:
+        self.filesystem.invalidate_cache()  # another process may have written
+        try:
+            found = self.filesystem.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        # Object stores may list the prefix itself as an entry of its own.
+        below = [e for e in found if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
+        return [(e["name"].rstrip("/").rpartition("/")[2], e["size"] or 0) for e in below]
+
+    def files(self) -> dict[str, int]:
+        return dict(self._entries("file"))
+
+    def directories(self) -> list[str]:
+        return sorted(n for n, _ in self._entries("directory"))
+
+    def read(self, name: str, pieces: Sequence[Piece]) -> None:
+        for offset, into in pieces:
+            data = self.filesystem.cat_file(f"{self.path}/{name}", start=offset, end=offset + len(into)) if len(into) else b""
+            if len(data) != len(into):
+                raise EOFError(name)
+            into[:] = data
+
+    def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
+        whole = memoryview(data)[: len(data) if length is None else length]
+        with self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+            for start in range(0, len(whole), 1 << 26):
+                file.write(whole[start : start + (1 << 26)])
+
+    def remove_file(self, name: str) -> None:
+        try:
+            self.filesystem.rm_file(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return
+
+    def remove(self) -> None:
+        self.filesystem.invalidate_cache()
+        try:
+            self.filesystem.rm(self.path, recursive=True)
+        except FileNotFoundError:
+            return
+
+    def free(self) -> int | None:
+        return None
+
+
+def open_place(where: str | Path) -> Place:
+    """A path, file://, or any URL for which fsspec has a package."""
+    text = str(where)
+    if "://" not in text:
+        return Local(Path(text))
+    scheme, _, rest = text.partition("://")
+    if scheme == "file":
+        return Local(Path("/" + rest.lstrip("/")))
+    try:
+        import fsspec
+    except ImportError:
+        raise FullshardError(f"{text} needs fsspec: pip install 'fullshard[checkpoint]'") from None
+    try:
+        # No cache of instances: a process that forks would share its parent's connections.
+        filesystem = fsspec.filesystem(scheme, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:
+        raise FullshardError(f"cannot open {text}: {error}") from None
+    return Remote(filesystem, str(filesystem._strip_protocol(text)), scheme)

@@ -1,0 +1,77 @@
+"""Whether a checkpoint is what its manifest says, byte for byte."""
+
+from collections.abc import Iterable
+
+import xxhash
+
+from fullshard.checkpoint.commit import read_manifest
+from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from fullshard.checkpoint.place import Local, Place
+from fullshard.checkpoint.safetensors import parse_header
+from fullshard.errors import FullshardError
+
+PIECE = 1 << 24  # bytes in memory at a time
+
+
+def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """All that is wrong with a checkpoint, a sentence each. Reads every byte; `share = (i, n)`: of every n-th file,
+    beginning with the i-th, for n readers that divide the work."""
+    try:
+        manifest = read_manifest(place)
+    except FullshardError as error:
+        return [str(error)]
+    present = place.files()
+    absent = absent_nodes(manifest, present)
+    names = [n for n, f in manifest.files.items() if f.node not in absent][share[0] :: share[1]]
+    wrong = [p for n in names for p in file_problems(place, n, manifest.files[n], present)]
+    wrong = wrong or [p for n in names for p in header_problems(place, n, manifest)]
+    extra = sorted(present.keys() - manifest.files.keys() - {MANIFEST})
+    odd = [*place.directories(), *(place.odd() if isinstance(place, Local) else [])]
+    return wrong + [f"{place} has {name}, which its manifest does not list" for name in [*extra, *odd]]
+
+
+def absent_nodes(manifest: Manifest, present: Iterable[str]) -> set[int | None]:
+    """Nodes that kept their files on a disk of their own, none of which is here."""
+    nodes = {f.node for f in manifest.files.values()} - {None}
+    here = {manifest.files[n].node for n in present if n in manifest.files}
+    return nodes - here if here else set()
+
+
+def file_problems(place: Place, name: str, record: FileRecord, present: dict[str, int]) -> list[str]:
+    """What is wrong with one file."""
+    if name not in present:
+        return [f"{place} lacks {name}"]
+    if present[name] != record.nbytes:
+        return [f"{place}/{name} has {present[name]} bytes instead of {record.nbytes}"]
+    try:
+        same = file_checksum(place, name, record.nbytes) == record.checksum
+    except (OSError, EOFError) as error:
+        return [f"{place}/{name} cannot be read: {error}"]
+    return [] if same else [f"{place}/{name} is damaged: its checksum does not match"]
+
+
+def file_checksum(place: Place, name: str, nbytes: int) -> str:
+    found, memory = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, nbytes)))
+    for start in range(0, nbytes, PIECE):
+        piece = memory[: min(PIECE, nbytes - start)]
+        place.read(name, [(start, piece)])
+        found.update(piece)
+    return found.hexdigest()
+
+
+def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
+    """Where the file's own header, which other programs read, and the manifest say different things."""
+    size = manifest.files[name].nbytes
+    try:
+        own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
+    except FullshardError as error:
+        return [str(error)]
+    said = {(e.start, e.dtype, e.shape) for e in own.values() if 0 not in e.shape}
+    listed = {(c.offset, t.dtype, c.shape) for t in manifest.tensors.values() for c in t.chunks if c.file == name}
+    return [] if said == listed else [f"{place}/{name}: its header and the manifest disagree about what it holds"]
+
+
+def refuse_damaged(place: Place) -> None:
+    if found := problems(place):
+        more = f" (and {len(found) - 1} more problems)" if len(found) > 1 else ""
+        raise FullshardError(f"{found[0]}{more}; use another checkpoint")

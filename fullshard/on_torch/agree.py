@@ -1,0 +1,61 @@
+"""Ranks that agree: on what one of them decided, and on whether all of them succeeded.
+
+Over a gloo group of its own, so that a background thread may use it while training uses the others.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.load import first_line
+
+T = TypeVar("T")
+TIMEOUT = timedelta(hours=2)  # a slow disk is no dead rank
+
+
+def make_group() -> dist.ProcessGroup:
+    """Collective."""
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
+    """What the first rank makes, on all ranks. If it fails there, all raise its sentence."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        box = [attempt(make)]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return unwrap(box)[0]
+
+
+def together(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
+    """What every rank makes, on all ranks. If one fails, all raise its sentence."""
+    return unwrap(gather(group, attempt(make)))
+
+
+def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
+    """Failures travel as sentences: the bugs among them too, else the others would wait for ever."""
+    try:
+        return True, make()
+    except FullshardError as error:
+        return False, str(error)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {first_line(error)}"
+
+
+def unwrap(answers: list[Any]) -> list[Any]:
+    failed = [value for worked, value in answers if not worked]
+    if failed:
+        raise FullshardError(failed[0])
+    return [value for _, value in answers]

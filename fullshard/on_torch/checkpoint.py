@@ -1,0 +1,376 @@
+"""Checkpoints of a sharded state: each rank writes its own part, nothing is gathered, and all agree on the end.
+
+A save has two halves. Staging copies this rank's items into an arena, after which training may go on. Writing, in
+a background thread, has four phases that all ranks go through together: the first makes the staging directory, each
+writes its file, the first (of each node, without a shared disk) commits, all learn how it went.
+"""
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fullshard.checkpoint import commit, verify
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.place import Local, Place, open_place
+from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.errors import FullshardError
+from fullshard.on_torch import named
+from fullshard.on_torch.agree import attempt, decide, gather, make_group, together
+from fullshard.on_torch.state import State
+from fullshard.on_torch.storage import WORD, About, Arena, Image, Reader, Written, file_name, fitting, make_manifest
+from fullshard.text import bytes_text
+
+HEADERS = 1 << 20  # bytes: what a checkpoint takes besides its tensors, about
+
+
+@dataclasses.dataclass
+class Saving:
+    """A save under way. `result` waits for it: where the checkpoint lies. It raises what went wrong, on all ranks alike."""
+
+    step: int
+    thread: threading.Thread | None = None
+    where: str = ""
+    error: str | None = None
+
+    def done(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+    def result(self) -> str:
+        if self.thread is not None:
+            self.thread.join()
+        if self.error is not None:
+            raise FullshardError(self.error)
+        return self.where
+
+
+class Checkpointer:
+    """Saves a state to one shelf, again and again. Making one is collective, and so are all its verbs.
+
+    At most one save is in flight: the next waits for it. With `overlap`, tensors leave a GPU while the next forward
+    and backward run, and the optimizer's step waits for them; who changes weights in another way must not use it.
+    """
+
+    def __init__(self, shelf: str | Path, state: State, *, overlap: bool = False):
+        self.shelf, self.state, self.overlap = open_place(shelf), state, overlap
+        self.group = make_group()
+        self.nodes = find_nodes(self.shelf, self.group)
+        self.arena = Arena(pinned=state.device.type == "cuda")
+        self.layout: Any = None  # what the plan below was made for
+        self.saving: Saving | None = None
+        self.copied: torch.cuda.Event | None = None  # when the arena holds what left the GPU
+        if overlap and state.optimizer:
+            state.optimizer.register_step_pre_hook(self._hold_update)
+
+    # -- staging ---------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        *,
+        cursor: int | None = None,
+        recipe: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Saving:
+        """Stage the state as it is now and start to write it."""
+        self.wait()
+        state = self.state
+        numbers = named.numbers_of(state) | {"extra": extra or {}}
+        about = About(state.step, cursor, state.plan.to_dict(), recipe, numbers, metrics or {})
+        with torch.no_grad():
+            copied = self._stage()
+        self.saving = saving = Saving(state.step)
+        saving.thread = threading.Thread(target=self._write, args=(saving, about, copied), daemon=True, name="checkpoint")
+        saving.thread.start()
+        return saving
+
+    def wait(self) -> None:
+        """Until no save is in flight; what became of it is in its `Saving`."""
+        if self.saving and self.saving.thread:
+            self.saving.thread.join()
+
+    def close(self) -> None:
+        self.wait()
+        self.arena.close()
+        dist.destroy_process_group(self.group)
+
+    def _stage(self) -> torch.cuda.Event | None:
+        tensors = named.model_tensors(self.state.model) | named.optimizer_tensors(self.state)
+        tensors |= named.rng_tensors(self.state, dist.get_rank())
+        layout = [(n, t.shape, t.dtype) for n, t in tensors.items()]
+        if layout != self.layout:
+            self._plan(tensors)
+            self.layout = layout
+        self.planner.state_dict = tensors
+        sources = [cast(Tensor, self.planner.resolve_data(item)) for item in self.image.items]
+        if self.state.device.type != "cuda":
+            self.image.fill(sources)
+            return None
+        return self._copy_from_device(sources)
+
+    def _copy_from_device(self, sources: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queue the copies; the event after which the arena holds them."""
+        here = torch.cuda.current_stream()
+        stream = torch.cuda.Stream() if self.overlap else here
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            self.image.fill(sources)
+            copied = torch.cuda.Event()
+            copied.record()
+        if self.overlap:
+            for source in sources:
+                if source.is_cuda:
+                    source.record_stream(stream)
+        self.copied = copied
+        return copied
+
+    def _hold_update(self, *_: Any) -> None:
+        """The next update, on whatever stream it runs, comes after the copies."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
+
+    def _plan(self, tensors: dict[str, Tensor]) -> None:
+        """Which rank writes what, by DCP's planner: copies are written once, spread over those who hold them."""
+        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        first = dist.get_rank() == 0
+        self.planner.set_up_planner(tensors, None, first)
+        plans = together(self.group, lambda: fitting(self.planner.create_local_plan()))
+        made, metadata = decide(self.group, lambda: self.planner.create_global_plan(plans))
+        self.metadata: Metadata = metadata
+        self.image = Image(self.planner.finish_plan(made[dist.get_rank()]).items, self.arena)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def _write(self, saving: Saving, about: About, copied: torch.cuda.Event | None) -> None:
+        """In the background. Whatever goes wrong becomes the saving's error, the same sentence on all ranks."""
+        try:
+            if copied is not None:
+                copied.synchronize()
+            saving.where = self._write_and_commit(about)
+        except FullshardError as error:
+            saving.error = f"the checkpoint of step {saving.step} was not saved: {error}"
+        except Exception as error:  # a rank is gone: training will find out by itself
+            saving.error = f"the checkpoint of step {saving.step} was not saved: {type(error).__name__}: {error}"
+
+    def _write_and_commit(self, about: About) -> str:
+        nonce = decide(self.group, commit.new_nonce)
+        made = commit.draft(self.shelf, about.step, nonce)
+        try:
+            with contextlib.ExitStack() as held:
+                together(self.group, lambda: self._begin(held, made))
+                written = together(self.group, lambda: self._write_file(made))
+                self._commit(made, written, about)
+        except FullshardError:
+            if self.nodes.leads:
+                attempt(lambda: commit.abandon(made))
+            raise
+        return str(made.target)
+
+    def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> None:
+        if not self.nodes.leads:
+            return
+        refuse_full(self.shelf, self._size_here(), "save")
+        held.enter_context(commit.begin(made))
+
+    def _size_here(self) -> int:
+        """The bytes that will come to this node's disk."""
+        found = cast("list[TensorStorageMetadata]", [*self.metadata.state_dict_metadata.values()])
+        return sum(t.size.numel() * t.properties.dtype.itemsize for t in found) // self.nodes.count + HEADERS
+
+    def _write_file(self, made: commit.Draft) -> Written:
+        written = self.image.written(file_name(dist.get_rank(), dist.get_world_size()))
+        if written.chunks:
+            try:
+                made.staging.write(written.file, self.image.memory, self.image.nbytes)
+            except OSError as error:
+                raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
+        return written
+
+    def _commit(self, made: commit.Draft, written: list[Written], about: About) -> None:
+        nodes = [None if self.nodes.count == 1 else node for node in self.nodes.of_rank]
+        manifest = lambda: make_manifest(self.metadata, written, about, nodes)
+        if self.nodes.count > 1:
+            text = decide(self.group, manifest)  # the same moment of creation on every node
+            manifest = lambda: text
+        together(self.group, lambda: _commit_file(made, manifest()) if self.nodes.leads else None)
+
+    # -- the shelf -------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Remove what killed runs left on the shelf."""
+        together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Not collective: each node's first rank removes its own."""
+        for name in names if self.nodes.leads else ():
+            commit.remove(self.shelf, name)
+
+    def newest(self) -> tuple[Place | None, list[str]]:
+        """The newest checkpoint that is whole, and sentences about those that are not."""
+        everywhere = gather(self.group, commit.committed(self.shelf) if self.nodes.leads else None)
+        names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
+        said: list[str] = []
+        for name in reversed(names):
+            wrong = damage(self.shelf.child(name), self.group, self.nodes)
+            if not wrong:
+                return self.shelf.child(name), said
+            said.append(wrong[0])
+        return None, said
+
+
+def _commit_file(made: commit.Draft, manifest: Manifest) -> None:
+    try:
+        commit.commit(made, manifest)
+    except OSError as error:
+        raise FullshardError(f"{made.target}: {error.strerror or error}") from None
+
+
+def refuse_full(shelf: Place, needed: int, what: str) -> None:
+    free = shelf.free()
+    if free is not None and free < needed:
+        raise FullshardError(f"{shelf} has {bytes_text(free)} free, {what} needs {bytes_text(needed)}; make room, or keep fewer")
+
+
+# -- who sees which disk ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """How ranks share disks: `of_rank` numbers the disk that each sees; `leads`: this rank is the first at its own."""
+
+    of_rank: tuple[int, ...]
+    leads: bool
+
+    @property
+    def count(self) -> int:
+        return max(self.of_rank) + 1
+
+
+def find_nodes(shelf: Place, group: dist.ProcessGroup) -> Nodes:
+    """Every rank leaves a file and looks whose files it sees. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not isinstance(shelf, Local) or world == 1:
+        return Nodes((0,) * world, rank == 0)
+    nonce = decide(group, commit.new_nonce)
+    prefix = f".probe-{nonce}-"
+    together(group, lambda: _leave(shelf, f"{prefix}{rank}"))
+    seen = gather(group, tuple(sorted(int(n.removeprefix(prefix)) for n in shelf.files() if n.startswith(prefix))))
+    shelf.remove_file(f"{prefix}{rank}")
+    leaders = sorted({ranks[0] for ranks in seen})
+    if any(seen[other] != ranks for ranks in seen for other in ranks):
+        raise FullshardError(f"{shelf} is neither one disk that all ranks see nor one for each node; use a shared directory")
+    return Nodes(tuple(leaders.index(ranks[0]) for ranks in seen), seen[rank][0] == rank)
+
+
+def _leave(shelf: Local, name: str) -> None:
+    try:
+        os.makedirs(shelf.path, exist_ok=True)
+        (shelf.path / name).touch()
+    except OSError as error:
+        raise FullshardError(f"cannot write to {shelf}: {error.strerror}") from None
+
+
+# -- loading ------------------------------------------------------------------------------------------------
+
+
+def load(where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verified: bool = False) -> Manifest:
+    """Fill the state, in place, from a checkpoint of any plan; what the manifest says. Collective.
+
+    `verified`: the caller has compared the checksums already.
+    """
+    group = make_group()
+    try:
+        return _load(group, where, state, allow_missing, verified)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _load(
+    group: dist.ProcessGroup, where: str | Path | Place, state: State, allow_missing: Sequence[str], verified: bool
+) -> Manifest:
+    place = where if isinstance(where, Place) else open_place(decide(group, lambda: str(commit.find(where))))
+    if not verified:
+        nodes = find_nodes_read(place, group)
+        if wrong := damage(place, group, nodes):
+            raise FullshardError(f"{wrong[0]}; use another checkpoint")
+    return together(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
+
+
+def find_nodes_read(place: Place, group: dist.ProcessGroup) -> Nodes:
+    """Ranks by the files that they see, for reading only."""
+    seen = gather(group, tuple(sorted(place.files())))
+    kinds = sorted(set(seen), key=seen.index)
+    return Nodes(tuple(kinds.index(s) for s in seen), kinds.index(seen[dist.get_rank()]) == dist.get_rank())
+
+
+def damage(place: Place, group: dist.ProcessGroup, nodes: Nodes) -> list[str]:
+    """What is wrong with a checkpoint, found by all ranks together: each reads its share of the files it sees."""
+    rank = dist.get_rank()
+    beside = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[rank]]
+    worked, found = attempt(lambda: verify.problems(place, share=(beside.index(rank), len(beside))))
+    return [p for wrong in gather(group, found if worked else [found]) for p in wrong]
+
+
+def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
+    manifest, saved = checkpoint.manifest, checkpoint.manifest.state
+    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
+    own = named.model_tensors(state.model)
+    wanted = named.described(own)
+    wanted |= {n: (tuple(s), WORD[d]) for n, (s, d) in named.wanted_slots(state, saved.get("without_slots", [])).items()}
+    if state.optimizer is None:  # to evaluate or export, the weights are enough
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
+    refuse_others(str(checkpoint.place), tensors, wanted, allow_missing)
+    made = named.make_slots(state, tensors)
+    own |= {f"optimizer.{name}.{key}": t for name, keys in made.items() for key, t in keys.items()}
+    with torch.no_grad():
+        _read(checkpoint, {n: t for n, t in own.items() if n in tensors})
+    named.set_slots(state, made, saved.get("slots", {}))
+    state.step, state.checks = manifest.step, True
+    if state.loss_scale and saved.get("loss_scale"):
+        state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
+    _restore_rng(checkpoint, state)
+    return manifest
+
+
+def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = Reader(checkpoint)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(tensors, metadata, False)
+    reader.set_up_storage_reader(metadata, False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+
+def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
+    """Each rank's generators as they were. At another number of ranks there are no such; then they are seeded anew
+    from the step and the rank, the same way at every resume."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if checkpoint.manifest.state.get("world") != world:
+        torch.manual_seed(checkpoint.manifest.step * 1_000_003 + rank)
+        return
+    for name, tensor in named.rng_tensors(state, rank).items():
+        if name in checkpoint.manifest.tensors:
+            saved = torch.frombuffer(checkpoint.raw(name), dtype=torch.uint8)
+            if name.endswith(".cpu"):
+                torch.set_rng_state(saved)
+            elif saved.numel() == tensor.numel():
+                torch.cuda.set_rng_state(saved, state.device)
+
+
+def save(shelf: str | Path, state: State, **about: Any) -> str:
+    """One checkpoint, whole and durable when this returns; where it lies. Collective."""
+    checkpointer = Checkpointer(shelf, state)
+    try:
+        return checkpointer.save(**about).result()
+    finally:
+        checkpointer.close()

@@ -1,0 +1,138 @@
+"""A state as tensors by name: what a checkpoint of it holds, whatever the plan.
+
+model.NAME              parameters (once, however tied) and persistent buffers
+optimizer.NAME.KEY      an optimizer's tensors by the parameter they belong to, never by group
+rng.RANK.cpu, .cuda     the generators of each rank, as bytes
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint.manifest import TensorRecord
+from fullshard.on_torch.state import State
+from fullshard.on_torch.storage import TORCH, WORD
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    persistent = model.state_dict(keep_vars=True).keys()
+    named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
+    return {f"model.{name}": tensor for name, tensor in named.items()}
+
+
+def optimizer_tensors(state: State) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, p in _trained(state).items():
+        for key, value in slots(state, p).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{name}.{key}"] = value
+    return found
+
+
+def _trained(state: State) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer holds, by name."""
+    held = {id(p) for g in state.optimizer.param_groups for p in g["params"]} if state.optimizer else set()
+    return {n: p for n, p in state.model.named_parameters() if id(p) in held}
+
+
+def slots(state: State, p: nn.Parameter) -> dict[str, Any]:
+    # `state` is a defaultdict: looking up must not make an entry
+    return state.optimizer.state[p] if state.optimizer and p in state.optimizer.state else {}
+
+
+def rng_tensors(state: State, rank: int) -> dict[str, Tensor]:
+    found = {f"rng.{rank:05d}.cpu": torch.get_rng_state()}
+    if state.device.type == "cuda":
+        found[f"rng.{rank:05d}.cuda"] = torch.cuda.get_rng_state(state.device)
+    return found
+
+
+def numbers_of(state: State) -> dict[str, Any]:
+    """What of a state is small: JSON."""
+    other = {}
+    for name, p in _trained(state).items():
+        plain = {k: v for k, v in slots(state, p).items() if not isinstance(v, Tensor)}
+        if plain:
+            other[name] = plain
+    scale = state.loss_scale
+    return {
+        "world": torch.distributed.get_world_size(),
+        "optimizer": type(state.optimizer).__name__ if state.optimizer else None,
+        "without_slots": [n for n, p in _trained(state).items() if not slots(state, p)],
+        "slots": other,
+        "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
+    }
+
+
+# -- what a state expects -----------------------------------------------------------------------------------
+
+
+def expected_slots(optimizer: torch.optim.Optimizer) -> dict[str, tuple[bool, torch.dtype | None]]:
+    """For each key of the optimizer's state whether it is as large as its parameter, and its dtype if it is a
+    tensor: found out by one step on a parameter of two elements."""
+    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    probe = nn.Parameter(torch.zeros(2, dtype=optimizer.param_groups[0]["params"][0].dtype))
+    settings |= {"fused": False} if "fused" in settings else {}
+    trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
+    probe.grad = torch.ones_like(probe)
+    trial.step()
+    found = dict(trial.state[probe])
+    return {k: (isinstance(v, Tensor) and v.ndim == 1, v.dtype if isinstance(v, Tensor) else None) for k, v in found.items()}
+
+
+def wanted_slots(state: State, without: list[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The optimizer's tensors as they will be after a step, without those of the parameters `without`."""
+    if state.optimizer is None:
+        return {}
+    kinds = expected_slots(state.optimizer)
+    found = {}
+    for name, p in _trained(state).items():
+        for key, (as_large, dtype) in kinds.items() if name not in without else ():
+            if dtype is not None:
+                found[f"optimizer.{name}.{key}"] = (p.shape if as_large else torch.Size(()), dtype)
+    return found
+
+
+def needed_bytes(state: State) -> int:
+    """The bytes of a whole checkpoint of this state, but for headers and the manifest."""
+    sizes = [t.numel() * t.element_size() for t in model_tensors(state.model).values()]
+    return sum(sizes) + sum(shape.numel() * dtype.itemsize for shape, dtype in wanted_slots(state, []).values())
+
+
+def described(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {n: (tuple(t.shape), WORD[t.dtype]) for n, t in tensors.items()}
+
+
+# -- filling ------------------------------------------------------------------------------------------------
+
+
+def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, dict[str, Tensor]]:
+    """Empty optimizer tensors, shaped and sharded for this state, for all that a checkpoint has; by parameter."""
+    trained = _trained(state)
+    made: dict[str, dict[str, Tensor]] = {}
+    for full, record in tensors.items():
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and name in trained:
+            made.setdefault(name, {})[key] = _slot(state, trained[name], record)
+    return made
+
+
+def _slot(state: State, p: nn.Parameter, record: TensorRecord) -> Tensor:
+    assert state.optimizer is not None
+    if tuple(record.shape) == tuple(p.shape) and p.ndim:
+        return torch.zeros_like(p, dtype=TORCH[record.dtype], requires_grad=False)
+    group = next(g for g in state.optimizer.param_groups if any(q is p for q in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
+    return torch.zeros(record.shape, dtype=TORCH[record.dtype], device=state.device if on_device else "cpu")
+
+
+def set_slots(state: State, made: Mapping[str, dict[str, Tensor]], other: Mapping[str, dict[str, Any]]) -> None:
+    """Give the optimizer these tensors, and the plain numbers beside them."""
+    if state.optimizer is None:
+        return
+    state.optimizer.state.clear()
+    for name, p in _trained(state).items():
+        if name in made or name in other:
+            state.optimizer.state[p] = {**made.get(name, {}), **other.get(name, {})}

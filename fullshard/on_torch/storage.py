@@ -1,0 +1,289 @@
+"""fullshard's checkpoint format as a storage of `torch.distributed.checkpoint`, whose planners split and reshard.
+
+A rank's items are laid out as one file image: the header of a safetensors file, then the tensors. Staging copies them
+to where they will lie in the file; writing is then one pass over memory that the training no longer touches.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fullshard.checkpoint import commit, direct
+from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checksum
+from fullshard.checkpoint.place import open_place
+from fullshard.checkpoint.reader import Checkpoint
+from fullshard.checkpoint.safetensors import make_header
+from fullshard.errors import FullshardError
+
+WORD = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TORCH = {word: dtype for dtype, word in WORD.items()}
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says besides tensors and files."""
+
+    step: int = 0
+    cursor: int | None = None
+    plan: dict[str, Any] | None = None
+    recipe: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Written:
+    """One rank's file, and the chunks in it."""
+
+    file: str
+    nbytes: int
+    checksum: str
+    chunks: tuple[tuple[str, str, tuple[int, ...], Chunk], ...]  # name, dtype, shape of the whole tensor
+
+
+class Arena:
+    """Memory of its own pages for one file image, kept from save to save; pinned, where there is a GPU to copy from."""
+
+    def __init__(self, pinned: bool):
+        self.pinned, self.memory = pinned, memoryview(b"")
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> Tensor:
+        if len(self.memory) < nbytes:
+            self.close()
+            self.memory = direct.aligned(nbytes)
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+            if self.pinned:
+                self._pin()
+        return self.tensor
+
+    def _pin(self) -> None:
+        # Registered, not allocated by torch, whose caching allocator would round up to a power of two.
+        code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
+        if int(code) != 0:
+            size = self.tensor.numel() >> 20
+            raise FullshardError(f"{size} MiB of host memory for checkpoints cannot be pinned; raise the limit (ulimit -l)")
+
+    def close(self) -> None:
+        if self.pinned and self.tensor.numel():
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+        self.tensor, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+
+
+class Image:
+    """One rank's file in memory: where each item of a save plan lies. Made once for a layout, filled at each save."""
+
+    def __init__(self, items: Sequence[WriteItem], arena: Arena):
+        # Wide dtypes first: then every tensor is aligned without gaps, which the format does not allow.
+        self.items = sorted(items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
+        entries = [(chunk_name(i), word_of(i), _chunk(i).sizes) for i in self.items]
+        header, self.starts = make_header(entries, {"format": "pt"}, direct.ALIGNMENT)
+        self.nbytes = len(header) + sum(_nbytes(i) for i in self.items)
+        memory = arena.reserve(self.nbytes)
+        self.memory = arena.memory[: -(-self.nbytes // direct.ALIGNMENT) * direct.ALIGNMENT]
+        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self.targets = [self._view(memory, i, at) for i, at in zip(self.items, self.starts, strict=True)]
+
+    def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
+        flat = memory[at : at + _nbytes(item)]
+        assert item.tensor_data is not None
+        return flat.view(item.tensor_data.properties.dtype).view(_chunk(item).sizes)
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Copy the items' tensors, in the order of `items`. From a GPU it is queued on the current stream."""
+        plain = [(t, s) for t, s in zip(self.targets, sources, strict=True) if t.numel()]
+        if plain:
+            torch._foreach_copy_([t for t, _ in plain], [s for _, s in plain], non_blocking=True)
+
+    def written(self, file: str) -> Written:
+        """What lies in the file, once the image is filled."""
+        chunks = []
+        for item, at in zip(self.items, self.starts, strict=True):
+            box, whole = _chunk(item), item.tensor_data.size  # type: ignore[union-attr]
+            chunks.append((item.index.fqn, word_of(item), tuple(whole), Chunk(file, at, tuple(box.offsets), tuple(box.sizes))))
+        return Written(file, self.nbytes, checksum(self.memory[: self.nbytes]), tuple(chunks))
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _nbytes(item: WriteItem) -> int:
+    return _chunk(item).sizes.numel() * item.tensor_data.properties.dtype.itemsize  # type: ignore[union-attr]
+
+
+def chunk_name(item: WriteItem) -> str:
+    """What a reader of the file sees: the tensor's name, and where it is cut, the offsets of this part."""
+    chunk = _chunk(item)
+    whole = tuple(chunk.sizes) == tuple(item.tensor_data.size)  # type: ignore[union-attr]
+    return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+
+
+def word_of(item: WriteItem) -> str:
+    dtype = item.tensor_data.properties.dtype  # type: ignore[union-attr]
+    if dtype not in WORD:
+        raise FullshardError(f"{item.index.fqn} is {str(dtype)[6:]}, which safetensors has no word for; convert it first")
+    return WORD[dtype]
+
+
+def fitting(plan: SavePlan) -> SavePlan:
+    """A rank's part of a plan, without empty boxes; what is no tensor is refused."""
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            raise FullshardError(f"{item.index.fqn} is no tensor; nothing is pickled: put it into `extra`, as JSON")
+    return dataclasses.replace(plan, items=[i for i in plan.items if _nbytes(i)])
+
+
+def file_name(index: int, count: int) -> str:
+    return f"shard-{index:05d}-of-{count:05d}.safetensors"
+
+
+def make_manifest(metadata: Metadata, written: Sequence[Written], about: About, nodes: Sequence[int | None]) -> Manifest:
+    """`nodes`: for each file the node on whose disk it lies, or None."""
+    chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+    for one in written:
+        for name, _, _, chunk in one.chunks:
+            chunks[name].append(chunk)
+    tensors = {}
+    for name, found in metadata.state_dict_metadata.items():
+        assert isinstance(found, TensorStorageMetadata)
+        ordered = tuple(sorted(chunks[name], key=lambda c: c.start))
+        tensors[name] = TensorRecord(tuple(found.size), WORD[found.properties.dtype], ordered)
+    files = {w.file: FileRecord(w.nbytes, w.checksum, node) for w, node in zip(written, nodes, strict=True) if w.chunks}
+    about_fields = {f.name: getattr(about, f.name) for f in dataclasses.fields(about)}
+    return Manifest(tensors=dict(sorted(tensors.items())), files=files, created=round(time.time(), 3), **about_fields)
+
+
+# -- DCP's interfaces ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    nonce: str
+    file: str
+
+
+class Writer(StorageWriter):
+    """For `torch.distributed.checkpoint.save(state_dict, storage_writer=Writer(shelf, About(step=…)))`, on a shared
+    filesystem or an object store. `fullshard.checkpoint.save` does more: it stages, checks space, and agrees on failure."""
+
+    def __init__(self, shelf: str | Path, about: About | None = None):
+        self.shelf, self.about, self.arena = open_place(shelf), about or About(), Arena(pinned=False)
+        self.held: Any = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.shelf = open_place(os.fspath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return fitting(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        nonce = commit.new_nonce()
+        self.held = commit.begin(commit.draft(self.shelf, self.about.step, nonce))
+        self.held.__enter__()
+        files = [file_name(i, len(plans)) for i in range(len(plans))]
+        return [dataclasses.replace(p, storage_data=_Assigned(nonce, f)) for p, f in zip(plans, files, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.assigned: _Assigned = plan.storage_data
+        image = Image(plan.items, self.arena)
+        image.fill([_resolved(planner, item) for item in image.items])
+        written = image.written(self.assigned.file)
+        if written.chunks:
+            self._draft().staging.write(written.file, image.memory, image.nbytes)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), written.nbytes, written)])
+        return future
+
+    def _draft(self) -> commit.Draft:
+        return commit.draft(self.shelf, self.about.step, self.assigned.nonce)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [r.storage_data for rank in results for r in rank]
+        commit.commit(self._draft(), make_manifest(metadata, written, self.about, [None] * len(written)))
+        self.held.__exit__(None, None, None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, Tensor)
+    return data.detach()
+
+
+class Reader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=Reader(where))`. Checks no checksums itself."""
+
+    def __init__(self, where: str | Path | Checkpoint):
+        self.checkpoint = where if isinstance(where, Checkpoint) else Checkpoint(commit.find(where))
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint = Checkpoint(commit.find(os.fspath(checkpoint_id)))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return to_metadata(self.checkpoint.manifest.tensors)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.chunks = {MetadataIndex(n, c.start): (t, c) for n, t in self.checkpoint.manifest.tensors.items() for c in t.chunks}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            record, chunk = self.chunks[item.storage_index]
+            first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]
+            box = [(a, a + n) for a, n in zip(first, item.lengths, strict=True)]
+            part = torch.empty(tuple(item.lengths), dtype=TORCH[record.dtype])
+            memory = part.reshape(-1).view(torch.uint8).numpy().data
+            self.checkpoint.read_chunk(chunk, box, record.item_bytes, memory)
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def to_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
+    """What DCP's planners want to know."""
+    found: dict[str, Any] = {}
+    for name, record in tensors.items():
+        if record.dtype not in TORCH:
+            raise FullshardError(f"{name} is {record.dtype}, which torch has no dtype for")
+        chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in record.chunks]
+        found[name] = TensorStorageMetadata(TensorProperties(dtype=TORCH[record.dtype]), torch.Size(record.shape), chunks)
+    return Metadata(found)
