@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import fullshard
-from fullshard.commands import data, plan
+from fullshard.commands import checkpoint, data, plan
 from fullshard.commands.train import train
 from fullshard.errors import FullshardError
 from fullshard.launch.local import given_arguments
@@ -34,6 +34,7 @@ app = typer.Typer(
 for command in (plan.models, plan.units, plan.plan, plan.explain, train):
     app.command()(command)
 app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

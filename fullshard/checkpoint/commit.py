@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fullshard.errors import FullshardError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")
+PROBE = ".probe-"  # files by which ranks find out who shares a disk
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 
@@ -162,6 +164,7 @@ def find_shelf(where: str | Path) -> Place:
 def garbage(shelf: Place) -> tuple[list[str], list[str]]:
     """What killed writers left: names to sweep, and names that a live process still holds."""
     found = [n for n in shelf.directories() if _is_garbage(shelf, n)]
+    found += [n for n in shelf.files() if n.startswith(PROBE)]
     held = [n for n in found if isinstance(shelf, Local) and _is_held(shelf.path / n)]
     return [n for n in found if n not in held], held
 
@@ -174,7 +177,7 @@ def _is_garbage(shelf: Place, name: str) -> bool:
 
 def _is_held(path: Path) -> bool:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -190,5 +193,29 @@ def sweep(shelf: Place) -> list[str]:
     """Delete the garbage; the names that went."""
     dead, _ = garbage(shelf)
     for name in dead:
-        shelf.child(name).remove()
+        sweep_one(shelf, name)
     return dead
+
+
+def sweep_one(shelf: Place, name: str) -> None:
+    shelf.remove_file(name) if name.startswith(PROBE) else shelf.child(name).remove()
+
+
+@contextmanager
+def hold_run(directory: Path, patience: float = 20.0) -> Iterator[None]:
+    """Hold a run's directory: two runs in one would mix their numbers. Waits for a dying one; the kernel lets go of
+    what a killed process held."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise FullshardError(f"another process trains into {directory}; end it, or give another --run") from None
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(file)

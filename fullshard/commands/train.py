@@ -17,11 +17,16 @@ def train(
     ] = None,
     run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The run's directory.")] = Path("runs/latest"),
     ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="auto|PATH", help="Go on from the run's newest whole checkpoint, or from PATH.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,
 ) -> None:
     """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
 
     Under an outer torchrun or srun it joins the ranks that are there.
+
+    Example: fullshard train recipes/bytes.toml --run runs/first --resume auto
 
     Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
     """
@@ -30,6 +35,7 @@ def train(
     except ImportError as error:
         raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
     from fullshard.launch.local import become_ranks
+    from fullshard.train.checkpoints import refuse_resume
     from fullshard.train.metrics import refuse_sinks
     from fullshard.train.prepare import prepare
     from fullshard.train.recipe import load_recipe
@@ -42,17 +48,21 @@ def train(
         if inside and given:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     prepared = prepare(loaded, _world() if inside else ranks)
-    refuse_run(run)  # before any rank can have made it: ranks wait for each other only later
+    if resume is None:
+        refuse_run(run)  # before any rank can have made it: ranks wait for each other only later
+    elif resume != "auto":
+        refuse_resume(resume, prepared, run)
     if inside:
         try:
-            execute(prepared, run)
+            execute(prepared, run, resume)
         finally:
             on_torch.finish()
         return
     weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
     typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {loaded.steps} steps into {run}", err=True)
     if not dry:
-        become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run)])
+        resumed = ["--resume", resume] if resume else []
+        become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run), *resumed])
 
 
 def _world() -> int:

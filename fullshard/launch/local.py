@@ -1,5 +1,6 @@
 """Ranks on this machine, through torch's elastic launcher."""
 
+import ctypes
 import json
 import os
 import signal
@@ -26,7 +27,18 @@ def become_ranks(ranks: int, arguments: list[str]) -> NoReturn:
 
 def given_arguments() -> list[str] | None:
     """What `become_ranks` wants this rank to do, if it started it."""
-    return json.loads(os.environ[ARGUMENTS]) if inside_ranks() and ARGUMENTS in os.environ else None
+    if not (inside_ranks() and ARGUMENTS in os.environ):
+        return None
+    _die_with_launcher()
+    return json.loads(os.environ[ARGUMENTS])
+
+
+def _die_with_launcher() -> None:
+    """Ranks whose launcher was killed would train on unseen, beside those of whoever resumes the run."""
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def torchrun(ranks: int, target: list[str]) -> NoReturn:

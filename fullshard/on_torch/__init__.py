@@ -1,5 +1,7 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
+from fullshard.on_torch.agree import first_decides
+from fullshard.on_torch.checkpoint import Checkpointer, Saving, load_checkpoint
 from fullshard.on_torch.chunked import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.collectives import record
 from fullshard.on_torch.describe import describe
@@ -10,6 +12,7 @@ from fullshard.on_torch.load import limits, load_model, takes_positions
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.measure import measure
+from fullshard.on_torch.named import weights_of
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, start
 from fullshard.on_torch.refuse import refuse
@@ -20,6 +23,8 @@ from fullshard.on_torch.step import StepResult, evaluate, train_step
 from fullshard.on_torch.weights import Weights
 
 __all__ = [
+    "Checkpointer",
+    "Saving",
     "State",
     "StepResult",
     "Weights",
@@ -31,12 +36,14 @@ __all__ = [
     "describe",
     "evaluate",
     "finish",
+    "first_decides",
     "flops_per_token",
     "generate",
     "global_norm",
     "initialize",
     "is_first",
     "limits",
+    "load_checkpoint",
     "load_model",
     "local_devices",
     "measure",
@@ -50,4 +57,5 @@ __all__ = [
     "summed_loss",
     "takes_positions",
     "train_step",
+    "weights_of",
 ]

@@ -39,6 +39,13 @@ def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     return unwrap(box)[0]
 
 
+def first_decides(make: Callable[[], Any]) -> None:
+    """Let the first rank do something; if it fails, all raise its sentence. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    decide(group, make)
+
+
 def together(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
     """What every rank makes, on all ranks. If one fails, all raise its sentence."""
     return unwrap(gather(group, attempt(make)))

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +25,11 @@ from fullshard.checkpoint import commit, verify
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.retention import Candidate, Kept, to_remove
 from fullshard.errors import FullshardError
 from fullshard.on_torch import named
 from fullshard.on_torch.agree import attempt, decide, gather, make_group, together
+from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import WORD, About, Arena, Image, Reader, Written, file_name, fitting, make_manifest
 from fullshard.text import bytes_text
@@ -60,8 +64,9 @@ class Checkpointer:
     and backward run, and the optimizer's step waits for them; who changes weights in another way must not use it.
     """
 
-    def __init__(self, shelf: str | Path, state: State, *, overlap: bool = False):
-        self.shelf, self.state, self.overlap = open_place(shelf), state, overlap
+    def __init__(self, shelf: str | Path, state: State, *, keep: Kept | None = None, overlap: bool = False):
+        self.shelf, self.state, self.keep, self.overlap = open_place(shelf), state, keep, overlap
+        self.history: list[Candidate] | None = None  # what retention knows, once it has looked
         self.group = make_group()
         self.nodes = find_nodes(self.shelf, self.group)
         self.arena = Arena(pinned=state.device.type == "cuda")
@@ -106,6 +111,7 @@ class Checkpointer:
     def _stage(self) -> torch.cuda.Event | None:
         tensors = named.model_tensors(self.state.model) | named.optimizer_tensors(self.state)
         tensors |= named.rng_tensors(self.state, dist.get_rank())
+        tensors = dict(sorted(tensors.items()))  # the same state gives the same bytes, whoever made its entries
         layout = [(n, t.shape, t.dtype) for n, t in tensors.items()]
         if layout != self.layout:
             self._plan(tensors)
@@ -157,6 +163,7 @@ class Checkpointer:
             if copied is not None:
                 copied.synchronize()
             saving.where = self._write_and_commit(about)
+            self._retire(about)
         except FullshardError as error:
             saving.error = f"the checkpoint of step {saving.step} was not saved: {error}"
         except Exception as error:  # a rank is gone: training will find out by itself
@@ -179,7 +186,7 @@ class Checkpointer:
     def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> None:
         if not self.nodes.leads:
             return
-        refuse_full(self.shelf, self._size_here(), "save")
+        refuse_full(self.shelf, self._size_here(), "its files")
         held.enter_context(commit.begin(made))
 
     def _size_here(self) -> int:
@@ -204,16 +211,35 @@ class Checkpointer:
             manifest = lambda: text
         together(self.group, lambda: _commit_file(made, manifest()) if self.nodes.leads else None)
 
+    def _retire(self, about: About) -> None:
+        """Remove the checkpoints that need not stay; each node's first rank its own."""
+        if not (self.keep and self.keep.last and self.nodes.leads):
+            return
+        if self.history is None:
+            known = [attempt(partial(commit.read_manifest, self.shelf.child(name))) for name in self.names()]
+            self.history = [Candidate.of(m) for worked, m in known if worked and m.step != about.step]
+        self.history.append(Candidate(about.step, time.time(), about.metrics))
+        gone = to_remove(self.history, self.keep)
+        for name in gone:
+            attempt(partial(commit.remove, self.shelf, name))
+        self.history = [c for c in self.history if commit.checkpoint_name(c.step) not in gone]
+
     # -- the shelf -------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Remove what killed runs left on the shelf."""
         together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Not collective: each node's first rank removes its own."""
-        for name in names if self.nodes.leads else ():
-            commit.remove(self.shelf, name)
+    def names(self) -> list[str]:
+        """The checkpoints that this rank sees."""
+        return commit.committed(self.shelf)
+
+    def refuse_small(self, count: int) -> None:
+        """Raise where the shelf has no room for `count` checkpoints, those that are there included."""
+        size = named.needed_bytes(self.state) // self.nodes.count + HEADERS
+        missing = max(0, count - len(self.names())) * size
+        what = f"{count} checkpoints of {bytes_text(size)}"
+        together(self.group, lambda: refuse_full(self.shelf, missing, what) if self.nodes.leads else None)
 
     def newest(self) -> tuple[Place | None, list[str]]:
         """The newest checkpoint that is whole, and sentences about those that are not."""
@@ -238,7 +264,9 @@ def _commit_file(made: commit.Draft, manifest: Manifest) -> None:
 def refuse_full(shelf: Place, needed: int, what: str) -> None:
     free = shelf.free()
     if free is not None and free < needed:
-        raise FullshardError(f"{shelf} has {bytes_text(free)} free, {what} needs {bytes_text(needed)}; make room, or keep fewer")
+        raise FullshardError(
+            f"{shelf} has {bytes_text(free)} free, but {what} take {bytes_text(needed)}; make room, or keep fewer"
+        )
 
 
 # -- who sees which disk ------------------------------------------------------------------------------------
@@ -262,7 +290,7 @@ def find_nodes(shelf: Place, group: dist.ProcessGroup) -> Nodes:
     if not isinstance(shelf, Local) or world == 1:
         return Nodes((0,) * world, rank == 0)
     nonce = decide(group, commit.new_nonce)
-    prefix = f".probe-{nonce}-"
+    prefix = f"{commit.PROBE}{nonce}-"
     together(group, lambda: _leave(shelf, f"{prefix}{rank}"))
     seen = gather(group, tuple(sorted(int(n.removeprefix(prefix)) for n in shelf.files() if n.startswith(prefix))))
     shelf.remove_file(f"{prefix}{rank}")
@@ -283,7 +311,9 @@ def _leave(shelf: Local, name: str) -> None:
 # -- loading ------------------------------------------------------------------------------------------------
 
 
-def load(where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verified: bool = False) -> Manifest:
+def load_checkpoint(
+    where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verified: bool = False
+) -> Manifest:
     """Fill the state, in place, from a checkpoint of any plan; what the manifest says. Collective.
 
     `verified`: the caller has compared the checksums already.
@@ -339,6 +369,7 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
+    free_gathered(state.model)  # units that a forward left whole would keep the old values
     return manifest
 
 
@@ -367,7 +398,7 @@ def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
                 torch.cuda.set_rng_state(saved, state.device)
 
 
-def save(shelf: str | Path, state: State, **about: Any) -> str:
+def save_checkpoint(shelf: str | Path, state: State, **about: Any) -> str:
     """One checkpoint, whole and durable when this returns; where it lies. Collective."""
     checkpointer = Checkpointer(shelf, state)
     try:

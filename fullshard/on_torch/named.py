@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import TensorRecord
+from fullshard.on_torch.dtypes import TORCH as MASTER
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import TORCH, WORD
+from fullshard.plan import Plan
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -103,6 +105,13 @@ def needed_bytes(state: State) -> int:
 
 def described(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {n: (tuple(t.shape), WORD[t.dtype]) for n, t in tensors.items()}
+
+
+def weights_of(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the weights that a checkpoint of this model under this plan has; the model may be on meta."""
+    parameters = {f"model.{n}" for n, _ in model.named_parameters()}
+    found = described(model_tensors(model))
+    return {n: (shape, WORD[MASTER[plan.precision.master]] if n in parameters else dtype) for n, (shape, dtype) in found.items()}
 
 
 # -- filling ------------------------------------------------------------------------------------------------

@@ -55,13 +55,13 @@ class State:
         """For `fullshard.checkpoint.save`."""
         from fullshard.on_torch import checkpoint
 
-        return checkpoint.save(shelf, self, **about)
+        return checkpoint.save_checkpoint(shelf, self, **about)
 
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
         """For `fullshard.checkpoint.load`."""
         from fullshard.on_torch import checkpoint
 
-        return checkpoint.load(where, self, **options)
+        return checkpoint.load_checkpoint(where, self, **options)
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds at rest, by kind: counted from the tensors themselves."""

@@ -26,12 +26,13 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     tokens: Tensor  # over all ranks
     skipped: Tensor  # whether a gradient was not finite, so that nothing was updated
-    flagged: Tensor  # whether any rank gave `flag`
+    flagged: Tensor  # for each of `flags`, whether any rank raised it
     clock: Clock  # forward, backward, update
 
     def numbers(self) -> list[float]:
-        """loss, grad_norm, tokens, skipped, flagged: one wait for the device instead of five."""
-        return torch.stack([t.double() for t in (self.loss, self.grad_norm, self.tokens, self.skipped, self.flagged)]).tolist()
+        """loss, grad_norm, tokens, skipped, and each flag: one wait for the device instead of many."""
+        scalars = torch.stack([t.double() for t in (self.loss, self.grad_norm, self.tokens, self.skipped)])
+        return torch.cat([scalars, self.flagged.double()]).tolist()
 
     def seconds(self) -> dict[str, float]:
         """The time in each phase on this rank's device."""
@@ -45,13 +46,13 @@ def train_step(
     loss: LossFunction = summed_loss,
     clip: float | None = None,
     lr: float | None = None,
-    flag: bool = False,
+    flags: Sequence[bool] = (),
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
     The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
     ranks and micro-batches. `lr`, if given, is this step's learning rate. A gradient that is not finite leaves
-    weights and optimizer as they are. `flag` travels with the step's own sums, so that ranks can agree on
+    weights and optimizer as they are. `flags` travel with the step's own sums, so that ranks can agree on
     something at no cost. The first step also runs the checks of `checks`.
     """
     if state.optimizer is None:
@@ -71,13 +72,14 @@ def train_step(
     if first:
         checks.after_first_backward(state)
     parts = gradients(state.model.parameters())
-    flagged = torch.full_like(summed, float(flag), dtype=torch.float64)
-    totals = all_reduce_sum(torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor, flagged]))
+    raised = torch.tensor([float(f) for f in flags], dtype=torch.float64).to(state.device, non_blocking=True)
+    own = torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor])
+    totals = all_reduce_sum(torch.cat([own, raised]))
     norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
     skipped = _update(state, parts, norm, clip)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
-    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2] > 0, clock)
+    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2:] > 0, clock)
 
 
 def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:

@@ -46,11 +46,35 @@ class Metrics:
             self.file.close()
 
 
-def open_metrics(directory: Path | None, recipe: Recipe) -> Metrics:
-    """`directory` is None on all ranks but the first."""
+def rewind(directory: Path, step: int) -> float | None:
+    """Drop what a run wrote after `step`, and lines that a kill cut off; the loss it had at the step after."""
+    then: float | None = None
+    for path in (directory / "metrics.jsonl", directory / "samples.jsonl"):
+        if not path.exists():
+            continue
+        lines = [(line, _record(line)) for line in path.read_text(errors="replace").splitlines()]
+        following = [r["loss"] for _, r in lines if r.get("step") == step + 1 and r.get("loss") is not None]
+        then = following[-1] if following else then
+        kept = [line for line, r in lines if isinstance(r.get("step"), int) and r["step"] <= step]
+        fresh = path.with_name(f".{path.name}.partial")
+        fresh.write_text("".join(f"{line}\n" for line in kept))
+        fresh.replace(path)
+    return then
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def open_metrics(directory: Path | None, recipe: Recipe, step: int = 0) -> Metrics:
+    """`directory` is None on all ranks but the first. `step`: the one that the run is at."""
     if directory is None:
         return Metrics(None)
-    sinks: list[Sink] = [TensorBoard(directory)] if recipe.log.tensorboard else []
+    sinks: list[Sink] = [TensorBoard(directory, step)] if recipe.log.tensorboard else []
     if recipe.log.wandb:
         sinks.append(WeightsAndBiases(directory, recipe))
     return Metrics(directory, sinks)
@@ -68,10 +92,10 @@ def refuse_sinks(recipe: Recipe) -> None:
 class TensorBoard:
     """RUN/tensorboard: what `tensorboard --logdir` shows."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory / "tensorboard"))
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():

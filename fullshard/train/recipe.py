@@ -173,6 +173,38 @@ class Sample(Section):
     tokenizer: str | None = None
 
 
+class Checkpoint(Section):
+    """One every `every` steps or `minutes`, and a `final` one. Of the old ones stay the last `keep` (0: all), each
+    `keep_every`-th step, one each `keep_hours`, and the `best` by `metric`. `path`: a directory or URL, by default
+    RUN/checkpoints. `background`: training goes on while one is written. `export`: at the end, a Hugging Face
+    directory, RUN/export or another."""
+
+    every: int = Field(0, ge=0)
+    minutes: float = Field(30.0, ge=0)
+    final: bool = True
+    keep: int = Field(2, ge=0)
+    keep_every: int = Field(0, ge=0)
+    keep_hours: float = Field(0.0, ge=0)
+    best: int = Field(0, ge=0)
+    metric: Literal["loss", "eval_loss"] = "eval_loss"
+    highest: bool = False
+    path: str | None = None
+    background: bool = True
+    export: bool | str = False
+
+    @model_validator(mode="after")
+    def _what_has_an_effect(self) -> Self:
+        for key in ("keep_every", "keep_hours", "best"):
+            if getattr(self, key) and not self.keep:
+                raise ValueError(f"{key} has no effect with keep = 0, which keeps all; write keep = 1 or more")
+        for key in ("metric", "highest"):
+            if key in changed(self) and not self.best:
+                raise ValueError(f"{key} has no effect without best, the number of best checkpoints to keep")
+        if not (self.every or self.minutes or self.final) and changed(self) - {"every", "minutes", "final", "export"}:
+            raise ValueError("without every, minutes and final there are no checkpoints; the other keys have no effect")
+        return self
+
+
 class Log(Section):
     """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project."""
 
@@ -192,6 +224,7 @@ class Recipe(Section):
     lora: Lora | None = None
     eval: Eval = Eval()
     sample: Sample = Sample()
+    checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 
     @model_validator(mode="after")
@@ -202,6 +235,8 @@ class Recipe(Section):
             raise ValueError("eval.patience has no effect without eval.every; give both, or neither")
         if bool(self.sample.every) != bool(self.sample.prompts):
             raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
+        if self.checkpoint.best and self.checkpoint.metric == "eval_loss" and not self.eval.every:
+            raise ValueError("checkpoint.best ranks by the evaluation loss; give eval.every, or checkpoint.metric = 'loss'")
         return self
 
     @property

@@ -4,18 +4,22 @@ RUN/recipe.json     the resolved recipe
 RUN/plan.json       the plan
 RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
+RUN/checkpoints/    see docs/checkpoints.md
 """
 
 import signal
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.manifest import Manifest
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
-from fullshard.train.metrics import Metrics, open_metrics
+from fullshard.train.checkpoints import Checkpoints, shelf_of
+from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, make_optimizer
 from fullshard.train.progress import Bar
 from fullshard.train.schedule import factor
@@ -24,52 +28,95 @@ if TYPE_CHECKING:
     from fullshard.on_torch import State
 
 
-def execute(prepared: Prepared, directory: Path) -> None:
-    """Train. Collective: every rank calls it."""
+def execute(prepared: Prepared, directory: Path, resume: str | None = None) -> None:
+    """Train. Collective: every rank calls it. `resume`: `auto`, or a checkpoint."""
     from fullshard import on_torch
 
-    recipe = prepared.recipe
     on_torch.start()
-    first = on_torch.is_first()
-    if first:
-        write_run(directory, prepared)
-    state = on_torch.shard(
-        prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=prepared.weights
-    )
-    metrics = open_metrics(directory if first else None, recipe)
-    try:
-        with Bar(recipe.steps, visible=first) as bar, Signals() as signals:
-            run = Run(prepared, state, metrics, bar, signals)
-            for index in range(recipe.steps):
-                run.step(index)
-                if why := run.why_stop():
-                    metrics.write(event=why, step=state.step)
-                    bar.say(f"ended after step {state.step}: {why}")
-                    break
-    finally:
-        metrics.close()
+    with ExitStack() as held:
+        on_torch.first_decides(lambda: _take(directory, prepared, held))
+        _execute(prepared, directory, resume)
+
+
+def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    held.enter_context(commit.hold_run(directory))
+    write_run(directory, prepared)
+
+
+def _execute(prepared: Prepared, directory: Path, resume: str | None) -> None:
+    from fullshard import on_torch
+
+    recipe, first = prepared.recipe, on_torch.is_first()
+    # What a checkpoint will overwrite need not be read from elsewhere first.
+    weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
+    state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights)
+    metrics = open_metrics(None, recipe)
+    with Bar(recipe.steps, visible=first) as bar, Signals() as signals:
+        checkpoints = Checkpoints(prepared, state, directory, metrics, bar)
+        try:
+            found = checkpoints.start(resume)
+            expected = rewind(directory, state.step) if first else None
+            metrics = checkpoints.metrics = open_metrics(directory if first else None, recipe, state.step)
+            run = Run(prepared, state, metrics, bar, signals, checkpoints)
+            run.restore(found, expected)
+            _train_on(run)
+            checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
+        finally:
+            metrics.close()
+
+
+def _train_on(run: "Run") -> None:
+    why = None
+    for index in range(run.state.step, run.recipe.steps):
+        run.step(index)
+        if why := run.why_stop():
+            run.metrics.write(event=why, step=run.state.step)
+            run.bar.say(f"ended after step {run.state.step}: {why}")
+            break
+    if why != "diverged":
+        run.checkpoints.finish(run.source.cursor, run.numbers())
 
 
 class Run:
     """A run under way on this rank."""
 
-    def __init__(self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar, signals: "Signals"):
+    def __init__(
+        self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar, signals: "Signals", checkpoints: Checkpoints
+    ):
         from fullshard import on_torch
 
         self.prepared, self.recipe, self.state = prepared, prepared.recipe, state
-        self.metrics, self.bar, self.signals = metrics, bar, signals
-        self.source: Iterator[Any] = iter(batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh)))
+        self.metrics, self.bar, self.signals, self.checkpoints = metrics, bar, signals, checkpoints
+        self.source = batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh))
         self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
         self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
         self.peak = on_torch.peak_flops(state)
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0
+        self.expected: float | None = None  # the loss that the first resumed step had before
+
+    def numbers(self) -> dict[str, Any]:
+        """What a resumed run has to know besides the state and the cursor."""
+        best = self.best if self.best < float("inf") else None
+        return {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
+
+    def restore(self, found: Manifest | None, expected: float | None) -> None:
+        """Go on where a checkpoint was made."""
+        if found is not None:
+            numbers = found.state["extra"]
+            self.skips, self.skips_in_a_row = numbers["skips"], numbers["skips_in_a_row"]
+            self.best = float("inf") if numbers["best"] is None else numbers["best"]
+            self.since_best, self.expected = numbers["since_best"], expected
+            assert found.cursor is not None
+            self.source.cursor = found.cursor
+        self.steps = iter(self.source)
 
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""
         start = time.perf_counter()
-        micro_batches = next(self.source)
+        micro_batches = next(self.steps)
         waited = time.perf_counter() - start
         lr = self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
         self._train(micro_batches, index, lr, start, waited)
@@ -77,14 +124,22 @@ class Run:
             self.evaluate(index + 1)
         if (every := self.recipe.sample.every) and (index + 1) % every == 0:
             self.sample(index + 1)
+        self.checkpoints.after_step(self.due, self.source.cursor, self.numbers())
 
     def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
         from fullshard import on_torch
 
         result = on_torch.train_step(
-            self.state, micro_batches, loss=self.loss, clip=self.recipe.optim.clip, lr=lr, flag=self.signals.asked
+            self.state,
+            micro_batches,
+            loss=self.loss,
+            clip=self.recipe.optim.clip,
+            lr=lr,
+            flags=(self.signals.asked, on_torch.is_first() and self.checkpoints.due()),
         )
-        loss, norm, tokens, skipped, asked = result.numbers()
+        loss, norm, tokens, skipped, asked, due = result.numbers()
+        self.due = bool(due)
+        self.checkpoints.numbers["loss"] = loss
         seconds = time.perf_counter() - start
         self.asked = bool(asked)
         self.skips += int(skipped)
@@ -105,6 +160,13 @@ class Run:
             **memory,
         )
         self.bar.update(index + 1, loss, tokens, memory["memory_allocated"])
+        self._compare(loss)
+
+    def _compare(self, loss: float) -> None:
+        """The first resumed loss against the one that the run had at this step before: the quickest sign of trouble."""
+        if self.expected is not None and abs(loss - self.expected) > 1e-3 * max(1.0, abs(self.expected)):
+            self.bar.say(f"the first resumed loss is {loss:.4f}, before it was {self.expected:.4f}: something else changed")
+        self.expected = None
 
     def evaluate(self, step: int) -> None:
         """The mean loss over the first samples of the held-out data."""
@@ -125,6 +187,7 @@ class Run:
         found = on_torch.evaluate(self.state, [s[0] for s in islice(held_out, recipe.eval.batches)], loss=self.loss)
         improved = found < self.best - recipe.eval.min_delta
         self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
+        self.checkpoints.numbers["eval_loss"] = found
         self.metrics.write(step=step, eval_loss=found)
         self.bar.say(f"step {step}: eval loss {found:.4f}")
 
@@ -162,11 +225,10 @@ class Run:
 def refuse_run(directory: Path) -> None:
     """A run's directory is made once; two runs in one would mix their numbers."""
     if (directory / "metrics.jsonl").exists():
-        raise FullshardError(f"{directory} holds a run already; give another directory with --run")
+        raise FullshardError(f"{directory} holds a run already; go on with --resume auto, or give another --run")
 
 
 def write_run(directory: Path, prepared: Prepared) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / "recipe.json").write_text(prepared.recipe.model_dump_json(indent=1) + "\n")
     prepared.plan.save(directory / "plan.json")
 

@@ -80,3 +80,17 @@ def named(name: str, options: tuple) -> float:
         oracle.zero_grad()
     pairs = zip(state.model.named_parameters(), plain.named_parameters(), strict=True)
     return max(float((p.full_tensor() - q).abs().max() / q.abs().max()) for (_, p), (_, q) in pairs)
+
+
+def resume(directory: str, overrides: list[str], name: str, resume: str = "auto") -> None:
+    """The same run again, from its newest checkpoint."""
+    os.chdir(directory)
+    execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name, resume)
+
+
+def refused(*args) -> str:
+    try:
+        resume(*args)
+    except fs.FullshardError as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,181 @@
+"""`fullshard checkpoint`: looking at checkpoints, and turning them into other things. No GPU, no ranks."""
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.commands.common import AsJson, print_json
+from fullshard.errors import FullshardError
+from fullshard.text import bytes_text, count_text, table
+
+app = typer.Typer(help="Look at checkpoints, verify, compare, convert and clean them up.", no_args_is_help=True)
+
+Where = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint, a directory of them (the newest is meant), or a run; or a URL.")
+]
+Shelf = Annotated[str, typer.Argument(metavar="PATH", help="A directory of checkpoints, or a run; or a URL.")]
+
+
+@app.command("ls")
+def ls(path: Shelf, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run."""
+    from fullshard.checkpoint import commit
+
+    shelf = commit.find_shelf(path)
+    rows = [_about(shelf, name) for name in commit.committed(shelf)]
+    dead, held = commit.garbage(shelf)
+    if as_json:
+        print_json({"checkpoints": rows, "partial": dead, "being_written": held})
+        return
+    lines = [[r["name"], r["created"], bytes_text(r["bytes"]), str(r["cursor"]), r["metrics"]] for r in rows]
+    typer.echo(table(["checkpoint", "written", "size", "samples", "metrics"], lines, right=(2, 3)))
+    for name in held:
+        typer.echo(f"{name} is being written", err=True)
+    if dead:
+        typer.echo(f"{len(dead)} partial ones; `fullshard checkpoint gc {path}` removes them", err=True)
+
+
+def _about(shelf: Any, name: str) -> dict[str, Any]:
+    from fullshard.checkpoint import commit
+
+    found = commit.read_manifest(shelf.child(name))
+    written = datetime.fromtimestamp(found.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    metrics = "  ".join(f"{k} {v:.4f}" for k, v in found.metrics.items())
+    return {
+        "name": name,
+        "step": found.step,
+        "created": written,
+        "bytes": found.nbytes,
+        "cursor": found.cursor,
+        "metrics": metrics,
+    }
+
+
+@app.command("show")
+def show(
+    path: Where,
+    tensors: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors of this name (wildcards).")] = "model.*",
+    values: Annotated[bool, typer.Option("--values/--no-values", help="Read them: mean, deviation, range, NaN.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint holds: its tensors with shape, dtype and statistics."""
+    from fnmatch import fnmatchcase
+
+    from fullshard.checkpoint.compare import statistics
+    from fullshard.checkpoint.reader import count_elements, open_checkpoint
+
+    found = open_checkpoint(path)
+    names = [n for n in found.manifest.tensors if fnmatchcase(n, tensors)]
+    if not names:
+        raise FullshardError(f"{found.place} has no tensor called {tensors!r}, for example {next(iter(found.manifest.tensors))}")
+    read = {n: statistics(found, n) if values else None for n in names}
+    if as_json:
+        rows = {n: {"shape": found.manifest.tensors[n].shape, "dtype": found.manifest.tensors[n].dtype} for n in names}
+        print_json({n: row | (dataclasses.asdict(s) if (s := read[n]) else {}) for n, row in rows.items()})
+        return
+    lines = [[n, str(list(found.manifest.tensors[n].shape)), found.manifest.tensors[n].dtype, *_cells(read[n])] for n in names]
+    head = ["tensor", "shape", "dtype", *(["mean", "std", "lowest", "highest", "NaN", "inf"] if values else [])]
+    typer.echo(table(head, [line[: len(head)] for line in lines], right=range(3, len(head))))
+    m = found.manifest
+    elements = count_text(count_elements([t for n, t in m.tensors.items() if n.startswith("model.")]))
+    typer.echo(f"step {m.step}, {elements} weights, {bytes_text(m.nbytes)} in {len(m.files)} files: {found.place}", err=True)
+
+
+def _cells(s: Any) -> list[str]:
+    return [f"{s.mean:.3g}", f"{s.std:.3g}", f"{s.low:.3g}", f"{s.high:.3g}", str(s.nans), str(s.infinities)] if s else [""] * 6
+
+
+@app.command("verify")
+def verify(
+    path: Where,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints of PATH, not the newest alone.")] = False,
+) -> None:
+    """Read every byte and compare it with the checksums. Exits with 1 if anything is wrong."""
+    from fullshard.checkpoint import commit
+    from fullshard.checkpoint.verify import problems
+
+    shelf = commit.find_shelf(path)
+    places = [shelf.child(n) for n in commit.committed(shelf)] if every else [commit.find(path)]
+    if not places:
+        raise FullshardError(f"{path} has no checkpoints")
+    found = [(place, problems(place)) for place in places]
+    for place, wrong in found:
+        typer.echo("\n".join(wrong) if wrong else f"{place}: whole")
+    if any(wrong for _, wrong in found):
+        raise typer.Exit(1)
+
+
+@app.command("diff")
+def diff(
+    first: Where,
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="The one to compare with.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor. Exits with 1 if they differ."""
+    from fullshard.checkpoint.compare import differences, small_differences
+    from fullshard.checkpoint.reader import open_checkpoint
+
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    found = list(differences(a, b))
+    if as_json:
+        print_json([dataclasses.asdict(d) for d in found])
+    else:
+        for line in small_differences(a, b):
+            typer.echo(line, err=True)
+        rows = [[d.name, d.kind, d.detail, "" if d.largest is None else f"{d.largest:.3g}", str(d.changed or "")] for d in found]
+        head = ["tensor", "differs in", "", "by at most", "elements"]
+        typer.echo(table(head, rows, right=(3, 4)) if rows else "the tensors are the same, bit for bit")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def gc(
+    path: Shelf,
+    keep: Annotated[int, typer.Option(metavar="N", help="Also remove all but the newest N.", show_default="all stay")] = 0,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Remove what killed runs left behind: partial checkpoints. One that is being written stays."""
+    from fullshard.checkpoint import commit
+
+    shelf = commit.find_shelf(path)
+    dead, held = commit.garbage(shelf)
+    old = commit.committed(shelf)[:-keep] if keep > 0 else []
+    for name in [*dead, *old]:
+        typer.echo(name)
+        if not dry:
+            commit.remove(shelf, name) if name in old else commit.sweep_one(shelf, name)
+    for name in held:
+        typer.echo(f"{name} is being written and stays", err=True)
+
+
+@app.command("average")
+def average(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Two checkpoints or more.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to put the checkpoint into.")],
+) -> None:
+    """Write the mean of the weights of several checkpoints, without optimizer state."""
+    from fullshard.checkpoint.average import average
+    from fullshard.checkpoint.place import Local
+
+    typer.echo(str(average(paths, Local(output))))
+
+
+@app.command("can-resume")
+def can_resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    ranks: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="For this many ranks.", show_default="as here")
+    ] = None,
+) -> None:
+    """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
+    from fullshard.train.checkpoints import resumable
+
+    try:
+        typer.echo(f"yes: {resumable(run, ranks)}")
+    except FullshardError as error:
+        typer.echo(f"no: {error}")
+        raise typer.Exit(1) from None

@@ -1,0 +1,184 @@
+"""A run's checkpoints: when one is due, what it says besides the state, and how a run goes on from one."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.place import Place, open_place
+from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.retention import Kept
+from fullshard.checkpoint.verify import problems
+from fullshard.errors import FullshardError
+from fullshard.train.metrics import Metrics
+from fullshard.train.prepare import Prepared
+from fullshard.train.progress import Bar
+from fullshard.train.recipe import Recipe, make_recipe
+
+if TYPE_CHECKING:
+    from fullshard.on_torch import Saving, State
+
+
+def shelf_of(recipe: Recipe, directory: Path) -> Place:
+    """Where a run's checkpoints lie."""
+    return open_place(recipe.checkpoint.path or directory / "checkpoints")
+
+
+class Checkpoints:
+    """The checkpoints of a run under way on this rank."""
+
+    def __init__(self, prepared: Prepared, state: "State", directory: Path, metrics: Metrics, bar: Bar):
+        from fullshard import on_torch
+
+        self.prepared, self.wanted, self.state = prepared, prepared.recipe.checkpoint, state
+        self.metrics, self.bar = metrics, bar
+        w = self.wanted
+        kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
+        shelf = str(shelf_of(prepared.recipe, directory))
+        self.writer = on_torch.Checkpointer(shelf, state, keep=kept, overlap=w.background)
+        self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
+        self.saving: Saving | None = None
+        self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
+
+    def start(self, resume: str | None) -> Manifest | None:
+        """Load what is to be resumed, if anything; refuse what cannot work before a step is lost to it."""
+        found = self._resume(resume) if resume else None
+        if not resume and self.writer.names():
+            raise FullshardError(f"{self.writer.shelf} holds checkpoints already; write --resume auto, or another --run")
+        self.writer.sweep()
+        self.writer.refuse_small(self._at_once())
+        self.saved = found.step if found else -1
+        return found
+
+    def _at_once(self) -> int:
+        """How many checkpoints will lie on the disk at the same time, at least."""
+        w, steps = self.wanted, self.prepared.recipe.steps
+        made = int(w.final) + (steps // w.every if w.every else 0)
+        return min(made, w.keep + 1) if w.keep else made
+
+    def _resume(self, resume: str) -> Manifest | None:
+        from fullshard import on_torch
+
+        if resume == "auto":
+            place, damaged = self.writer.newest()
+            for sentence in damaged:
+                self.bar.say(f"passed over: {sentence}")
+            if place is None and damaged:
+                raise FullshardError(f"no checkpoint in {self.writer.shelf} is whole ({damaged[0]}); start another --run")
+            if place is None:
+                self.bar.say(f"no checkpoint in {self.writer.shelf} yet: from the beginning")
+                return None
+            manifest = Checkpoint(place).manifest
+        else:
+            place = commit.find(resume)
+            manifest = Checkpoint(place).manifest
+            later = [n for n in self.writer.names() if (commit.step_of(n) or 0) > manifest.step]
+            if later:
+                raise FullshardError(f"{self.writer.shelf} has later checkpoints than {place}; resume into another --run")
+        refuse_other_data(manifest, self.prepared)
+        on_torch.load_checkpoint(place, self.state, verified=resume == "auto")
+        self.bar.say(f"resumed at step {manifest.step} from {place}")
+        return manifest
+
+    # -- saving ----------------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Whether this rank's clock asks for one; the first rank's counts."""
+        return bool(self.wanted.minutes) and time.monotonic() - self.since >= self.wanted.minutes * 60
+
+    def after_step(self, due: bool, cursor: int, extra: dict[str, Any]) -> None:
+        """Save if it is time to, and say what became of the last one."""
+        every = self.wanted.every
+        if due or (every and self.state.step % every == 0):
+            self.save(cursor, extra)
+        elif self.saving and self.saving.done():
+            self._report()
+
+    def save(self, cursor: int, extra: dict[str, Any]) -> None:
+        self._report()
+        recipe, data = self.prepared.recipe.model_dump(mode="json"), self.prepared.data
+        about = extra | {"data": {"tokens": len(data), "documents": data.documents}}
+        metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
+        self.saving = self.writer.save(cursor=cursor, recipe=recipe, extra=about, metrics=metrics)
+        self.since, self.saved = time.monotonic(), self.state.step
+        if not self.wanted.background:
+            self._report()
+
+    def _report(self) -> None:
+        """Wait for the save in flight; a failed one does not end the run."""
+        if self.saving is None:
+            return
+        try:
+            self.saving.result()
+        except FullshardError as error:
+            self.metrics.write(event="checkpoint failed", step=self.saving.step, why=str(error))
+            self.bar.say(f"{error}; the run goes on")
+            self.saved = -1
+        self.saving = None
+
+    def finish(self, cursor: int, extra: dict[str, Any]) -> None:
+        """The last one, of the state as the run leaves it."""
+        if self.wanted.final and self.saved != self.state.step:
+            self.save(cursor, extra)
+        self._report()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
+    """A cursor is a place in one order of samples; in another it means nothing."""
+    old, new = manifest.recipe, prepared.recipe.model_dump(mode="json")
+    if old is None or manifest.cursor is None:
+        raise FullshardError("this checkpoint says nothing about its data; load it with fullshard.checkpoint.load")
+    for section, key in ORDER:
+        if old.get(section, {}).get(key) != new[section][key]:
+            said = f"{section}.{key} = {new[section][key]!r}, but the checkpoint has {old.get(section, {}).get(key)!r}"
+            raise FullshardError(f"{said}: the order of samples would change; keep it, or start another run")
+    rows = prepared.recipe.train.global_batch
+    if manifest.cursor % rows:
+        raise FullshardError(
+            f"train.global_batch = {rows} does not divide the {manifest.cursor} samples that were taken; keep the global batch"
+        )
+    had = manifest.state.get("extra", {}).get("data", {}).get("tokens")
+    if had is not None and had != len(prepared.data):
+        raise FullshardError(f"{prepared.data.path} has {len(prepared.data)} tokens, the checkpoint's data had {had}; use that")
+
+
+ORDER = [("data", "sequence"), ("data", "shuffle"), ("data", "packing"), ("train", "seed")]
+
+
+def refuse_resume(resume: str, prepared: Prepared, directory: Path) -> None:
+    """Raise, before ranks start, where a run cannot go on from a checkpoint that was named."""
+    place = commit.find(resume)
+    refuse_other_data(Checkpoint(place).manifest, prepared)
+    inside = str(place).startswith(f"{shelf_of(prepared.recipe, directory)}/")
+    if not inside and (directory / "metrics.jsonl").exists():
+        raise FullshardError(f"{directory} holds another run already; give another directory with --run")
+
+
+def resumable(directory: Path, ranks: int | None) -> str:
+    """What a run would go on from, with this many ranks; raises why it cannot. Starts nothing."""
+    from fullshard import on_torch
+    from fullshard.train.prepare import prepare
+
+    try:
+        tree = json.loads((directory / "recipe.json").read_text())
+    except (OSError, ValueError):
+        raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
+    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
+    shelf = shelf_of(prepared.recipe, directory)
+    names = commit.committed(shelf)
+    whole = next((n for n in reversed(names) if not problems(shelf.child(n))), None)
+    if whole is None:
+        why = problems(shelf.child(names[-1]))[0] if names else f"{shelf} has no checkpoint"
+        raise FullshardError(f"{why}; the run would have to begin again")
+    manifest = commit.read_manifest(shelf.child(whole))
+    refuse_other_data(manifest, prepared)
+    weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
+    refuse_others(str(shelf.child(whole)), weights, on_torch.weights_of(prepared.model, prepared.plan))
+    left = prepared.recipe.steps - manifest.step
+    return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"

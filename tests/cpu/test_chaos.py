@@ -1,0 +1,91 @@
+"""Training that is killed, again and again, at any moment: what goes on is what would have been."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.verify import problems
+from fullshard.data.pack import pack
+from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def here(tmp_path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL.replace("layers=2", "layers=1").replace("dim=32", "dim=16"))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    pack(sorted(Path(json.__file__).parent.glob("*.py")), tmp_path / "tokens", workers=1)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(10, 0), *(pytest.param(50, seed, marks=pytest.mark.full) for seed in range(1, 5))])
+def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed):
+    """In a process of its own that forks ranks; see `tests/cpu/chaos.py` for what is checked after each kill."""
+    line = [sys.executable, "-m", "tests.cpu.chaos", str(here), str(kills), str(seed)]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["kills"] == kills
+    assert found["steps"] > 0
+    print(found)
+    if kills >= 50:  # every kind of call that a save makes has been died in
+        assert all(found["calls"][name] for name in ("mkdir", "open", "pwrite", "fsync", "rename", "unlink", "rmdir"))
+
+
+@pytest.mark.full
+def test_the_launcher_is_killed_and_takes_its_ranks_along(here):
+    """Real torchrun: orphans that trained on would write into the run of whoever resumes it."""
+    draw, options = random.Random(7), ["checkpoint.every=2", "checkpoint.keep=0", "schedule.kind=constant"]
+    run, steps = here / "runs/launched", ["train.steps=100000"]
+    for kill in range(4):
+        line = command("train", "recipe.toml", *options, *steps, "--run", str(run), "--resume", "auto")
+        process = subprocess.Popen(line, cwd=here, env=environment(), stderr=subprocess.PIPE, text=True)
+        wait_for_lines(run, 5 + 10 * kill, process)
+        time.sleep(draw.random())
+        ranks = [int(c) for p in Path(f"/proc/{process.pid}/task").glob("*/children") for c in p.read_text().split()]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert ranks
+        wait_for_end(ranks)
+        shelf = Local(run / "checkpoints")
+        assert all(problems(shelf.child(n)) == [] for n in commit.committed(shelf))
+    end = f"train.steps={commit.step_of(commit.committed(shelf)[-1]) + 5}"
+    launch(here, *options, end, "--run", str(run), "--resume", "auto")
+    launch(here, *options, end, "--run", "runs/fresh")
+    assert [m["loss"] for m in metrics(run)] == [m["loss"] for m in metrics(here / "runs/fresh")]
+    assert not [n for n in os.listdir(run / "checkpoints") if n.startswith(".")]
+
+
+def launch(here: Path, *arguments: str) -> None:
+    line = command("train", "recipe.toml", *arguments)
+    done = subprocess.run(line, cwd=here, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def wait_for_lines(run: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 100
+    while not (run / "metrics.jsonl").exists() or whole_lines(run) < count:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+
+
+def whole_lines(run: Path) -> int:
+    return (run / "metrics.jsonl").read_text().count("\n")
+
+
+def wait_for_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{p}").exists() and "State:\tZ" not in Path(f"/proc/{p}/status").read_text() for p in processes):
+        assert time.monotonic() < deadline, "ranks outlived their launcher"
+        time.sleep(0.05)

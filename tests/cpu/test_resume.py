@@ -1,0 +1,122 @@
+"""Runs that are interrupted and go on: what they log is what the uninterrupted run logs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.verify import problems
+from fullshard.data.pack import pack
+from tests.cpu import loop
+from tests.cpu.test_train import MODEL, RECIPE, metrics
+
+EVERY = ["checkpoint.every=2", "train.steps=8"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("resume")
+    (path / "model.py").write_text(MODEL)
+    (path / "recipe.toml").write_text(RECIPE)
+    texts = sorted(Path(json.__file__).parent.glob("*.py"))
+    pack(texts, path / "tokens", workers=1)
+    pack(texts[:1], path / "valid", workers=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(here, ranks) -> list[dict]:
+    ranks(2).run(loop.run, str(here), EVERY, "whole")
+    return metrics(here / "runs/whole")
+
+
+def losses(found: list[dict]) -> list[float]:
+    return [m["loss"] for m in found if "loss" in m]
+
+
+def cut(here: Path, name: str, step: int) -> None:
+    """A copy of the whole run as if it had died after `step`, a line half written."""
+    shutil.copytree(here / "runs/whole", here / "runs" / name)
+    shelf = Local(here / "runs" / name / "checkpoints")
+    for found in commit.committed(shelf):
+        if commit.step_of(found) > step:
+            commit.remove(shelf, found)
+    (shelf.path / ".step-00000099.ab.partial").mkdir()
+    with (here / "runs" / name / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(here, ranks, uninterrupted):
+    assert commit.committed(Local(here / "runs/whole/checkpoints")) == ["step-00000006", "step-00000008"]  # keep = 2
+    cut(here, "again", 6)
+    ranks(2).run(loop.resume, str(here), EVERY, "again")
+    assert losses(metrics(here / "runs/again")) == losses(uninterrupted)
+    assert [m["step"] for m in metrics(here / "runs/again")] == list(range(1, 9))
+    whole, again = (
+        json.loads((here / f"runs/{n}/checkpoints/step-00000008/manifest.json").read_text()) for n in ("whole", "again")
+    )
+    assert whole["files"] == again["files"]  # the checksums of every byte of the end state
+    assert whole["cursor"] == again["cursor"] == 64
+    assert sorted(p.name for p in (here / "runs/again/checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_other_ranks_and_strategies_go_on_to_rounding(here, ranks, uninterrupted):
+    """zero3 on 4 ranks, ddp on 2, 1 rank, hybrid on 4: two steps each."""
+    common = ["checkpoint.every=2", "checkpoint.keep=0", "train.micro_batch=2"]
+    ranks(4).run(loop.run, str(here), [*common, "train.steps=8", "checkpoint.final=false"], "long")
+    wanted = losses(metrics(here / "runs/long"))
+    assert wanted == pytest.approx(losses(uninterrupted), rel=1e-6)
+    shelf = Local(here / "runs/long/checkpoints")
+    for name in commit.committed(shelf)[1:]:
+        commit.remove(shelf, name)
+    for step, world, plan in ((4, 2, ["plan.strategy=ddp"]), (6, 1, []), (8, 4, ["plan.strategy=hybrid", "plan.replicate=2"])):
+        # steps stays 8, so that the schedule does: the run is ended by removing later checkpoints
+        ranks(world).run(loop.resume, str(here), [*common, "train.steps=8", *plan], "long")
+        assert losses(metrics(here / "runs/long")) == pytest.approx(wanted, rel=2e-6)
+        for name in commit.committed(shelf):
+            if commit.step_of(name) > step:
+                commit.remove(shelf, name)
+
+
+def test_a_damaged_checkpoint_is_passed_over(here, ranks, uninterrupted):
+    cut(here, "damaged", 8)
+    file = next((here / "runs/damaged/checkpoints/step-00000008").glob("shard-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    ranks(2).run(loop.resume, str(here), EVERY, "damaged")
+    assert losses(metrics(here / "runs/damaged")) == losses(uninterrupted)
+    assert problems(Local(here / "runs/damaged/checkpoints/step-00000008")) == []  # written again
+
+
+def test_the_best_by_evaluation_stay_and_early_stopping_goes_on(here, ranks):
+    options = ["data.valid=valid", "eval.every=1", "eval.batches=1", "checkpoint.every=1", "checkpoint.keep=1"]
+    options += ["checkpoint.best=1", "train.steps=4", "optim.lr=3.0", "optim.clip=100.0"]  # so fast that it gets worse
+    ranks(2).run(loop.run, str(here), options, "best")
+    found = {m["step"]: m["eval_loss"] for m in metrics(here / "runs/best") if "eval_loss" in m}
+    best = min(found, key=found.get)
+    assert best != 4
+    kept = [commit.step_of(n) for n in commit.committed(Local(here / "runs/best/checkpoints"))]
+    assert kept == [best, 4]
+    manifest = commit.read_manifest(Local(here / f"runs/best/checkpoints/step-{4:08d}"))
+    assert manifest.state["extra"]["best"] == found[best]
+    assert manifest.state["extra"]["since_best"] == 4 - best
+
+
+REFUSED = {
+    "data.sequence=16": "data.sequence = 16, but the checkpoint has 32",
+    "train.seed=1": "train.seed = 1, but the checkpoint has 0",
+    "train.global_batch=6 train.micro_batch=3": "does not divide the 64 samples",
+    "optim.name=sgd optim.momentum=0.9": "it lacks optimizer.model.embed_tokens.weight.momentum_buffer",
+    "data.path=valid": "the checkpoint's data had",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_cannot_go_on_is_refused(here, ranks, uninterrupted, overrides):
+    for sentence in ranks(2).run(loop.refused, str(here), [*EVERY, *overrides.split()], "whole"):
+        assert REFUSED[overrides] in sentence
+    assert metrics(here / "runs/whole") == uninterrupted
