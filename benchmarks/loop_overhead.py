@@ -28,6 +28,7 @@ from fullshard import on_torch
 from fullshard.data import Order
 from fullshard.data.pack import pack
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.train.checkpoints import Checkpoints
 from fullshard.train.metrics import open_metrics
 from fullshard.train.prepare import make_optimizer, prepare
 from fullshard.train.progress import Bar
@@ -100,7 +101,10 @@ def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path)
     prepared = prepare(recipe, args.ranks)
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
     metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
-    return Run(prepared, state, metrics, Bar(recipe.steps, visible=False), Signals()).step
+    bar = Bar(recipe.steps, visible=False)
+    run = Run(prepared, state, metrics, bar, Signals(), Checkpoints(prepared, state, directory, metrics, bar))
+    run.restore(None, None)
+    return run.step
 
 
 def make(args: argparse.Namespace, tokens: Path, steps: int) -> Recipe:

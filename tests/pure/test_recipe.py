@@ -51,7 +51,7 @@ def test_the_recipes_that_ship_are_valid(path):
 
 WRONG = {
     "optim.lrr=1": "unknown key optim.lrr (known: name, lr, betas, eps, momentum, weight_decay, decay_all, clip, options)",
-    "optimizer.lr=1": "plan, lora, eval, sample, log); did you mean 'optim'?",
+    "optimizer.lr=1": "sample, checkpoint, log); did you mean 'optim'?",
     "optim.lr=fast": "optim.lr = 'fast': input should be a valid number",
     "optim.lr=0": "optim.lr = 0: input should be greater than 0",
     "optim.lr=inf": "optim.lr = inf: input should be a finite number",
