@@ -5,9 +5,10 @@ An engine's `describe` writes it; strategies and the planner read it. Standard l
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from fullshard.costs import Costs
 from fullshard.text import bytes_text, count_text, table
 
 ITEM_BYTES = {
@@ -74,11 +75,13 @@ class UnitDescription:
 @dataclass(frozen=True)
 class Description:
     """A model as the planner sees it. Its units are in the order in which forward meets them; every
-    parameter is in exactly one. `buffers`: those of modules outside every unit."""
+    parameter is in exactly one. `buffers`: those of modules outside every unit. `costs`: what computing it
+    takes, if it was traced."""
 
     model: str
     units: tuple[UnitDescription, ...]
     buffers: tuple[Tensor, ...] = ()
+    costs: Costs | None = field(default=None, repr=False, compare=False)
 
     @property
     def numel(self) -> int:

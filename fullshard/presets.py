@@ -4,8 +4,14 @@
 a test holds the two together.
 """
 
-from dataclasses import dataclass
+import json
+import lzma
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from fullshard.costs import Costs, from_json
 from fullshard.description import Description, Tensor, UnitDescription
 from fullshard.errors import FullshardError, nearest
 
@@ -71,6 +77,9 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
 }
 
 
+SHIPPED = Path(__file__).parent / "presets.json.xz"  # their costs; written by `fullshard.on_torch.ship`
+
+
 def preset(name: str) -> LlamaSize | GPTSize:
     """The size called `name`."""
     if name not in PRESETS:
@@ -79,8 +88,23 @@ def preset(name: str) -> LlamaSize | GPTSize:
 
 
 def describe(name: str) -> Description:
-    """What the preset's model is made of, counted from its size alone."""
+    """What the preset's model is made of, counted from its size alone, and what computing it costs."""
     size = preset(name)
+    return replace(_describe(name, size), costs=_costs(name, size.vocab))
+
+
+@lru_cache
+def _shipped() -> dict[str, Any]:
+    return json.loads(lzma.decompress(SHIPPED.read_bytes()))
+
+
+@lru_cache
+def _costs(name: str, vocabulary: int) -> Costs | None:
+    rows = _shipped() if SHIPPED.exists() else {}
+    return Costs(from_json(rows[name]), vocabulary=vocabulary) if name in rows else None
+
+
+def _describe(name: str, size: LlamaSize | GPTSize) -> Description:
     embed, blocks, head = _llama_units(size) if isinstance(size, LlamaSize) else _gpt_units(size)
     if size.tied:
         table, *rest = embed.parameters

@@ -52,10 +52,10 @@ def _loss_forward(self: nn.Linear, hidden_BTD: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias_V: Tensor | None = None, *, budget: int = BUDGET
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias_V: Tensor | None = None, *, budget: int | None = None
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, reduction="sum")`, in chunks."""
-    chunk = max(1, budget // (BYTES_A_LOGIT * weight_VD.shape[0]))
+    chunk = max(1, (BUDGET if budget is None else budget) // (BYTES_A_LOGIT * weight_VD.shape[0]))
     chunk -= chunk % TILE if chunk > TILE else 0
     return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk)
 

@@ -6,12 +6,15 @@ Works on any `nn.Module`, on the meta device or not; reads names, shapes and reg
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from fullshard.description import Description, Kind, Tensor, UnitDescription
 from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.costs import costs
 from fullshard.on_torch.dtypes import word
+from fullshard.plan import DType
 from fullshard.text import spans
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -24,8 +27,11 @@ def describe(
     names: Sequence[str] = (),
     min_params: int = 0,
     title: str = "",
+    micro_batch: int = 0,
+    sequence: int = 0,
+    compute: DType = "bf16",
 ) -> Description:
-    """The units of `model`.
+    """The units of `model`; with `micro_batch` and `sequence` also what computing them costs, in dtype `compute`.
 
     Repeated blocks are found by themselves; what comes before them is the embedding's unit, what comes
     after them the head's, and tied parameters bring their units together. To choose the blocks yourself
@@ -48,7 +54,10 @@ def describe(
     else:
         blocks = repeated_blocks(model)
     units, buffers = _facts(model, _merge_tied(model, _with_leftovers(model, blocks)))
-    return Description(title or type(model).__name__, tuple(units), buffers)
+    found = Description(title or type(model).__name__, tuple(units), buffers)
+    if not micro_batch or not sequence:
+        return found
+    return replace(found, costs=costs(model, found, micro_batch=micro_batch, sequence=sequence, compute=compute))
 
 
 class _Group:

@@ -1,1 +1,1 @@
-"""The planner: what a plan does, holds and costs on a cluster. Pure functions; imports no engine."""
+"""What a plan costs before anybody pays for it: pure functions over plans, descriptions and clusters."""

@@ -13,10 +13,15 @@ import pytest
 import fullshard
 
 HOUSE = Path(fullshard.__file__).parent
-SHOWN = {"fullshard.train.loop"}  # `fs.train`: a generator that imports its engine when it is called
+# What the package shows from above L0: `fs.train`, which imports its engine when it is called, and the planner, which
+# needs nothing but the standard library.
+SHOWN = {"fullshard.train.loop", "fullshard.planner.estimate", "fullshard.planner.search"}
 FACE = 4  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
-    {"errors", "text", "plan", "description", "strategies", "optimizer", "presets", "hardware", "measured", "cluster"},
+    {
+        *("errors", "text", "plan", "description", "strategies", "optimizer", "presets"),
+        *("costs", "kernels", "hardware", "measured", "cluster"),
+    },
     {"planner", "tiers", "checkpoint", "data"},
     {"on_torch", "on_jax"},
     {"train", "launch", "observe", "doctor"},
@@ -209,7 +214,7 @@ def test_allowed(module, text):
     ("text", "count"),
     [
         ("from fullshard.plan import Plan", 0),
-        ("from fullshard.planner import search", 1),
+        ("from fullshard.planner import memory", 1),
         ("from .on_torch import shard", 1),
         ("def train():\n    from fullshard.train import loop", 0),
         ("def main():\n    from fullshard import cli", 1),

@@ -1,0 +1,75 @@
+"""What CUDA kernels allocate for themselves and free before they return: not seen as tensors by anybody.
+
+Functions of sizes, by name; a trace names one and its arguments, the planner asks for its allocations. Measured on
+an H200 with torch 2.11 by `benchmarks/memory_probe.py`; each says where the number comes from. Standard
+library only.
+"""
+
+from collections.abc import Callable
+
+WORKSPACE = 32 << 20  # cuBLAS, Hopper: one for each thread that multiplies; torch's CUDABlas.cpp
+MULTIPROCESSORS = 132  # H100 and H200
+
+
+def attention_backward(rows: int, heads: int, key_heads: int, tokens: int, keys: int, width: int, item: int) -> tuple[int, ...]:
+    """cuDNN: the queries' gradient in float32, a float a row for the softmax, 256 bytes; with fewer key heads
+    than heads also the keys' and values' gradients for every head, before they are summed."""
+    queries = rows * heads * tokens * width
+    grouped = 2 * item * rows * heads * keys * width if key_heads != heads else 0
+    return (4 * queries + grouped + 4 * rows * heads * tokens + 256,)
+
+
+def efficient_attention_backward(rows: int, heads: int, tokens: int, width: int) -> tuple[int, ...]:
+    """Memory-efficient attention in float32: an accumulator for the queries' gradient and a float a row."""
+    return 4 * rows * heads * tokens * width + 8192, 4 * rows * heads * tokens
+
+
+def embedding_backward(indices: int, rows: int, width: int) -> tuple[int, ...]:
+    """EmbeddingBackwardKernel.cu: up to 3072 indices one pass; else the sorted indices and their origins, and
+    float32 partial sums, one for each segment and one for every ten indices."""
+    if indices <= 3072:
+        return ()
+    segments = min(indices, rows)
+    partial = segments + indices // 10
+    return *[8 * indices] * 3, *[8 * segments] * 2, 8 * partial, 4 * partial * width
+
+
+def sum_rows(rows: int, columns: int) -> tuple[int, ...]:
+    """Reduce.cuh, a sum over the outer dims in float32: partial sums of the blocks that share an output."""
+    vector = next(v for v in (4, 2, 1) if columns % v == 0)
+    groups, threads = columns // vector, 512 // vector
+    width = min(_power(groups), 32)
+    height = min(_power(rows), threads // width)
+    width = min(_power(groups), threads // height)
+    each = -(-rows // height)  # values a thread adds up
+    grid = -(-groups // width)
+    target = MULTIPROCESSORS * (2048 // (width * height))
+    if each < 256 or grid > target:
+        return ()
+    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
+    return (4 * columns * blocks * width * vector, 64) if blocks > 1 else ()
+
+
+def sort(items: int) -> tuple[int, ...]:
+    """CUB radix sort of int64 keys with their positions: a second copy of the keys, and its own space."""
+    return 8 * items, 16 * items + 18_432
+
+
+def chunk_cat(count: int, *shards: int) -> tuple[int, ...]:
+    """CUDA's _chunk_cat, of `count` tensors whose chunks have `shards` bytes: a number for every 2 KiB of a chunk."""
+    return (16 + 48 * count + 8 * sum(-(-s // 2048) for s in shards),)
+
+
+def _power(value: int) -> int:
+    """The largest power of two up to `value`."""
+    return 1 << (value.bit_length() - 1) if value else 1
+
+
+HIDDEN: dict[str, Callable[..., tuple[int, ...]]] = {
+    "attention_backward": attention_backward,
+    "efficient_attention_backward": efficient_attention_backward,
+    "embedding_backward": embedding_backward,
+    "sum_rows": sum_rows,
+    "sort": sort,
+    "chunk_cat": chunk_cat,
+}

@@ -1,0 +1,320 @@
+"""One micro-batch on meta tensors, and every allocation it makes, in order.
+
+The model runs forward and backward as FSDP would run it: parameters in the compute dtype, inputs cast at
+each unit's door, gradients kept until the unit is done. Nothing is computed, so any size runs anywhere.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fullshard.costs import Action, Moment, OpKind
+from fullshard.description import Description
+from fullshard.on_torch import chunked
+from fullshard.on_torch.kernels import StandIns, hidden, work
+from fullshard.on_torch.loss import LossFunction
+from fullshard.on_torch.private import TorchDispatchMode, sole_owner
+from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.shadow import Shadows
+from fullshard.plan import Remat
+
+aten = torch.ops.aten
+
+
+@dataclass
+class RawSection:
+    """What followed one moment: events as (action, tensor, rule, sizes), work as `kernels.work` gives it."""
+
+    moment: Moment
+    unit: str
+    events: list[tuple[Action, int, str, tuple[int, ...]]] = field(default_factory=list)
+    ops: list[tuple[OpKind, int, int, tuple[int, ...]]] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """Follows every storage from its first tensor to its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections = [RawSection("start", "")]
+        self.roles: dict[int, tuple[str, str]] = {}  # tensor to (unit, role)
+        self.alive: dict[int, tuple[int, Any]] = {}  # storage to (tensor, weak reference)
+        self.count = 0
+        self.uses: list[tuple[int, OpKind, frozenset[int], frozenset[int]]] = []  # section, kind, tensors read and made
+        self.closed = self.in_backward = False
+        self.shadows = Shadows()
+
+    def mark(self, moment: Moment, unit: str) -> None:
+        self.sections.append(RawSection(moment, unit))
+
+    def give(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
+        """A tensor that was there before: no allocation of the trace's. `value`: what it holds, if that matters."""
+        storage = tensor.untyped_storage()
+        self.alive[storage._cdata] = (-1, storage)
+        if value is not None:
+            self.shadows.set(tensor, value)
+        return tensor
+
+    def name(self, tensor: Tensor, unit: str, role: str) -> None:
+        if (found := self._number(tensor)) >= 0:
+            self.roles.setdefault(found, (unit, role))
+
+    def ready(self, tensor: Tensor, unit: str, role: str) -> None:
+        self.name(tensor, unit, role)
+        self._note("ready", self._number(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.in_backward and _adds_in_place(func, args):
+            func = aten.add_.Tensor
+        out = self.shadows.call(func, args, kwargs or {})
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        fresh = [t for t in outputs if self._born(t)]
+        name = func._schema.name
+        if (inside := hidden(name, args, outputs)) is not None:
+            self.count += 1
+            self._note("allocate", self.count, *inside[1], rule=inside[0])
+            self._note("free", self.count)
+        written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
+        if (done := work(name, args, written)) is not None:
+            self.sections[-1].ops.append(done)
+        if written:
+            self._use(done[0] if done else "pointwise", tree_leaves((args, kwargs)), fresh)
+        return out
+
+    def _use(self, kind: OpKind, inputs: list[Any], fresh: list[Tensor]) -> None:
+        """Remember which tensors the kernel read and made."""
+        read = {self._number(t) for t in inputs if isinstance(t, Tensor)}
+        self.uses.append((len(self.sections) - 1, kind, frozenset(read), frozenset(self._number(t) for t in fresh)))
+
+    def _number(self, tensor: Tensor) -> int:
+        return self.alive.get(tensor.untyped_storage()._cdata, (-1, None))[0]
+
+    def _born(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive or not storage.nbytes() or not tensor.is_meta:
+            return False
+        self.count += 1
+        self.alive[key] = (self.count, weakref.ref(storage, self._dies(key, self.count)))
+        self._note("allocate", self.count, storage.nbytes())
+        return True
+
+    def _dies(self, key: int, tensor: int) -> Callable[[Any], None]:
+        def die(_: Any) -> None:
+            if self.alive.get(key, (None,))[0] == tensor:
+                del self.alive[key]
+            self._note("free", tensor)
+
+        return die
+
+    def _note(self, action: Action, tensor: int, *sizes: int, rule: str = "") -> None:
+        if not self.closed:
+            self.sections[-1].events.append((action, tensor, rule, sizes))
+
+
+def _adds_in_place(func: Any, args: Any) -> bool:
+    """Whether this is autograd adding two gradients of one tensor, of which it may overwrite the first. Seeing a
+    dispatch mode, autograd itself would not dare to. Recomputed forwards run with gradients enabled."""
+    if func is not aten.add.Tensor or torch.is_grad_enabled() or not isinstance(args[1], Tensor):
+        return False
+    first, second = args[:2]
+    dense = first.untyped_storage().nbytes() == first.numel() * first.element_size()
+    return dense and first.shape == second.shape and first.dtype is second.dtype and sole_owner(first)
+
+
+def trace(
+    model: nn.Module,
+    description: Description,
+    loss: LossFunction,
+    *,
+    compute: torch.dtype,
+    remat: Remat,
+    rows: int,
+    tokens: int,
+) -> Recorder:
+    """Forward and backward of one micro-batch of `rows` × `tokens`, every block under `remat`."""
+    recorder = Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(_meta_parameters(model, description, compute, recorder))
+        stack.enter_context(_rematerialized(model, description, remat))
+        stack.enter_context(_doors(model, description, compute, recorder))
+        stack.enter_context(_chunks(recorder))
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
+        batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
+        factor = torch.empty((), dtype=torch.float64, device="meta")
+        stack.enter_context(StandIns())
+        stack.enter_context(recorder)
+        for t in (ids, batch["labels"], factor):
+            recorder.give(t, torch.zeros(rows, tokens, dtype=torch.int64) if t is not factor else None)
+        value = loss(model, batch)
+        recorder.in_backward = True
+        (value * factor.to(value.dtype)).backward()  # as the step does
+        recorder.mark("end", "")
+        del value
+        recorder.closed = True
+    return recorder
+
+
+# -- the model as FSDP runs it -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _meta_parameters(model: nn.Module, description: Description, compute: torch.dtype, recorder: Recorder) -> Iterator[None]:
+    """Inside, parameters are meta tensors of the compute dtype, buffers meta tensors of their own."""
+    owner = {p.name: u.name for u in description.units for p in u.parameters}
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    made: dict[int, nn.Parameter] = {}
+    for name, p in model.named_parameters():
+        made[id(p)] = fresh = nn.Parameter(torch.empty(p.shape, dtype=compute, device="meta"), requires_grad=p.requires_grad)
+        recorder.give(fresh)
+        if p.requires_grad:
+            fresh.register_post_accumulate_grad_hook(_on_ready(recorder, owner[name], name))
+    for module, parameters, buffers in saved:
+        for key, old in parameters.items():
+            if old is not None:
+                module._parameters[key] = made[id(old)]
+        for key, b in buffers.items():
+            if b is not None:
+                module._buffers[key] = recorder.give(torch.empty_like(b, device="meta"))
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in saved:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], None]:
+    def note(p: Tensor) -> None:
+        assert p.grad is not None
+        recorder.ready(p.grad, unit, f"grad:{name}")
+
+    return note
+
+
+@contextmanager
+def _rematerialized(model: nn.Module, description: Description, remat: Remat) -> Iterator[None]:
+    blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
+    before = {m: m.__dict__.get("forward") for m in blocks}
+    for module in blocks:
+        apply_remat(module, remat)
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+@contextmanager
+def _chunks(recorder: Recorder) -> Iterator[None]:
+    """Inside, the chunked loss takes one chunk, marked: its sizes are those of a chunk of that many tokens."""
+    one, budget = chunked._one_chunk, chunked.BUDGET
+
+    def marked(*args: Any) -> Tensor:
+        unit = recorder.sections[-1].unit
+        recorder.mark("chunk", unit)
+        found = one(*args)
+        del args
+        recorder.mark("chunked", unit)
+        return found
+
+    setattr(chunked, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
+    chunked.BUDGET = 1 << 60
+    try:
+        yield
+    finally:
+        chunked._one_chunk, chunked.BUDGET = one, budget
+
+
+class _Done(torch.autograd.Function):
+    """At the door of a unit: its backward runs when the gradients of all inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, door: "_Door", *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.door = door
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.door.done(grads)
+        return None, *grads
+
+
+class _Door:
+    """The moments of one unit, told to the recorder as FSDP's hooks would see them."""
+
+    def __init__(self, unit: str, modules: list[nn.Module], compute: torch.dtype, recorder: Recorder):
+        self.unit, self.modules, self.compute, self.recorder = unit, modules, compute, recorder
+        self.waiting: set[nn.Module] = set()
+        self.in_backward = False
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        first = not self.waiting
+        if first:
+            self.waiting = set(self.modules)
+            self.recorder.mark("enter", self.unit)
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        if first:
+            self.recorder.mark("forward", self.unit)
+            args, kwargs = self._watch(args, kwargs)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.waiting.discard(module)
+        if self.waiting:
+            return
+        for i, t in enumerate(_needing_grad(output)):
+            self.recorder.name(t, self.unit, f"out{i}")
+            t.register_hook(self._backward)
+        self.recorder.mark("leave", self.unit)
+
+    def done(self, grads: tuple[Tensor, ...]) -> None:
+        for i, g in enumerate(grads):
+            if g is not None:
+                self.recorder.name(g, self.unit, f"in{i}")
+        self.recorder.mark("done", self.unit)
+
+    def _backward(self, grad: Tensor) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            self.recorder.mark("backward", self.unit)
+
+    def _cast(self, value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not self.compute
+        return value.to(self.compute) if floats else value
+
+    def _watch(self, args: Any, kwargs: Any) -> Any:
+        found = _needing_grad((args, kwargs))
+        if not found:
+            return args, kwargs
+        watched = dict(zip([id(t) for t in found], _Done.apply(self, *found), strict=True))
+        return tree_map(lambda t: watched.get(id(t), t), (args, kwargs))
+
+
+def _needing_grad(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
+
+
+@contextmanager
+def _doors(model: nn.Module, description: Description, compute: torch.dtype, recorder: Recorder) -> Iterator[None]:
+    handles = []
+    for unit in description.units:
+        modules = [model.get_submodule(m) for m in unit.modules]
+        door = _Door(unit.name, modules, compute, recorder)
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(door.before, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(door.after))
+    handles.append(model.register_forward_hook(lambda *_: recorder.mark("loss", "")))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,120 @@
+"""A model of CUDA's caching allocator with its default settings: which segments it reserves for a tape.
+
+Requests are rounded to 512 bytes; those up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
+segments of 20 MiB, larger ones from segments of their own size; a free block is the best fit of its stream,
+split when enough is left, merged with its free neighbours. (CUDACachingAllocator.cpp)
+"""
+
+from bisect import bisect_left, insort
+
+GRAIN = 512
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+LARGE, LARGE_SEGMENT = 10 << 20, 20 << 20
+ROUND = 2 << 20
+
+
+class _Block:
+    """A piece of a segment."""
+
+    __slots__ = ("address", "after", "before", "free", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: tuple[int, bool]):
+        self.address, self.size, self.pool = address, size, pool
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+        self.free = False
+
+
+class Allocator:
+    """Bytes allocated and reserved, now and at most."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak = self.peak_reserved = 0
+        self.address = 0
+        self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # stream and smallness to free (size, address)
+        self.blocks: dict[int, _Block] = {}  # free blocks by address
+
+    def allocate(self, nbytes: int, stream: int) -> _Block:
+        size = max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
+        pool = (stream, size <= SMALL)
+        block = self._fitting(size, pool) or self._segment(size, pool)
+        left = block.size - size
+        if left >= GRAIN if pool[1] else left > SMALL:
+            self._split(block, size)
+        self.allocated += block.size
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+        return block
+
+    def free(self, block: _Block) -> None:
+        self.allocated -= block.size
+        for side in (block.before, block.after):
+            if side is not None and side.free:
+                self._take(side)
+                self._merge(block, side)
+        block.free = True
+        self.blocks[block.address] = block
+        insort(self.pools.setdefault(block.pool, []), (block.size, block.address))
+
+    def _fitting(self, size: int, pool: tuple[int, bool]) -> _Block | None:
+        free = self.pools.get(pool)
+        if not free:
+            return None
+        i = bisect_left(free, (size, 0))
+        if i == len(free):
+            return None
+        block = self.blocks[free[i][1]]
+        self._take(block)
+        return block
+
+    def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
+        whole = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
+        self.reserved += whole
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        block = _Block(self.address, whole, pool)
+        self.address += whole + ROUND  # segments never touch
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, block.pool)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        rest.free = True
+        self.blocks[rest.address] = rest
+        insort(self.pools.setdefault(rest.pool, []), (rest.size, rest.address))
+
+    def _take(self, block: _Block) -> None:
+        free = self.pools[block.pool]
+        free.pop(bisect_left(free, (block.size, block.address)))
+        del self.blocks[block.address]
+        block.free = False
+
+    def _merge(self, block: _Block, side: _Block) -> None:
+        """`side`, a free neighbour, becomes part of `block`."""
+        if side is block.before:
+            block.address, block.before = side.address, side.before
+            if side.before is not None:
+                side.before.after = block
+        else:
+            block.after = side.after
+            if side.after is not None:
+                side.after.before = block
+        block.size += side.size
+
+
+def replay(deltas: list[int], tensors: list[int], streams: list[int], starts: list[int]) -> list[tuple[int, int]]:
+    """Peaks of (allocated, reserved) of each stretch of a tape; stretches begin at `starts`."""
+    allocator, blocks = Allocator(), {}
+    found = []
+    for begin, end in zip(starts, [*starts[1:], len(deltas)], strict=True):
+        allocator.peak, allocator.peak_reserved = allocator.allocated, allocator.reserved
+        for i in range(begin, end):
+            number = tensors[i]
+            if number and deltas[i] > 0:
+                blocks[number] = allocator.allocate(deltas[i], streams[i])
+            elif number:
+                allocator.free(blocks.pop(number))
+        found.append((allocator.peak, allocator.peak_reserved))
+    return found

@@ -1,0 +1,59 @@
+"""The numbers of one unit under a plan: what a rank holds, gathers and reduces, in elements."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fullshard.description import ITEM_BYTES, Description, Tensor, UnitDescription
+from fullshard.errors import FullshardError
+from fullshard.plan import Plan, Unit
+
+
+@dataclass(frozen=True)
+class Group:
+    """A unit's parameters on this rank; every tuple has an entry a parameter, in order.
+
+    Parameters are cut by rows; rank 0, which is meant here, has the most.
+    """
+
+    name: str
+    parameters: tuple[Tensor, ...]
+    shards: tuple[int, ...]  # elements at rest
+    world: int  # ranks that gather together
+    copies: int  # ranks that reduce together on top of that
+    reshard: bool | int
+    keeps: bool  # stays whole between micro-batches
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Elements when gathered, padding included."""
+        return tuple(n * self.world for n in self.shards)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Which parameters get gradients."""
+        return tuple(i for i, p in enumerate(self.parameters) if p.trainable)
+
+
+def groups(plan: Plan, description: Description) -> dict[str, Group]:
+    """Every unit of the plan, by name."""
+    known = {u.name: u for u in description.units}
+    found = {}
+    for unit in plan.units:
+        if unit.name not in known:
+            raise FullshardError(f"unit {unit.name} of the plan is not in the description of {description.model}; plan again")
+        found[unit.name] = _group(plan, unit, known[unit.name])
+    return found
+
+
+def _group(plan: Plan, unit: Unit, described: UnitDescription) -> Group:
+    whole = unit.layout == "replicated"
+    world = 1 if whole else plan.mesh.shard
+    copies = plan.mesh.data if whole else plan.mesh.replicate
+    shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in described.parameters)
+    reshard = unit.reshard if unit.layout == "sharded" else False
+    return Group(unit.name, described.parameters, shards, world, copies, reshard, unit.layout == "optimizer")
+
+
+@lru_cache
+def item(dtype: str) -> int:
+    return ITEM_BYTES[dtype]

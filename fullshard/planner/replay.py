@@ -1,0 +1,295 @@
+"""Allocations and frees of one step on one rank, in the order in which they happen.
+
+Turns the operations of a schedule into a tape: what is allocated and freed, of which kind, on which stream.
+Knows FSDP2's buffers; knows nothing of allocators.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from fullshard.costs import Section
+from fullshard.description import Description
+from fullshard.kernels import HIDDEN, WORKSPACE
+from fullshard.plan import Plan
+from fullshard.planner.groups import Group, groups, item
+from fullshard.planner.schedule import Operation
+
+Term = Literal[
+    "params",
+    "optimizer",
+    "buffers",
+    "gradients",
+    "activations",
+    "loss",
+    "gathered",
+    "whole gradients",
+    "reduce",
+    "workspace",
+    "batch",
+]
+COMPUTE, GATHER, REDUCE, ALL_REDUCE = 0, 1, 2, 3  # FSDP's streams; each has its own memory pool
+
+
+@dataclass
+class Tape:
+    """What happens to memory. Entry i allocates `deltas[i]` bytes, or frees them if negative."""
+
+    deltas: list[int] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)  # which allocation; the same number when it is freed
+    streams: list[int] = field(default_factory=list)
+    operations: list[int] = field(default_factory=list)  # index of the operation that did it
+    alive: dict[tuple[str, str], tuple[int, int, Term, int]] = field(default_factory=dict)
+    count: int = 0
+
+    def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
+        if nbytes <= 0:
+            return
+        self.free(owner, tensor, operation)
+        self.count += 1
+        self.alive[owner, tensor] = (self.count, nbytes, term, stream)
+        self._write(nbytes, term, self.count, stream, operation)
+
+    def free(self, owner: str, tensor: str, operation: int) -> None:
+        found = self.alive.pop((owner, tensor), None)
+        if found is not None:
+            number, nbytes, term, stream = found
+            self._write(-nbytes, term, number, stream, operation)
+
+    def rename(self, owner: str, tensor: str, name: str, term: Term, operation: int) -> None:
+        """The same memory under another name and term."""
+        number, nbytes, old, stream = self.alive.pop((owner, tensor))
+        self.alive[owner, name] = (number, nbytes, term, stream)
+        if old != term:  # two entries of nothing, for those who add up terms
+            self.deltas += [-nbytes, nbytes]
+            self.terms += [old, term]
+            self.tensors += [0, 0]
+            self.streams += [stream, stream]
+            self.operations += [operation, operation]
+
+    def _write(self, delta: int, term: Term, number: int, stream: int, operation: int) -> None:
+        self.deltas.append(delta)
+        self.terms.append(term)
+        self.tensors.append(number)
+        self.streams.append(stream)
+        self.operations.append(operation)
+
+
+class Replay:
+    """Plays operations onto a tape."""
+
+    def __init__(self, plan: Plan, description: Description, slots: int):
+        self.plan, self.tape, self.slots = plan, Tape(), slots
+        self.groups = groups(plan, description)
+        p = plan.precision
+        self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
+        self.casts = p.compute != p.master
+        self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
+        self.at = 0
+        self.last = ""  # the gradient that a reduction holds longest
+
+    def play(self, operations: Iterable[Operation]) -> None:
+        """One step."""
+        self.at = 0
+        self._batch()
+        for operation in operations:
+            getattr(self, f"_{operation.kind}")(operation)
+            self.at += 1
+        for name, tensor in [key for key in self.tape.alive if key[0] == "batch"]:
+            self._drop(name, tensor)
+
+    def _add(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int = COMPUTE) -> None:
+        self.tape.allocate(owner, tensor, nbytes, term, stream, self.at)
+
+    def _drop(self, owner: str, tensor: str) -> None:
+        self.tape.free(owner, tensor, self.at)
+
+    # -- what rests ------------------------------------------------------------------------------------------
+
+    def rest(self, description: Description) -> None:
+        """Parameters and buffers, each tensor an allocation of its own."""
+        for unit in self.plan.units:
+            group = self.groups[unit.name]
+            if unit.home.params == "device":
+                for p, n in zip(group.parameters, group.shards, strict=True):
+                    self._add("rest", f"param:{p.name}", n * self.master, "params")
+        for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
+            self._add("rest", f"buffer:{b.name}", b.nbytes, "buffers")
+
+    def states(self) -> None:
+        """Optimizer state; made when the first step updates."""
+        for unit in self.plan.units:
+            group = self.groups[unit.name]
+            for i in group.trained if unit.home.optimizer == "device" else ():
+                name = group.parameters[i].name
+                if ("rest", f"state0:{name}") in self.tape.alive:
+                    continue
+                if self.slots == 2:  # Adam counts its steps, on the device, a tensor for each parameter
+                    self._add("rest", f"step:{name}", 4, "optimizer")
+                for slot in range(self.slots):
+                    self._add("rest", f"state{slot}:{name}", group.shards[i] * self.master, "optimizer")
+
+    def workspaces(self, *threads: str) -> None:
+        """cuBLAS's: one for the thread that runs forward, one for autograd's."""
+        for thread in threads or ("forward", "backward"):
+            if ("workspace", thread) not in self.tape.alive:
+                self._add("workspace", thread, WORKSPACE, "workspace")
+
+    def _batch(self) -> None:
+        """Token ids and labels of all micro-batches, int64."""
+        for micro in range(self.plan.batch.accumulate):
+            for name in ("input_ids", "labels"):
+                self._add("batch", f"{name}{micro}", 8 * self.rows * self.tokens, "batch")
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def _compute(self, op: Operation) -> None:
+        section = op.section
+        assert section is not None
+        rows, tokens = (1, op.tokens) if op.moment == "chunk" else (self.rows, self.tokens)
+        if _multiplies(section):
+            self.workspaces("backward" if op.moment in ("backward", "done", "end") else "forward")
+        owners = {"": op.unit, "<": op.near[0], ">": op.near[1], "/": ""}
+        term: Term = "loss" if op.moment in ("chunk", "chunked", "loss") or not op.unit else "activations"
+        for action, tensor, unit, nbytes in _evaluated(section, rows, tokens):
+            owner = owners.get(unit, unit)
+            if action == "allocate":
+                self._add(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term)
+            elif action == "free":
+                self._drop(owner, tensor)
+            elif (owner, f"whole:{tensor}") in self.tape.alive:
+                self._drop(owner, tensor)  # added to the sum that was there
+
+    def _gather(self, op: Operation) -> None:
+        nbytes = op.nbytes
+        if self.casts:
+            self._add(op.unit, "flat", nbytes // op.ranks, "gathered", GATHER)
+        self._add(op.unit, "buffer", nbytes, "gathered", GATHER)
+        self._drop(op.unit, "flat")
+
+    def _unpack(self, op: Operation) -> None:
+        group = self.groups[op.unit]
+        if group.world == 1:
+            self._cast(group)
+            return
+        for i, n in enumerate(group.whole):
+            self._add(op.unit, f"param{i}", n * self.compute, "gathered")
+        for i in range(len(group.whole)):
+            self._drop(op.unit, f"part{i}")
+
+    def _cast(self, group: Group) -> None:
+        """One rank alone copies each parameter, through a cast if the dtypes differ."""
+        for i, n in enumerate(group.shards):
+            if self.casts:
+                self._add(group.name, f"cast{i % 2}", n * self.compute, "gathered")
+                self._drop(group.name, f"cast{(i + 1) % 2}")
+            self._add(group.name, f"param{i}", n * self.compute, "gathered")
+        for i in (0, 1):
+            self._drop(group.name, f"cast{i}")
+
+    def _release(self, op: Operation) -> None:
+        self._drop(op.unit, "buffer")
+
+    def _free(self, op: Operation) -> None:
+        for i in range(len(self.groups[op.unit].whole)):
+            self._drop(op.unit, f"param{i}")
+
+    def _keep(self, op: Operation) -> None:
+        for i, n in enumerate(self.groups[op.unit].whole):
+            self._add(op.unit, f"part{i}", n * self.compute // op.ranks, "gathered")
+            self._drop(op.unit, f"param{i}")
+
+    def _accumulate(self, op: Operation) -> None:
+        """Whole gradients wait in the reduce dtype."""
+        group = self.groups[op.unit]
+        for tensor, elements in self._gradients(group):
+            if (op.unit, tensor) not in self.tape.alive:
+                continue
+            if self.reduce == self.compute:
+                self.tape.rename(op.unit, tensor, f"whole:{tensor}", "whole gradients", self.at)
+                continue
+            if op.first:
+                self._add(op.unit, f"sum:{tensor}", elements * self.reduce, "whole gradients")
+            self._drop(op.unit, tensor)
+
+    def _gradients(self, group: Group) -> list[tuple[str, int]]:
+        """Names and elements of a unit's gradients; names are relative to the unit's first module."""
+        unit = next(u for u in self.plan.units if u.name == group.name)
+        prefix = f"{unit.modules[0]}."
+        return [(f"grad:{p.name.removeprefix(prefix)}", p.numel) for p in (group.parameters[i] for i in group.trained)]
+
+    def _reduce(self, op: Operation) -> None:
+        group = self.groups[op.unit]
+        self._add(op.unit, "reduce input", op.nbytes, "reduce")
+        (table,) = HIDDEN["chunk_cat"](len(group.trained), *[group.shards[i] * self.reduce for i in group.trained])
+        self._add(op.unit, "table", table, "reduce")
+        self._drop(op.unit, "table")
+        names = [tensor for tensor, _ in self._gradients(group)]
+        last = names.pop() if op.ranks > 1 else ""  # the loop variable of FSDP's holds it until the end
+        self._drop_gradients(op.unit, names)
+        shard = op.nbytes // op.ranks
+        if self.reduce == self.master and op.first:
+            self._add(op.unit, "gradient", shard, "gradients", REDUCE)
+        else:
+            self._add(op.unit, "reduced", shard, "reduce", REDUCE)
+        self.last = last
+
+    def _drop_gradients(self, unit: str, names: list[str]) -> None:
+        for tensor in names[::-1]:  # as a list lets go of its items
+            for name in (tensor, f"sum:{tensor}", f"whole:{tensor}"):
+                self._drop(unit, name)
+
+    def _all_reduce(self, op: Operation) -> None:
+        """In place."""
+
+    def _settle(self, op: Operation) -> None:
+        """Reduced gradients, in the master dtype, become the shard or are added to it."""
+        group = self.groups[op.unit]
+        elements = sum(group.shards[i] for i in group.trained)
+        stream = ALL_REDUCE if group.copies > 1 else REDUCE
+        if self.reduce != self.master:
+            self._add(op.unit, "gradient" if op.first else "cast", elements * self.master, "gradients", stream)
+        if self.reduce == self.master or group.copies == 1:  # else the all-reduce's input is held until the end
+            self._drop(op.unit, "reduced")
+        self._drop(op.unit, "cast")
+        self._drop_gradients(op.unit, [self.last])
+
+    def _drain(self, op: Operation) -> None:
+        self._drop(op.unit, "reduce input")
+
+    def _norm(self, op: Operation) -> None:
+        """A few scalars for each parameter."""
+        for name in self.groups:
+            self._drop(name, "reduced")
+
+    def _update(self, op: Operation) -> None:
+        """Fused: in place, but for the first."""
+        self.states()
+
+    def _zero(self, op: Operation) -> None:
+        for name in self.groups:
+            self._drop(name, "gradient")
+
+
+@lru_cache(maxsize=4096)
+def _multiplies(section: Section) -> bool:
+    return any(op.kind == "gemm" for op in section.ops)
+
+
+@lru_cache(maxsize=4096)
+def _evaluated(section: Section, rows: int, tokens: int) -> tuple[tuple[str, str, str, int], ...]:
+    """Events with their bytes; a kernel's several temporaries one by one."""
+    found: list[tuple[str, str, str, int]] = []
+    several: dict[str, int] = {}
+    for e in section.events:
+        if e.rule:
+            sizes = e.sizes(rows, tokens)
+            several[e.tensor] = len(sizes)
+            found += [("allocate", f"{e.tensor}.{i}", e.unit, n) for i, n in enumerate(sizes)]
+        elif e.tensor in several:
+            found += [("free", f"{e.tensor}.{i}", e.unit, 0) for i in range(several.pop(e.tensor))][::-1]
+        else:
+            found.append((e.action, e.tensor, e.unit, e.sizes(rows, tokens)[0] if e.size else 0))
+    return tuple(found)

@@ -1,0 +1,323 @@
+"""The ordered operations of one step: a pure function of the plan.
+
+Follows what FSDP2 does at the doors of each unit: gather and prefetch before it computes, free after, reduce
+when its gradients are there. Says what happens and in which order; what it takes is said by `memory`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fullshard.costs import Costs, Moment, Section, Trace
+from fullshard.description import Description
+from fullshard.errors import FullshardError
+from fullshard.plan import Plan, Unit
+from fullshard.planner.groups import Group, groups, item
+
+# on_torch/chunked.py: a chunk's logits in the compute dtype, in float32, and their gradient stay under the budget.
+CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE = 1 << 31, 8, 256
+
+Kind = Literal[
+    "compute",  # a section of the trace
+    "gather",  # issue the all-gather of a unit's shards
+    "unpack",  # wait for it, and copy the parameters out of its buffer
+    "release",  # drop the all-gather's buffer
+    "free",  # drop gathered parameters
+    "keep",  # drop them but for a part of fewer ranks
+    "accumulate",  # keep whole gradients for the next micro-batch
+    "reduce",  # reduce whole gradients to shards
+    "all_reduce",  # reduce shards over the copies
+    "drain",  # drop a reduction's input
+    "settle",  # drop what a unit's reduction still holds
+    "norm",
+    "update",
+    "zero",
+]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`nbytes`: of the whole tensor that a collective works on. `section`: what a compute does."""
+
+    kind: Kind
+    unit: str = ""
+    micro: int = 0
+    moment: Moment | Literal[""] = ""
+    nbytes: int = 0
+    ranks: int = 1
+    section: Section | None = None
+    near: tuple[str, str] = ("", "")  # the units before and after, for the tensors that pass between them
+    tokens: int = 0  # of a chunk of the loss
+    first: bool = False  # of a reduction: whether no gradient shard is there yet
+
+
+def schedule(
+    plan: Plan, description: Description, *, loss: str = "chunked", micros: tuple[int, ...] = ()
+) -> tuple[Operation, ...]:
+    """One whole step. `micros`: only these micro-batches, for those who know that the others are alike."""
+    return tuple(_Step(plan, description, loss).run(micros or tuple(range(plan.batch.accumulate))))
+
+
+def chunks(vocabulary: int, tokens: int) -> list[int]:
+    """Tokens of each chunk of the chunked loss, as `on_torch.chunked` cuts them."""
+    chunk = max(1, CHUNK_BUDGET // (CHUNK_BYTES * vocabulary))
+    chunk -= chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0
+    return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
+
+
+def moments(plan: Plan, costs: Costs, loss: str) -> list[tuple[Moment, str, Section]]:
+    """The sections of a micro-batch in order, each unit's under its own remat choice."""
+    compute = plan.precision.compute
+    base = costs.trace(compute, loss, "none")
+    choices = {u.name: _choice(plan, u) for u in plan.units}
+    remats = {name: choice for name, choice in choices.items() if choice != "none"}
+    if not remats:
+        return list(base)
+    others: dict[str, Trace] = {r: _remat_trace(costs, compute, r) for r in set(remats.values())}
+    found: list[tuple[Moment, str, Section]] = []
+    for moment, unit, section in base:
+        if unit in remats:
+            section = others[remats[unit]].by_moment[moment, unit]
+        found.append((moment, unit, section))
+    return _freed_once(found)
+
+
+def _choice(plan: Plan, unit: Unit) -> str:
+    """Which trace a unit follows. Compiled are the blocks: units of one module, named after it."""
+    block = len(unit.modules) == 1 and unit.name == unit.modules[0]
+    return f"compiled {unit.remat}" if plan.compile and block else unit.remat
+
+
+def _freed_once(found: list[tuple[Moment, str, Section]]) -> list[tuple[Moment, str, Section]]:
+    """A block under remat may hold longer what others let go before: only the last free of a tensor counts."""
+    near = neighbours(found)
+    freed: set[tuple[str, str]] = set()
+    kept: list[tuple[Moment, str, Section]] = []
+    for moment, unit, section in reversed(found):
+        twice = set()
+        for i in range(len(section.events) - 1, -1, -1):
+            e = section.events[i]
+            if e.action == "free" and (e.unit or not e.tensor.isdigit()):
+                name = (owner(e.unit, unit, near), e.tensor)
+                if name in freed:
+                    twice.add(i)
+                freed.add(name)
+        if twice:
+            section = Section(tuple(e for i, e in enumerate(section.events) if i not in twice), section.ops)
+        kept.append((moment, unit, section))
+    return kept[::-1]
+
+
+def neighbours(found: list[tuple[Moment, str, Section]]) -> dict[str, tuple[str, str]]:
+    """The units before and after each, in the order of forward."""
+    order = ["", *dict.fromkeys(unit for moment, unit, _ in found if moment == "forward"), ""]
+    return {unit: (order[i - 1], order[i + 1]) for i, unit in enumerate(order) if unit}
+
+
+def owner(word: str, unit: str, near: dict[str, tuple[str, str]]) -> str:
+    """Whose tensor an event of `unit` means by `word`."""
+    if word == "":
+        return unit
+    if word in "<>":
+        return near[unit][word == ">"]
+    return "" if word == "/" else word
+
+
+def _remat_trace(costs: Costs, compute: str, remat: str) -> Trace:
+    """Blocks do not know the loss: any trace with that remat will do."""
+    loss = next((loss for _, loss, known in costs.traces if known == remat), "chunked")
+    return costs.trace(compute, loss, remat)
+
+
+def _costs(plan: Plan, description: Description) -> Costs:
+    """The description's costs; refuses what they do not tell."""
+    if description.costs is None:
+        raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
+    description.costs.check(plan.batch.micro_batch, plan.batch.sequence)
+    if plan.mesh.tensor > 1:
+        raise FullshardError(f"mesh.tensor = {plan.mesh.tensor} cannot be predicted yet; plan with tensor = 1")
+    if plan.precision.output not in (None, plan.precision.compute):
+        raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
+    blocks = {u.name for u in description.units if u.kind == "block"}
+    for unit in plan.units:
+        if unit.remat != "none" and unit.name not in blocks:
+            raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
+    return description.costs
+
+
+class _Step:
+    """FSDP's state while the schedule is written: which units are whole, which gathers are under way."""
+
+    def __init__(self, plan: Plan, description: Description, loss: str):
+        costs = _costs(plan, description)
+        self.plan = plan
+        self.groups = groups(plan, description)
+        self.moments = moments(plan, costs, loss)
+        self.near = neighbours(self.moments)
+        self.vocabulary = costs.vocabulary
+        self.order = list(self.groups)
+        self.whole: set[str] = set()
+        self.parts: set[str] = set()  # kept over fewer ranks after forward
+        self.pending: set[str] = set()  # gathered, not unpacked
+        self.held: str | None = None  # whose all-gather buffer forward still holds
+        self.forwarded: list[str] = []  # units in the order of their forwards
+        self.reducing: str | None = None  # whose reduction's input is still held
+        self.done: set[str] = set()
+        self.sharded_grads: set[str] = set()
+        self.waiting: set[str] = set()  # units with whole gradients from earlier micro-batches
+        self.micro = 0
+        chain = [u.name for u in plan.units if u.layout != "replicated" and u.modules != ("",)]
+        ahead, back = plan.prefetch.forward, plan.prefetch.backward
+        self.ahead = {n: chain[i + 1 : i + 1 + ahead] for i, n in enumerate(chain)} if ahead > 1 else {}
+        self.back = {n: chain[max(0, i - back) : i][::-1] for i, n in enumerate(chain)} if back > 1 else {}
+
+    def run(self, micros: tuple[int, ...]) -> Iterator[Operation]:
+        last = self.plan.batch.accumulate - 1
+        yield self._all("all_reduce", 8)  # tokens of the step
+        for self.micro in micros:
+            yield from self._micro_batch(self.micro == last)
+        yield Operation("norm", micro=last)
+        yield self._all("all_reduce", 16)  # norm and loss
+        yield Operation("update", micro=last)
+        yield Operation("zero", micro=last)
+
+    def _all(self, kind: Kind, nbytes: int) -> Operation:
+        return Operation(kind, micro=self.micro, nbytes=nbytes, ranks=self.plan.mesh.devices)
+
+    def _micro_batch(self, last: bool) -> Iterator[Operation]:
+        self.done.clear()
+        self.forwarded.clear()
+        for i, (moment, unit, section) in enumerate(self.moments):
+            yield from self._before(moment, unit, last)
+            if moment == "chunk":
+                yield from self._chunks(i)
+            else:
+                yield self._compute(moment, unit, section)
+
+    def _compute(self, moment: Moment, unit: str, section: Section, tokens: int = 0) -> Operation:
+        near = self.near.get(unit, ("", ""))
+        return Operation("compute", unit, self.micro, moment, section=section, near=near, tokens=tokens)
+
+    def _chunks(self, i: int) -> Iterator[Operation]:
+        """All chunks of the loss; what follows the last comes with the next moment."""
+        sizes = chunks(self.vocabulary, self.plan.batch.micro_batch * self.plan.batch.sequence)
+        for j, size in enumerate(sizes):
+            yield self._compute(*self.moments[i], tokens=size)
+            if j < len(sizes) - 1:
+                yield self._compute(*self.moments[i + 1])
+
+    def _before(self, moment: Moment, unit: str, last: bool) -> Iterator[Operation]:
+        """What sharding does at a moment."""
+        if moment == "forward":
+            yield from self._gather(unit)
+            yield from self._unpack(unit, forward=True)
+            for other in self.ahead.get(unit, []):
+                yield from self._gather(other)
+        elif moment == "leave":
+            yield from self._leave(unit)
+        elif moment == "loss" and self.held is not None:
+            yield self._op("release", self.held)
+            self.held = None
+        elif moment == "backward":
+            yield from self._gather(unit)
+            yield from self._unpack(unit, forward=False)
+            yield from self._prefetch_backward(unit)
+        elif moment == "done":
+            yield from self._done(unit, last)
+        elif moment == "end":
+            yield from self._end(last)
+
+    def _op(self, kind: Kind, unit: str, **more: int) -> Operation:
+        return Operation(kind, unit, self.micro, **more)  # type: ignore[arg-type]
+
+    def _gather(self, unit: str) -> Iterator[Operation]:
+        if unit in self.whole or unit in self.pending:
+            return
+        self.pending.add(unit)
+        group = self.groups[unit]
+        if group.world == 1:
+            return
+        ranks = int(group.reshard) if unit in self.parts else group.world
+        yield self._op("gather", unit, nbytes=sum(group.whole) * item(self.plan.precision.compute), ranks=ranks)
+
+    def _unpack(self, unit: str, forward: bool) -> Iterator[Operation]:
+        if unit not in self.pending:
+            return
+        yield self._op("unpack", unit)
+        if forward and self.held is not None:  # only now: a local variable of FSDP's keeps it for that long
+            yield self._op("release", self.held)
+            self.held = None
+        self.pending.discard(unit)
+        self.parts.discard(unit)
+        self.whole.add(unit)
+        if self.groups[unit].world == 1:
+            return
+        if forward:  # until the next unit's, so that the two overlap
+            self.held = unit
+        else:
+            yield self._op("release", unit)
+
+    def _leave(self, unit: str) -> Iterator[Operation]:
+        reshard = self.groups[unit].reshard
+        self.forwarded.append(unit)
+        if reshard is False:
+            return
+        self.whole.discard(unit)
+        if reshard is True:
+            yield self._op("free", unit)
+        else:
+            self.parts.add(unit)
+            yield self._op("keep", unit, ranks=int(reshard))
+
+    def _prefetch_backward(self, unit: str) -> Iterator[Operation]:
+        if self.back.get(unit):
+            for other in self.back[unit]:
+                yield from self._gather(other)
+        elif (i := self.forwarded.index(unit)) > 0:
+            yield from self._gather(self.forwarded[i - 1])
+
+    def _done(self, unit: str, last: bool) -> Iterator[Operation]:
+        """The unit's gradients are there."""
+        self.done.add(unit)
+        group = self.groups[unit]
+        waits = not last and (group.keeps or self.plan.batch.sync == "last")
+        if unit in self.waiting:
+            yield self._op("accumulate", unit)
+        if unit in self.whole and (last or not group.keeps):
+            self.whole.discard(unit)
+            yield self._op("free", unit)
+        if waits:
+            if group.trained and unit not in self.waiting:
+                yield Operation("accumulate", unit, self.micro, first=True)
+                self.waiting.add(unit)
+            return
+        if self.reducing is not None:
+            yield self._op("drain", self.reducing)
+            self.reducing = None
+        if group.trained:
+            yield from self._reduce(unit, group)
+
+    def _reduce(self, unit: str, group: Group) -> Iterator[Operation]:
+        elements = sum(group.whole[i] for i in group.trained)
+        nbytes = elements * item(self.plan.precision.reduce)
+        fresh = unit not in self.sharded_grads
+        yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=group.world, first=fresh)
+        if group.copies > 1:
+            yield self._op("all_reduce", unit, nbytes=nbytes // group.world, ranks=group.copies)
+        yield Operation("settle", unit, self.micro, first=fresh)
+        self.sharded_grads.add(unit)
+        self.waiting.discard(unit)
+        self.reducing = unit
+
+    def _end(self, last: bool) -> Iterator[Operation]:
+        """Units whose inputs need no gradient are done only when everything is."""
+        for unit in sorted(self.order, key=lambda n: n != "root"):
+            if unit not in self.done:
+                yield from self._done(unit, last)
+        for unit in list(self.pending):
+            self.pending.discard(unit)
+            if self.groups[unit].world > 1:
+                yield self._op("release", unit)
+        if self.reducing is not None:
+            yield self._op("drain", self.reducing)
+            self.reducing = None

@@ -1,0 +1,179 @@
+"""The planner's schedule and memory, held against the engine as it really runs (rank 0 of N, fake process group)."""
+
+import dataclasses
+from functools import lru_cache
+from itertools import accumulate
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import fullshard as fs
+from fullshard import kernels, on_torch
+from fullshard.costs import evaluate
+from fullshard.on_torch import chunked
+from fullshard.on_torch.kernels import StandIns
+from fullshard.on_torch.models import Llama
+from fullshard.on_torch.remat import apply_remat
+from fullshard.planner import memory, replay
+from fullshard.planner.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
+from fullshard.presets import LlamaSize
+from tests.cpu import live
+
+ROWS, TOKENS, VOCAB = 2, 32, 50
+# Heads of a size that CUDA's attention takes; no dim divides by 8: shards are uneven.
+SIZE = LlamaSize(dim=24, layers=3, heads=3, kv_heads=1, ffn=42, vocab=VOCAB, sequence=64)
+LOSSES = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}
+BF16 = fs.Precision(compute="bf16")
+
+
+def build(kind: str, **change) -> torch.nn.Module:
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(SIZE, tied=kind == "tied", **change))
+        return model if kind != "lora" else get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+
+
+@lru_cache
+def description(kind: str) -> fs.Description:
+    return on_torch.describe(build(kind), micro_batch=ROWS, sequence=TOKENS)
+
+
+def plan(strategy: str, kind: str = "plain", batch: fs.Batch = fs.Batch(ROWS, TOKENS), **arguments) -> fs.Plan:  # noqa: B008
+    return fs.strategy(strategy, description(kind), precision=arguments.pop("precision", BF16), batch=batch, **arguments)
+
+
+ACCUMULATED = fs.Batch(ROWS, TOKENS, 3)
+LAST = fs.Batch(ROWS, TOKENS, 4, "last")
+CASES = {
+    "zero3": (plan, ("zero3",), {"devices": 8}),
+    "zero3-one": (plan, ("zero3",), {"devices": 1}),
+    "zero3-full": (plan, ("zero3",), {"devices": 64, "remat": "full"}),
+    "zero3-selective": (plan, ("zero3",), {"devices": 4, "remat": "selective"}),
+    "zero3-every-second": (plan, ("zero3",), {"devices": 4, "remat": "full", "remat_every": 2}),
+    "zero3-prefetch": (plan, ("zero3",), {"devices": 4, "prefetch": fs.Prefetch(2, 3)}),
+    "zero3-accumulated": (plan, ("zero3",), {"devices": 4, "batch": ACCUMULATED}),
+    "zero3-last": (plan, ("zero3",), {"devices": 4, "batch": LAST}),
+    "zero3-reduce-bf16": (plan, ("zero3",), {"devices": 4, "precision": fs.Precision("bf16", "bf16")}),
+    "zero3-reduce-bf16-last": (plan, ("zero3",), {"devices": 4, "batch": LAST, "precision": fs.Precision("bf16", "bf16")}),
+    "zero2": (plan, ("zero2",), {"devices": 8}),
+    "zero1": (plan, ("zero1",), {"devices": 8, "batch": ACCUMULATED}),
+    "ddp": (plan, ("ddp",), {"devices": 4}),
+    "hybrid": (plan, ("hybrid",), {"replicate": 2, "shard": 4}),
+    "hpz": (plan, ("hpz",), {"devices": 8, "reshard": 2}),
+    "mixed": (plan, ("mixed",), {"devices": 4, "replicate": ["embed"]}),
+    "tied": (plan, ("zero3", "tied"), {"devices": 4}),
+    "lora": (plan, ("zero3", "lora"), {"devices": 4, "remat": "full"}),
+}
+
+
+def case(name: str) -> tuple[str, fs.Plan]:
+    make, arguments, options = CASES[name]
+    return (arguments[1] if len(arguments) > 1 else "plain"), make(*arguments, **options)
+
+
+@lru_cache
+def ran(name: str, loss: str) -> live.Step:
+    kind, wanted = case(name)
+    return live.run_step(build(kind), wanted, LOSSES[loss], VOCAB)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_schedule_issues_the_collectives_that_the_engine_issues(name):
+    kind, wanted = case(name)
+    planned = [
+        (op.kind, op.nbytes, op.ranks)
+        for op in schedule(wanted, description(kind), loss="chunked")
+        if op.kind in ("gather", "reduce", "all_reduce") and op.ranks > 1
+    ]
+    assert planned == ran(name, "chunked").collectives
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_that_of_the_storages_alive(name, loss, monkeypatch):
+    if loss == "plain" and name not in ("zero3", "zero3-full", "tied", "lora", "zero3-accumulated"):
+        pytest.skip("the loss does not know the strategy")
+    _without_cuda(monkeypatch)
+    kind, wanted = case(name)
+    operations = schedule(wanted, description(kind), loss=loss)
+    tape = memory.steady(wanted, description(kind), operations, slots=2)
+    assert abs(_peak(tape) - ran(name, loss).peak) <= 64  # bytes: counters and factors of the step itself
+
+
+def _peak(tape: replay.Tape) -> int:
+    return max(accumulate(d if term != "workspace" else 0 for d, term in zip(tape.deltas, tape.terms, strict=True)))
+
+
+def _without_cuda(monkeypatch) -> None:
+    """CPU kernels have other temporaries, or none."""
+    for rule in kernels.HIDDEN:
+        monkeypatch.setitem(kernels.HIDDEN, rule, lambda *_: ())
+    monkeypatch.setitem(kernels.HIDDEN, "chunk_cat", lambda *_: (0,))
+    replay._evaluated.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    yield
+    replay._evaluated.cache_clear()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_block_saves_what_autograd_says_it_saves(remat):
+    model = build("plain").to(torch.bfloat16)
+    block = model.model.layers[1]
+    apply_remat(block, remat)
+    x = torch.empty(ROWS, TOKENS, SIZE.dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    tables = [torch.empty(TOKENS, SIZE.head_dim // 2, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    saved: dict[int, tuple[int, object]] = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        saved[storage._cdata] = (storage.nbytes(), storage)
+        return t
+
+    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
+    if remat == "none":
+        with StandIns(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            block(x, *tables)
+        kept = sum(n for key, (n, _) in saved.items() if key not in parameters)
+    else:
+        kept = sum(t.nbytes for t in (x, *tables))
+    assert _traced_saved(remat) == kept
+
+
+def _traced_saved(remat: str) -> int:
+    """Bytes that a middle block adds between forward and backward, its input included, its output not."""
+    found = description("plain").costs.trace("bf16", "chunked", remat)
+    alive: dict[str, int] = {}
+    for moment in ("enter", "forward", "leave"):
+        for e in found.by_moment[moment, "model.layers.1"].events:
+            if e.action == "allocate" and not e.unit:
+                alive[e.tensor] = evaluate(e.size[0], ROWS, TOKENS)
+            elif e.action == "free" and not e.unit:
+                alive.pop(e.tensor, None)
+    return sum(alive.values())  # the output has the input's size
+
+
+def test_chunks_are_cut_as_the_engine_cuts_them():
+    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (chunked.BUDGET, chunked.BYTES_A_LOGIT, chunked.TILE)
+
+
+def test_blocks_that_stood_aside_cost_what_blocks_cost(monkeypatch):
+    found = on_torch.describe(build("plain", layers=6), micro_batch=ROWS, sequence=TOKENS)
+    wanted = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat="full", remat_every=2)
+    measured = live.run_step(build("plain", layers=6), wanted, on_torch.chunked_loss, VOCAB)
+    _without_cuda(monkeypatch)
+    tape = memory.steady(wanted, found, schedule(wanted, found, loss="chunked"), slots=2)
+    assert abs(_peak(tape) - measured.peak) <= 64
+
+
+def test_describing_leaves_the_model_as_it_was():
+    model = build("plain")
+    before = {n: (id(p), p.dtype) for n, p in model.named_parameters()}
+    classes = [type(m) for m in model.modules()]
+    on_torch.describe(model, micro_batch=1, sequence=8)
+    assert {n: (id(p), p.dtype) for n, p in model.named_parameters()} == before
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,135 @@
+"""Predicted peaks of presets, without torch, against peaks measured on an H200; and the allocator's rules."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fullshard as fs
+import fullshard.presets
+from fullshard.planner.allocator import Allocator, replay
+from fullshard.planner.memory import predict
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
+MiB = 1 << 20
+# Presets as they are; those with other layers or trained parameters need a trace (tests/cpu).
+ROWS = [
+    row
+    for row in json.loads(RESULTS.read_text())["rows"]
+    if row["case"]["model"] in fs.presets.PRESETS and not row["case"]["change"] and row["case"]["trained"] == "all"
+]
+
+
+def plan(case: dict, description: fs.Description) -> fs.Plan:
+    return fs.strategy(
+        case["strategy"],
+        description,
+        **case["arguments"],
+        precision=fs.Precision(compute=case["compute"], reduce=case["reduce"]),
+        batch=fs.Batch(*case["batch"], case["accumulate"], case["sync"]),
+        remat=case["remat"],
+        compile=case["compile"],
+    )
+
+
+def test_there_are_rows_to_hold_predictions_against():
+    assert len(ROWS) >= 12
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r["name"])
+def test_predicted_peaks_are_those_measured(row):
+    description = fs.presets.describe(row["case"]["model"])
+    found = predict(plan(row["case"], description), description, loss=row["case"]["loss"])
+    assert found.allocated == pytest.approx(row["allocated"], rel=0.0005)
+    assert found.reserved == pytest.approx(row["reserved"], rel=0.01)
+    quick = predict(plan(row["case"], description), description, loss=row["case"]["loss"], reserved=False)
+    assert quick.allocated == pytest.approx(row["allocated"], rel=0.003)
+    assert sum(quick.terms.values()) == quick.allocated
+
+
+def test_planning_a_preset_needs_no_torch():
+    program = (
+        "import sys, fullshard as fs, fullshard.presets\n"
+        "from fullshard.planner.memory import predict\n"
+        "d = fs.presets.describe('llama3-405b')\n"
+        "plan = fs.zero3(d, devices=512, precision=fs.Precision(compute='bf16'), batch=fs.Batch(1, 8192), remat='full')\n"
+        "assert predict(plan, d).allocated > 0 and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_more_ranks_hold_less_and_more_tokens_need_more():
+    d = fs.presets.describe("llama3-8b")
+    peaks = [_peak(d, devices=n) for n in (1, 2, 8, 64, 512)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert _peak(d, batch=fs.Batch(2, 4096)) > _peak(d, batch=fs.Batch(1, 4096))
+    assert _peak(d, remat="full") < _peak(d, remat="selective") < _peak(d, remat="none")
+
+
+def _peak(d: fs.Description, devices: int = 8, batch: fs.Batch = fs.Batch(1, 4096), remat: str = "none") -> int:  # noqa: B008
+    bf16 = fs.Precision(compute="bf16")
+    return predict(fs.zero3(d, devices=devices, precision=bf16, batch=batch, remat=remat), d, reserved=False).allocated
+
+
+def test_what_cannot_be_predicted_is_refused():
+    d = fs.presets.describe("llama-nano")
+    with pytest.raises(fs.FullshardError, match="tensor = 2"):
+        predict(fs.zero3(d, devices=2, tensor=2), d)
+    with pytest.raises(fs.FullshardError, match="unit head"):
+        predict(fs.zero3(d, devices=2).change("head", remat="full"), d)
+
+
+def test_homes_count_in_their_tier():
+    d = fs.presets.describe("llama-nano")
+    plan = fs.zero3(d, devices=2).change("*", home=fs.Home(optimizer="host"))
+    found = predict(plan, d, reserved=False)
+    assert found.at_rest["host"]["optimizer"] == 2 * found.at_rest["device"]["params"] == 2 * 4 * d.numel // 2
+    assert "optimizer" not in found.terms
+
+
+# -- the allocator -----------------------------------------------------------------------------------------
+
+
+def test_small_and_large_requests_come_from_their_own_segments():
+    a = Allocator()
+    a.allocate(100, 0)
+    assert (a.allocated, a.reserved) == (512, 2 * MiB)
+    a.allocate(MiB + 1, 0)
+    assert (a.allocated, a.reserved) == (512 + MiB + 512, 22 * MiB)
+    a.allocate(25 * MiB + 5, 0)  # what fits nowhere gets a segment of its own size, in steps of 2 MiB
+    assert a.reserved == 48 * MiB
+
+
+def test_blocks_are_reused_on_their_stream_only():
+    a = Allocator()
+    a.free(a.allocate(50 * MiB, 0))
+    a.allocate(50 * MiB, 1)
+    assert a.reserved == 100 * MiB
+    a.allocate(40 * MiB, 0)
+    a.allocate(10 * MiB, 0)
+    assert a.reserved == 100 * MiB
+
+
+def test_an_end_of_a_mebibyte_or_less_is_not_split_off():
+    a = Allocator()
+    a.free(a.allocate(50 * MiB, 0))
+    a.allocate(49 * MiB, 0)
+    assert a.allocated == 50 * MiB
+
+
+def test_free_neighbours_become_one_block():
+    a = Allocator()
+    whole = a.allocate(60 * MiB, 0)
+    a.free(whole)
+    three = [a.allocate(20 * MiB, 0) for _ in range(3)]
+    for block in (three[0], three[2], three[1]):
+        a.free(block)
+    a.allocate(60 * MiB, 0)
+    assert (a.allocated, a.reserved) == (60 * MiB, 60 * MiB)
+
+
+def test_stretches_have_peaks_of_their_own():
+    peaks = replay([20 * MiB, 30 * MiB, -30 * MiB, 10 * MiB], [1, 2, 2, 3], [0, 0, 0, 0], [0, 3])
+    assert peaks == [(50 * MiB, 50 * MiB), (30 * MiB, 50 * MiB)]
