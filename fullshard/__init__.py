@@ -10,6 +10,8 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
 from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
+from fullshard.planner.estimate import Estimate, estimate
+from fullshard.planner.search import find_plan
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
 from fullshard.train.loop import train
 
@@ -35,6 +37,7 @@ __all__ = [
     "Batch",
     "Cluster",
     "Description",
+    "Estimate",
     "FullshardError",
     "Home",
     "Mesh",
@@ -45,6 +48,8 @@ __all__ = [
     "TorchOptimizer",
     "Unit",
     "ddp",
+    "estimate",
+    "find_plan",
     "hpz",
     "hybrid",
     "mixed",

@@ -13,6 +13,7 @@ import typer
 
 import fullshard
 from fullshard.commands import checkpoint, data, plan
+from fullshard.commands.measure import measure
 from fullshard.commands.train import train
 from fullshard.errors import FullshardError
 from fullshard.launch.local import given_arguments
@@ -31,7 +32,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.plan, plan.explain, train):
+for command in (plan.models, plan.units, plan.plan, plan.explain, measure, train):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -41,11 +41,15 @@ MOST = 16384  # devices
 NAME = re.compile(r"([0-9]+)x([a-z][a-z0-9]*)", re.I)
 # Fused attention, as shares of the rate of large matrix products: forward, backward.
 ATTENTION = (0.7, 0.6)
+NARROW = 0.78  # of that, heads of 64
+# Of a plain copy's rate, what the pointwise kernels of an eager block reach: casts, broadcasts and strides among them.
+POINTWISE = 0.55
 
 Source = Literal["measured", "nominal"]
 Quantity = Literal[
     "memory",
     "hbm",
+    "pointwise",
     "launch",
     "host_memory",
     "pcie_up",
@@ -61,6 +65,7 @@ Quantity = Literal[
 NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[float], str]]] = {
     "memory": ("device memory", lambda d, h: d.memory, bytes_text),
     "hbm": ("memory bandwidth", lambda d, h: d.hbm * d.hbm_efficiency, lambda x: rate_text(x, "B/s")),
+    "pointwise": ("pointwise kernels", lambda d, h: d.hbm * d.hbm_efficiency * POINTWISE, lambda x: rate_text(x, "B/s")),
     "launch": ("kernel launch", lambda d, h: d.launch, seconds_text),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
@@ -139,12 +144,15 @@ class Cluster:
             return self.peak(dtype) * self.device.efficiency
         return _interpolate([(g.flops, g.rate) for g in points], flops)
 
-    def attention_rate(self, sequence: int, dtype: str = "bf16") -> tuple[float, float]:
-        """Flops a second of fused causal attention, forward and backward; only the causal half counts as flops."""
-        points = self._attention(dtype)
-        if not points:
-            rate = self.peak(dtype) * self.device.efficiency
+    def attention_rate(self, sequence: int, width: int = 128, dtype: str = "bf16") -> tuple[float, float]:
+        """Flops a second of fused causal attention with heads of `width`, forward and backward; only the causal half
+        counts as flops."""
+        timed = self._attention(dtype)
+        if not timed:
+            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else NARROW)
             return rate * ATTENTION[0], rate * ATTENTION[1]
+        close = min((a.width for a in timed), key=lambda w: abs(w - width))
+        points = [a for a in timed if a.width == close]
         forward = _interpolate([(a.sequence, a.forward) for a in points], sequence)
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 

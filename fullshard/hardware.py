@@ -179,6 +179,7 @@ DEVICES = {
     for d in (
         _gpu("a100", 79.1, _tera(312, 19.5, 156), 2.039e12, 0.85),
         _gpu("h100", 79.1, _tera(989.4, 66.9, 494.7, 1978.9), 3.35e12, 0.75),
+        _gpu("h100e", 94.5, _tera(989.4, 66.9, 494.7, 1978.9), 2.4e12, 0.5),
         _gpu("h200", 139.7, _tera(989.4, 66.9, 494.7, 1978.9), 4.8e12, 0.75),
         _gpu("b200", 178.3, _tera(2250, 75, 1125, 4500), 8e12, 0.75),
         _gpu("gb200", 184, _tera(2500, 80, 1250, 5000), 8e12, 0.75),
@@ -193,6 +194,7 @@ DEVICES = {
 NODES = {
     "a100": Node(8, _link("nvlink", 300e9, 0.78), _host(256e9, 16, GEN4, 51.2e9, (3e9, 1.5e9))),
     "h100": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
+    "h100e": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
     "h200": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
     "b200": Node(8, _link("nvlink", 900e9, 0.75), _host(256e9, 14, GEN5, 89.6e9, (6e9, 3e9))),
     "gb200": Node(72, _link("nvlink", 900e9, 0.75), _host(240e9, 36, CHIP2CHIP, 256e9, (6e9, 3e9))),
@@ -206,6 +208,7 @@ NODES = {
 NETWORKS = {
     "a100": _link("infiniband", 25e9, 0.94),
     "h100": _link("infiniband", 50e9, 0.94),
+    "h100e": _link("infiniband", 50e9, 0.94),
     "h200": _link("infiniband", 50e9, 0.94),
     "b200": _link("infiniband", 50e9, 0.94),
     "gb200": _link("infiniband", 50e9, 0.94),

@@ -37,8 +37,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Timed causal attention at one sequence length: flops a second, of the half of the scores that count."""
+    """Timed causal attention at one sequence length and head width: flops a second, of the half of the scores
+    that count."""
 
+    width: int
     sequence: int
     forward: float
     backward: float
@@ -74,6 +76,7 @@ class Measured:
     dtype: str
     memory: int | None = None
     hbm: float | None = None
+    pointwise: float | None = None
     launch: float | None = None
     host_memory: int | None = None
     pcie_up: float | None = None

@@ -1,6 +1,9 @@
 """Numbers and tables as a person reads them. Knows nothing of plans or models."""
 
+import re
 from collections.abc import Sequence
+
+from fullshard.errors import FullshardError
 
 
 def bytes_text(n: float) -> str:
@@ -86,3 +89,13 @@ def seconds_text(n: float) -> str:
     """`1.90 µs`."""
     units, scale = ("ps", "ns", "µs", "ms", "s"), 1e12
     return _scaled(n * scale, 1000, units, " ")
+
+
+def parse_bytes(text: str) -> int:
+    """`24GiB`, `80 GB`, `512MiB` or a plain number, as bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.I)
+    if match is None or not float(match[1]):
+        raise FullshardError(f"{text!r} is no amount of memory; write for example 24GiB")
+    prefix = (match[2] or "").upper()
+    base = 1024 if prefix.endswith("I") else 1000
+    return int(float(match[1]) * base ** " KMGT".index(prefix[:1] or " "))

@@ -9,6 +9,7 @@ import typer
 from fullshard import presets
 from fullshard.description import Description
 from fullshard.errors import FullshardError
+from fullshard.plan import DType
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
@@ -31,6 +32,16 @@ def describe_model(model: str, classes: list[str] | None, names: list[str] | Non
         raise FullshardError(f"{model!r} needs torch ({error}); pip install 'fullshard[torch]', or use a preset") from None
     found = on_torch.load_model(model)
     return on_torch.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
+
+
+def describe_costs(model: str, sequence: int, compute: DType) -> Description:
+    """As `describe_model`, with what computing it costs: shipped for presets, traced for everything else."""
+    described = describe_model(model, None, None, 0)
+    if described.costs is not None and any(key[0] == compute for key in described.costs.traces):
+        return described
+    from fullshard import on_torch
+
+    return on_torch.describe(on_torch.load_model(model), micro_batch=1, sequence=sequence, compute=compute, title=model)
 
 
 def print_json(data: object) -> None:

@@ -2,16 +2,20 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard import presets
-from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_model, print_json
+from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_costs, describe_model, print_json
 from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Plan, Precision, Prefetch
 from fullshard.strategies import STRATEGIES, choose
 
+if TYPE_CHECKING:
+    from fullshard.planner.search import Found
+
+Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
 Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
@@ -44,24 +48,45 @@ def units(model: Model, classes: Classes = None, names: Names = None, min_params
 
 def plan(
     model: Model,
-    devices: Annotated[int, typer.Option(metavar="N", help="How many devices the plan is for.")],
+    devices: Annotated[int | None, typer.Option(metavar="N", help="How many devices the plan is for.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="Find the best plan for it: 64xh100, or a file of `measure`.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="--cluster: sequences in a step, over all devices.", show_default="1 a device")
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="--cluster: pin a choice (strategy=zero3, remat=full …).")
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="--cluster: memory of a device to use, such as 24GiB.")
+    ] = None,
+    loss: Annotated[Loss, typer.Option(help="--cluster: how the loss is computed.")] = Loss.chunked,  # type: ignore[attr-defined]
     strategy_name: Annotated[
-        Strategy, typer.Option("--strategy", help="What is sharded, and when it is gathered.")
-    ] = Strategy.zero3,  # type: ignore[attr-defined]
+        Strategy | None, typer.Option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
+    ] = None,
     replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1,
     reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None,
     replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0,
     keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None,
     tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1,
-    compute: Annotated[DType, typer.Option(help="Dtype of gathered parameters and activations.")] = DType.fp32,  # type: ignore[attr-defined]
+    compute: Annotated[
+        DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")
+    ] = None,
     reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
-    remat: Annotated[Remat, typer.Option(help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
+    remat: Annotated[Remat | None, typer.Option(help="What blocks recompute in backward.", show_default="none")] = None,
     remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1,
-    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences a rank computes at a time.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences a rank computes at a time.", show_default="1")
+    ] = None,
     sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
-    accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
-    sync: Annotated[Sync, typer.Option(help="Reduce gradients after every micro-batch, or the last only.")] = Sync.every,  # type: ignore[attr-defined]
-    prefetch: Annotated[int, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.")] = 1,
+    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.", show_default="1")] = None,
+    sync: Annotated[
+        Sync | None, typer.Option(help="Reduce gradients after every micro-batch, or the last only.", show_default="every")
+    ] = None,
+    prefetch: Annotated[
+        int | None, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
+    ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
     classes: Classes = None,
     names: Names = None,
@@ -69,12 +94,37 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan as JSON to FILE.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the plan of a strategy for MODEL and show it; -o writes it for `shard` and for recipes.
+    """Find the best plan for MODEL on a cluster, or make the plan of a strategy; -o writes it for `shard` and recipes.
+
+    With --cluster every strategy, mesh, micro-batch and remat choice is tried on paper and the fastest that fits is
+    shown, with what it costs and why others lost. With --devices the plan is what the options say.
+
+    Example: fullshard plan llama3-8b --cluster 64xh100 --sequence 8192 --global-batch 256 -o plan.json
 
     Example: fullshard plan llama3-8b --devices 64 --strategy hybrid --replicate 8 --remat full -o plan.json
     """
+    if (cluster is None) == (devices is None):
+        raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
+    own = {
+        "strategy": strategy_name, "compute": compute, "remat": remat, "micro_batch": micro_batch, "accumulate": accumulate,
+        "sync": sync, "prefetch": prefetch, "reshard": reshard, "compile": compile or None,
+        "replicate": replicate if replicate != 1 else None, "tensor": tensor if tensor != 1 else None,
+    }  # fmt: skip
+    if cluster is not None:
+        for option, on in own.items():
+            if on is not None:
+                raise FullshardError(f"{_spell(option)} has no effect with --cluster; write --fix {option}={on}")
+        found = _search(model, cluster, sequence, global_batch, fix or [], limit, str(loss))
+        if output:
+            _write(output, found.plan)
+        _show_found(found, as_json)
+        return
+    for option, given in (("--global-batch", global_batch), ("--fix", fix), ("--limit", limit)):
+        if given:
+            raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
+    assert devices is not None
     made = choose(
-        str(strategy_name),
+        str(strategy_name or "zero3"),
         describe_model(model, classes, names, min_params),
         devices=devices,
         tensor=tensor,
@@ -83,16 +133,66 @@ def plan(
         replicate_below=replicate_below,
         keep_whole=keep_whole or [],
         spell=_spell,
-        precision=Precision(compute=str(compute), reduce=str(reduce)),  # type: ignore[arg-type]
-        batch=Batch(micro_batch, sequence, accumulate, str(sync)),  # type: ignore[arg-type]
-        prefetch=Prefetch(prefetch, prefetch),
-        remat=str(remat),
+        precision=Precision(compute=str(compute or "fp32"), reduce=str(reduce)),  # type: ignore[arg-type]
+        batch=Batch(micro_batch or 1, sequence, accumulate or 1, str(sync or "every")),  # type: ignore[arg-type]
+        prefetch=Prefetch(prefetch or 1, prefetch or 1),
+        remat=str(remat or "none"),
         remat_every=remat_every,
         compile=compile,
     )
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
+
+
+def _search(
+    model: str, cluster: str, sequence: int, global_batch: int | None, fix: list[str], limit: str | None, loss: str
+) -> "Found":
+    from fullshard.cluster import Cluster
+    from fullshard.planner.search import find_plan
+    from fullshard.text import parse_bytes
+
+    where = Cluster.load(cluster)
+    pinned = dict(_pin(text) for text in fix)
+    room = parse_bytes(limit) if limit else None
+    compute: Any = pinned.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
+    return find_plan(
+        describe_costs(model, sequence, compute),
+        where,
+        sequence=sequence,
+        global_batch=global_batch,
+        fix=pinned,
+        limit=room,
+        loss=loss,
+    )
+
+
+def _pin(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise FullshardError(f"--fix {text!r}: write KEY=VALUE, for example strategy=zero3")
+    words: dict[str, object] = {"true": True, "false": False}
+    number = int(value) if value.lstrip("-").isdigit() else None
+    return key.strip().replace("-", "_"), words.get(value, value if number is None else number)
+
+
+def _show_found(found: "Found", as_json: bool) -> None:
+    from fullshard.planner.search import summary
+
+    if as_json:
+        print_json(
+            {
+                "plan": found.plan.to_dict(),
+                "estimate": found.estimate.to_dict(),
+                "alternatives": [
+                    {"label": a.label, "needed_bytes": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
+                    for a in found.alternatives
+                ],
+                "search_seconds": found.search_seconds,
+            }
+        )
+    else:
+        typer.echo(f"{found.plan}\n\n{found.estimate}\n\n{summary(found)}")
 
 
 def explain(

@@ -11,7 +11,7 @@ from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.load import limits, load_model, takes_positions
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
-from fullshard.on_torch.measure import measure
+from fullshard.on_torch.measure import local_cluster, measure
 from fullshard.on_torch.named import weights_of
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, start
@@ -19,11 +19,12 @@ from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.shard import shard
 from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.on_torch.state import State, memory
-from fullshard.on_torch.step import StepResult, evaluate, train_step
+from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, train_step
 from fullshard.on_torch.weights import Weights
 
 __all__ = [
     "Checkpointer",
+    "OutOfMemory",
     "Saving",
     "State",
     "StepResult",
@@ -45,6 +46,7 @@ __all__ = [
     "limits",
     "load_checkpoint",
     "load_model",
+    "local_cluster",
     "local_devices",
     "measure",
     "memory",

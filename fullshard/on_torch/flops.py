@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from fullshard.hardware import DEVICES
+from fullshard.on_torch.measure import device_name
 from fullshard.on_torch.state import State
 
 
@@ -47,8 +48,7 @@ def peak_flops(state: State) -> float | None:
     for one that is not known."""
     if state.device.type != "cuda":
         return None
-    words = torch.cuda.get_device_name(state.device).lower().replace(" ", "")
-    found = max((name for name in DEVICES if name in words), key=len, default=None)
+    found = device_name(torch.cuda.get_device_name(state.device))
     if found is None:
         return None
     return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16

@@ -106,6 +106,7 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
         "memory": lambda: _memory(device),
         "matrix products": lambda: _gemms(device, budget),
         "attention": lambda: _attention(device, budget),
+        "pointwise kernels": lambda: {"pointwise": _pointwise(device, budget)},
         "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes, device, budget)},
         "kernel launch": lambda: {"launch": timings.launch(device)},
     }
@@ -133,11 +134,16 @@ def _gemms(device: torch.device, budget: float) -> dict[str, Any]:
 
 def _attention(device: torch.device, budget: float) -> dict[str, Any]:
     if device.type == "cuda":
-        shapes = [(max(1, 8192 // s), 32, s, 128) for s in (1024, 2048, 4096, 8192, 16384)]
+        lengths = (1024, 2048, 4096, 8192, 16384)
+        shapes = [(max(1, 8192 // s), 32, s, width) for width in (64, 128) for s in lengths]
     else:
         shapes = [(1, 4, s, 64) for s in (128, 256, 512)]
-    rates = [(s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
+    rates = [(s[3], s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
     return {"attention": tuple(Attention(*r) for r in rates)}
+
+
+def _pointwise(device: torch.device, budget: float) -> float:
+    return timings.pointwise(16384 if device.type == "cuda" else 1024, device, _dtype(device), budget)
 
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
@@ -262,3 +268,15 @@ def _world() -> int:
 def _local_world() -> int:
     """Ranks on this machine; without torchrun to say so, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", _world()))
+
+
+def local_cluster(devices: int) -> Cluster:
+    """So many of this machine's device, by their nominal numbers; of a GPU that is not known, an H100's."""
+    kind = device_name(torch.cuda.get_device_name()) or "h100" if torch.cuda.is_available() else "cpu"
+    return Cluster.named(f"{devices}x{kind}")
+
+
+def device_name(words: str) -> str | None:
+    """The known device that a driver's name tells of: `NVIDIA H200` is h200."""
+    joined = words.lower().replace(" ", "")
+    return max((name for name in DEVICES if name in joined), key=len, default=None)

@@ -16,6 +16,8 @@ from fullshard.on_torch.optim import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.state import State
 
+OutOfMemory = torch.OutOfMemoryError
+
 
 @dataclass(frozen=True)
 class StepResult:

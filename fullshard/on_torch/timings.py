@@ -17,17 +17,16 @@ import torch.nn.functional as F
 
 BLOCK = 16 << 20  # bytes of one disk request
 KERNELS = 500
-QUEUED = 4  # calls between two of the device's time stamps
+BURST, WRITES = 2e-3, 8  # seconds of calls, and writes of half a GiB (about a millisecond in all) before them
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float = 0.2) -> float:
     """The median of repeated calls after two to warm up, within about `budget` seconds."""
-    clock = _device_clock() if device.type == "cuda" else _host_clock
+    if device.type == "cuda":
+        return _device_seconds(call, budget)
     call()
-    first = clock(call)
-    cost = first * (QUEUED if device.type == "cuda" else 1)
-    repeats = max(3, min(50, int(budget / max(cost, 1e-9))))
-    return statistics.median(clock(call) for _ in range(repeats))
+    repeats = max(3, min(50, int(budget / max(_host_clock(call), 1e-9))))
+    return statistics.median(_host_clock(call) for _ in range(repeats))
 
 
 def _host_clock(call: Callable[[], object]) -> float:
@@ -36,24 +35,30 @@ def _host_clock(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _device_clock() -> Callable[[Callable[[], object]], float]:
-    """A clock of the device's own time. A few large writes keep the device busy while the calls are queued, so
-    that it runs them back to back and the time to launch them does not show."""
-    busy = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+def _device_seconds(call: Callable[[], object], budget: float) -> float:
+    """The device's own time in bursts of about two milliseconds with plain writes between them, as a training step
+    alternates: a chip that only multiplies grows hot and slow, one that rests is too fast.
 
-    def clock(call: Callable[[], object]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    The writes also keep the device busy while the calls are queued, so that the time to launch them does not show.
+    """
+    busy = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+
+    def clock(calls: int, bursts: int) -> list[float]:
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(bursts)]
+        for start, end in marks:
+            for _ in range(WRITES):
+                busy.zero_()
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
         torch.cuda.synchronize()
-        for _ in range(8):
-            busy.zero_()
-        start.record()
-        for _ in range(QUEUED):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / QUEUED
+        return [start.elapsed_time(end) / 1e3 / calls for start, end in marks]
 
-    return clock
+    call()
+    one = min(clock(4, 3))
+    calls = max(1, min(200, int(BURST / one)))
+    return statistics.median(clock(calls, max(3, min(100, int(budget / (one * calls))))))
 
 
 # -- compute ------------------------------------------------------------------------------------------
@@ -81,6 +86,28 @@ def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: tor
     gradient = torch.randn_like(out)
     back = seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device, budget)
     return flops / ahead, 2.5 * flops / back  # backward has five products to forward's two
+
+
+def pointwise(rows: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
+    """Bytes a second that the small change of a transformer's block moves: a gate, a sum, a norm, a rotation with
+    its casts and broadcasts, a transposed copy. Every operand of every kernel counts."""
+    width, heads = 2048, 16
+    x, gate = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
+    split = x.view(1, rows, heads, -1).transpose(1, 2)
+    angle = torch.randn(rows, width // heads, device=device)
+    weight = torch.ones(width, device=device, dtype=dtype)
+
+    def block() -> None:
+        F.silu(gate)
+        x * gate
+        x + gate
+        F.rms_norm(x, (width,), weight)
+        ((split.float() * angle) + angle).type_as(x)
+        split.contiguous()
+
+    item = x.element_size()
+    moved = x.numel() * (item * (2 + 3 + 3 + 2) + (item + 4) + 8 + 8 + (4 + item) + 2 * item)
+    return moved / seconds(block, device, budget)
 
 
 def launch(device: torch.device) -> float:

@@ -1,18 +1,23 @@
 """From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard import optimizer
+from fullshard import optimizer, presets
+from fullshard.cluster import Cluster
 from fullshard.data import Batches, TokenFile
 from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
+from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.planner.estimate import Estimate, estimate
+from fullshard.planner.search import find_plan
 from fullshard.presets import PRESETS
 from fullshard.strategies import choose
-from fullshard.train.recipe import Recipe
+from fullshard.text import parse_bytes
+from fullshard.train.recipe import Recipe, changed
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Prepared:
     data: TokenFile
     valid: TokenFile | None
     tokenizer: Tokenizer | None  # to sample with
+    estimate: Estimate | None  # what the planner expects, where it knows the model
 
 
 def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
@@ -41,14 +47,65 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
-    plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
+    plan, expected = _plan(recipe, model, ranks)
     on_torch.refuse(model, plan)
     on_torch.refuse_optimizer(make_optimizer(recipe))
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
     data, valid = open_data(recipe, model)
     batches(recipe, plan, data, 0)  # enough tokens for one sample
-    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data))
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), expected)
+
+
+def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None]:
+    """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace."""
+    from fullshard import on_torch
+
+    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
+    if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
+        plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
+        return plan, _expected(recipe, plan, shipped, ranks)
+    compute: Any = recipe.plan.compute
+    if shipped is None or not _traced(shipped, compute):
+        shipped = on_torch.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
+    found = find_plan(
+        shipped,
+        cluster_of(recipe, ranks),
+        sequence=recipe.data.sequence,
+        global_batch=recipe.train.global_batch,
+        fix=_pinned(recipe),
+        limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
+        loss=recipe.train.loss,
+        optimizer=make_optimizer(recipe),
+    )
+    return found.plan, found.estimate
+
+
+def _pinned(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe says of the plan; the compute dtype is the recipe's own even where it is the default."""
+    keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
+    pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
+
+
+def _expected(recipe: Recipe, plan: Plan, description: Description | None, ranks: int) -> Estimate | None:
+    if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
+        return None
+    return estimate(plan, description, cluster_of(recipe, ranks), loss=recipe.train.loss, optimizer=make_optimizer(recipe))
+
+
+def _traced(description: Description, compute: str) -> bool:
+    return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
+
+
+def cluster_of(recipe: Recipe, ranks: int) -> Cluster:
+    """The cluster that the recipe names, or the devices that are there."""
+    from fullshard import on_torch
+
+    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else on_torch.local_cluster(ranks)
+    if found.devices != ranks:
+        found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
+    return found
 
 
 def weights_of(recipe: Recipe) -> Path | None:

@@ -119,11 +119,14 @@ class Train(Section):
 
 
 class Planned(Section):
-    """The plan: a `file`, or a strategy with its choices. `plan = "zero3"` and `plan = "plan.json"` are short for
-    a table with that one key."""
+    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds for the `cluster`
+    (by default the devices that are there) within `limit`; other keys are then pinned. `plan = "zero3"`,
+    `plan = "auto"` and `plan = "plan.json"` are short for a table with that one key."""
 
     file: str | None = None
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
+    cluster: str | None = None
+    limit: str | None = None
     replicate: int = Field(1, gt=0)
     tensor: int = Field(1, gt=0)
     reshard: int | None = Field(None, gt=1)
@@ -149,6 +152,14 @@ class Planned(Section):
     def _file_or_strategy(self) -> Self:
         if self.file is not None and (extra := changed(self) - {"file"}):
             raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
+        for key in ("cluster", "limit"):
+            if getattr(self, key) is not None and self.strategy != "auto":
+                raise ValueError(
+                    f"{key} has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out"
+                )
+        for key in ("reshard", "replicate_below", "keep_whole", "remat_every"):
+            if self.strategy == "auto" and key in changed(self):
+                raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
         return self
 
 

@@ -23,6 +23,7 @@ from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, make_optimizer
 from fullshard.train.progress import Bar
 from fullshard.train.schedule import factor
+from fullshard.train.verdict import Verdict, explain_out_of_memory
 
 if TYPE_CHECKING:
     from fullshard.on_torch import State
@@ -92,6 +93,7 @@ class Run:
         self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
         self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
         self.peak = on_torch.peak_flops(state)
+        self.verdict = Verdict(prepared.estimate) if prepared.estimate else None
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0
@@ -129,14 +131,17 @@ class Run:
     def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
         from fullshard import on_torch
 
-        result = on_torch.train_step(
-            self.state,
-            micro_batches,
-            loss=self.loss,
-            clip=self.recipe.optim.clip,
-            lr=lr,
-            flags=(self.signals.asked, on_torch.is_first() and self.checkpoints.due()),
-        )
+        try:
+            result = on_torch.train_step(
+                self.state,
+                micro_batches,
+                loss=self.loss,
+                clip=self.recipe.optim.clip,
+                lr=lr,
+                flags=(self.signals.asked, on_torch.is_first() and self.checkpoints.due()),
+            )
+        except on_torch.OutOfMemory as error:
+            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
         loss, norm, tokens, skipped, asked, due = result.numbers()
         self.due = bool(due)
         self.checkpoints.numbers["loss"] = loss
@@ -160,6 +165,9 @@ class Run:
             **memory,
         )
         self.bar.update(index + 1, loss, tokens, memory["memory_allocated"])
+        if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
+            self.metrics.write(event="predicted", step=index + 1, **self.verdict.numbers)
+            self.bar.say(line)
         self._compare(loss)
 
     def _compare(self, loss: float) -> None:

@@ -1,0 +1,109 @@
+"""Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
+
+    python -m benchmarks.time_error --out FOLDER
+
+First times the machine (`measure`), then steps of each case: the median of seven, after three to warm up. `issue`
+is how long the host took to issue a step.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import statistics
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fullshard as fs
+from benchmarks.memory_error import CASES, Case, build, initial, plan_of
+from benchmarks.memory_probe import clean
+from fullshard import on_torch
+from fullshard.cluster import Cluster
+from fullshard.planner.timeline import timeline
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("time_error"))
+    parser.add_argument("--only", default="*", help="names of cases, with wildcards")
+    parser.add_argument("--no-predict", action="store_true", help="measure only")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    cluster = on_torch.measure()
+    cluster.save(args.out / "cluster.json")
+    print(cluster, flush=True)
+    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        if fnmatch.fnmatch(case.name, args.only) and case.trained != "norms":
+            rows.append(measure(case, None if args.no_predict else cluster))
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "case"}), flush=True)
+            (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+    errors = [abs(r["error"]) for r in rows if "error" in r]
+    if errors:
+        print(f"mean {100 * statistics.mean(errors):.1f}%, worst {100 * max(errors):.1f}%, {len(errors)} rows")
+
+
+def measure(case: Case, cluster: Cluster | None) -> dict[str, Any]:
+    clean()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
+    row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
+    try:
+        row |= run_steps(case)
+        row |= predict(case, cluster, row["seconds"]) if cluster else {}
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:500]
+    dist.destroy_process_group()
+    return row
+
+
+def run_steps(case: Case) -> dict[str, Any]:
+    model = build(case)
+    plan = plan_of(case, on_torch.describe(model))
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
+    vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
+    ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
+    batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
+    loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
+    found: list[tuple[float, float]] = []
+    for i in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        on_torch.train_step(state, batches, loss=loss, clip=1.0)
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        if i > 2:
+            found.append((time.perf_counter() - start, issued - start))
+    tensors = len(list(model.parameters()))
+    return {
+        "seconds": statistics.median(s for s, _ in found),
+        "issue": statistics.median(i for _, i in found),
+        "tensors": tensors,
+        "units": len(plan.units),
+    }
+
+
+def predict(case: Case, cluster: Cluster, measured: float) -> dict[str, Any]:
+    """What the planner says of this machine, with links that take no time."""
+    fast = dataclasses.replace(cluster.node.link, bandwidth=1e18, latency=1e-9, start=1e-9)
+    many = dataclasses.replace(
+        cluster, devices=case.devices, node=dataclasses.replace(cluster.node, devices=case.devices, link=fast)
+    )
+    description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1])
+    found = timeline(plan_of(case, description), description, many, loss=case.loss, spread=0.0)
+    return {
+        "predicted": found.seconds,
+        "error": found.seconds / measured - 1,
+        "compute": found.compute,
+        "host": found.busy["host"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`fullshard measure`: this machine as a cluster file."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard.commands.common import AsJson
+from fullshard.errors import FullshardError
+
+
+def measure(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the cluster.")] = Path(
+        "cluster.json"
+    ),
+    disk: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The directory whose disk is timed.", show_default="temporary files")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A rougher look, in seconds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time this machine (matrix products, memory, PCIe, disk, collectives) into a cluster file for `plan --cluster`.
+
+    Under torchrun all ranks take part, and collectives are timed as well.
+
+    Example: fullshard measure -o cluster.json && fullshard plan llama-125m --cluster cluster.json
+    """
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(f"measuring needs torch ({error}); pip install 'fullshard[torch]'") from None
+    if not output.parent.is_dir():
+        raise FullshardError(f"{output.parent} is no directory; write the cluster into one that exists")
+    found = on_torch.measure(disk, quick, progress=_say if sys.stderr.isatty() else lambda part: None)
+    try:
+        first = on_torch.is_first()
+    except (RuntimeError, ValueError):  # no ranks: this process alone
+        first = True
+    if first:
+        found.save(output)
+        typer.echo(found.to_json() if as_json else f"{found}\n\nwritten to {output}", nl=not as_json)
+
+
+def _say(part: str) -> None:
+    typer.echo(f"timing: {part}", err=True)

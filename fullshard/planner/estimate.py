@@ -1,0 +1,193 @@
+"""What a plan costs on a cluster: peak bytes by tier and by term, seconds by lane, the bottleneck in words."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.cluster import Cluster
+from fullshard.costs import evaluate
+from fullshard.description import Description
+from fullshard.errors import FullshardError
+from fullshard.optimizer import Optimizer
+from fullshard.plan import Plan
+from fullshard.planner.memory import Peak, predict
+from fullshard.planner.timeline import Timeline, timeline
+from fullshard.text import bytes_text, count_text, seconds_text, table
+
+CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator
+MARGIN = 0.03  # of a device's memory, kept free for what no model of it knows
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Bytes of one rank in one kind of memory; `reserved_bytes` is what the allocator takes for them."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int | None = None
+    terms: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One rank's memory and one step's time. `exposed`: seconds that compute waited, by what for."""
+
+    device: Tier
+    host: Tier
+    disk: Tier
+    moment: str
+    available: int  # bytes of the device that a plan may reserve
+    step_seconds: float
+    lanes: dict[str, float]
+    exposed: dict[str, float]
+    compute: dict[str, float]
+    tokens_per_second: float
+    mfu: float | None
+    price: float | None  # of a million tokens
+    bottleneck: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have free."""
+        found = self.device.reserved_bytes
+        return self.device.allocated_bytes if found is None else found
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"fits": self.fits}
+
+    def __str__(self) -> str:
+        return "\n\n".join(part for part in (_memory_table(self), _time_table(self), _summary(self)) if part)
+
+
+def estimate(
+    plan: Plan,
+    description: Description,
+    cluster: Cluster,
+    *,
+    loss: str = "chunked",
+    optimizer: Optimizer | None = None,
+    limit: int | None = None,
+    reserved: bool = True,
+) -> Estimate:
+    """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has."""
+    refuse_other_cluster(plan, cluster)
+    peak = predict(plan, description, loss=loss, optimizer=optimizer, reserved=reserved and cluster.device.kind == "cuda")
+    time = timeline(plan, description, cluster, loss=loss, optimizer=optimizer)
+    tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
+    rate = tokens / time.seconds
+    price = cluster.device.price
+    return Estimate(
+        device=Tier(peak.allocated, peak.reserved, peak.terms),
+        host=_tier(peak, "host"),
+        disk=_tier(peak, "disk"),
+        moment=peak.moment,
+        available=available(cluster, limit),
+        step_seconds=time.seconds,
+        lanes=time.busy,
+        exposed=time.exposed,
+        compute=time.compute,
+        tokens_per_second=rate,
+        mfu=mfu(plan, description, cluster, loss, time.seconds),
+        price=None if price is None else price * cluster.devices / 3600 / rate * 1e6,
+        bottleneck=bottleneck(time),
+    )
+
+
+def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:
+    if plan.mesh.devices != cluster.devices:
+        raise FullshardError(
+            f"the plan is for {plan.mesh.devices} devices, {cluster.name} has {cluster.devices}; "
+            f"write {plan.mesh.devices}x{cluster.device.name}, or plan again"
+        )
+
+
+def available(cluster: Cluster, limit: int | None = None) -> int:
+    """Bytes that the framework may reserve: of a GPU's memory, what context and margin leave."""
+    if limit is not None:
+        return limit
+    whole = int(cluster.of("memory"))
+    return int(whole * (1 - MARGIN)) - (CONTEXT if cluster.device.kind == "cuda" else 0)
+
+
+def _tier(peak: Peak, place: str) -> Tier:
+    terms = peak.at_rest.get(place, {})
+    return Tier(sum(terms.values()), None, terms)
+
+
+def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
+    """Model flops a second over the devices' peak: nothing recomputed counts, attention counts in full."""
+    assert description.costs is not None
+    trace = description.costs.trace(plan.precision.compute, loss, "none")
+    peak = getattr(cluster.device.peak, "fp32" if plan.precision.compute == "fp32" else "bf16")
+    if peak is None:
+        return None
+    shape = (plan.batch.micro_batch, plan.batch.sequence)
+    flops = 0
+    for moment, _, section in trace:
+        at = (1, shape[0] * shape[1]) if moment == "chunk" else shape
+        flops += sum(evaluate(op.flops, *at) for op in section.ops if op.kind != "pointwise")
+    return plan.batch.accumulate * flops / plan.mesh.tensor / seconds / peak
+
+
+# -- in words ------------------------------------------------------------------------------------------------
+
+
+CAUSES = {
+    "gather": "waiting for parameters to be gathered",
+    "reduce": "waiting for gradients to be reduced",
+    "copies": "waiting for the all-reduce between copies",
+    "host": "waiting for the host to launch kernels",
+    "others": "waiting for the slowest rank",
+}
+KINDS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "pointwise": "pointwise kernels, bound by memory bandwidth",
+    "copies": "copies into and out of collectives' buffers",
+    "update": "the optimizer's update",
+    "norm": "the gradient norm",
+    "agree": "small all-reduces",
+}
+
+
+def bottleneck(time: Timeline) -> str:
+    """What takes the most of a step."""
+    parts = {CAUSES[k]: s for k, s in time.exposed.items()} | {KINDS[k]: s for k, s in time.compute.items()}
+    words, seconds = max(parts.items(), key=lambda item: item[1])
+    return f"{words}: {seconds_text(seconds)} of {seconds_text(time.seconds)} ({seconds / time.seconds:.0%})"
+
+
+def _memory_table(e: Estimate) -> str:
+    rows = [[term, bytes_text(n)] for term, n in sorted(e.device.terms.items(), key=lambda item: -item[1])]
+    rows.append(["allocated at once", bytes_text(e.device.allocated_bytes)])
+    if e.device.reserved_bytes is not None:
+        rows.append(["reserved by the allocator", bytes_text(e.device.reserved_bytes)])
+    rows.append(["may be used", bytes_text(e.available)])
+    text = table(["a device's memory at its peak", ""], rows, right=(1,))
+    for name, tier in (("host", e.host), ("disk", e.disk)):
+        if tier.allocated_bytes:
+            text += f"\n{name}: {bytes_text(tier.allocated_bytes)} a rank"
+    return f"{text}\npeak in the {e.moment}"
+
+
+def _time_table(e: Estimate) -> str:
+    rows = [[KINDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.compute)]
+    rows += [[CAUSES[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.exposed)]
+    rows.append(["a step", seconds_text(e.step_seconds), "100.0%"])
+    return table(["time of a step", "", ""], rows, right=(1, 2))
+
+
+def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((k, s) for k, s in parts.items() if s > 0), key=lambda item: -item[1])
+
+
+def _summary(e: Estimate) -> str:
+    words = [f"{count_text(e.tokens_per_second)} tokens/s"]
+    if e.mfu is not None:
+        words.append(f"MFU {e.mfu:.1%}")
+    if e.price is not None:
+        words.append(f"{e.price:.2f} a million tokens")
+    return f"{', '.join(words)}; bottleneck: {e.bottleneck}"

@@ -1,0 +1,74 @@
+"""What to change when a plan does not fit: ranked, with what each change saves and costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fullshard.cluster import Cluster
+from fullshard.description import Description
+from fullshard.errors import FullshardError
+from fullshard.plan import Batch, Plan
+from fullshard.planner.memory import predict
+from fullshard.planner.timeline import timeline
+from fullshard.text import bytes_text
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change in words, the bytes that are then allocated, and how much longer a step takes."""
+
+    words: str
+    needed: int
+    slower: float
+
+    def __str__(self) -> str:
+        cost = f"{self.slower:.0%} slower" if self.slower > 0.005 else "no slower"
+        return f"{self.words} ({bytes_text(self.needed)}, {cost})"
+
+
+def remedies(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked") -> list[Remedy]:
+    """Single changes that need less memory, the cheapest in time first."""
+    before = predict(plan, description, loss=loss, reserved=False).allocated
+    seconds = timeline(plan, description, cluster, loss=loss).seconds
+    found = []
+    for words, other, its_loss in _changes(plan, loss):
+        needed = predict(other, description, loss=its_loss, reserved=False).allocated
+        if needed < 0.99 * before:
+            slower = timeline(other, description, cluster, loss=its_loss).seconds / seconds - 1
+            found.append(Remedy(words, needed, slower))
+    return sorted(found, key=lambda r: (round(r.slower, 2), r.needed))
+
+
+def _changes(plan: Plan, loss: str) -> Iterator[tuple[str, Plan, str]]:
+    if loss == "plain":
+        yield "train.loss = 'chunked'", plan, "chunked"
+    blocks = [u for u in plan.units if u.remat != "none"] or [
+        u for u in plan.units if len(u.modules) == 1 and "." in u.modules[0]
+    ]
+    names = {u.name for u in blocks}
+    for remat in ("selective", "full"):
+        units = tuple(replace(u, remat=remat) if u.name in names else u for u in plan.units)
+        if units != plan.units:
+            yield f"plan.remat = '{remat}'", replace(plan, units=units), loss
+    if plan.batch.micro_batch > 1 and plan.batch.micro_batch % 2 == 0:
+        yield f"train.micro_batch = {plan.batch.micro_batch // 2}", _halved(plan), loss
+    if any(u.layout == "sharded" and u.reshard is False for u in plan.units) and plan.mesh.shard > 1:
+        units = tuple(replace(u, reshard=True) if u.layout == "sharded" else u for u in plan.units)
+        yield "plan.strategy = 'zero3'", replace(plan, units=units), loss
+    if plan.batch.sync == "last":
+        yield "plan.sync = 'every'", replace(plan, batch=replace(plan.batch, sync="every")), loss
+
+
+def _halved(plan: Plan) -> Plan:
+    b = plan.batch
+    return replace(plan, batch=Batch(b.micro_batch // 2, b.sequence, 2 * b.accumulate, b.sync))
+
+
+def advice(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked") -> str:
+    """The first few remedies as the end of a sentence."""
+    try:
+        found = remedies(plan, description, cluster, loss=loss)
+    except FullshardError:
+        return "use remat, a smaller micro-batch or more devices"
+    if not found:
+        return "nothing small helps: use more devices, or a shorter sequence"
+    return f"what would help, the cheapest first: {'; '.join(map(str, found[:4]))}"

@@ -1,0 +1,466 @@
+"""The best plan there is: every strategy, mesh, micro-batch and remat choice that fits, ranked by tokens a second.
+
+Models are thinned to a few of their equal blocks while candidates are compared, and what they lack is added in
+proportion; the finalists are estimated whole.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fullshard.cluster import Cluster
+from fullshard.costs import Costs, Trace
+from fullshard.description import Description
+from fullshard.errors import FullshardError, nearest
+from fullshard.optimizer import AdamW, Optimizer
+from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.planner.estimate import CAUSES, Estimate, available, estimate
+from fullshard.planner.memory import predict
+from fullshard.planner.timeline import Timeline, timeline
+from fullshard.strategies import STRATEGIES, choose
+from fullshard.text import bytes_text, seconds_text
+
+REMATS = ("none", "selective", "full")  # from the fastest to the leanest
+FEW, MORE = 3, 5  # blocks of a thinned model
+
+FIXABLE = {
+    "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
+    "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen, and why. `label`: its choices in a few words."""
+
+    label: str
+    plan: Plan
+    needed: int  # bytes
+    step_seconds: float | None  # None if it does not fit
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan and what it costs; unpacks as `plan, estimate = find_plan(…)`."""
+
+    plan: Plan
+    estimate: Estimate
+    alternatives: list[Alternative]
+    search_seconds: float
+    considered: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.plan, self.estimate))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be planned for."""
+
+    description: Description
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    fix: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+    loss: str = "chunked"
+    optimizer: Optimizer = field(default_factory=AdamW)
+
+
+@dataclass
+class Candidate:
+    """A plan under consideration, with what a thinned model says of it."""
+
+    label: str
+    plan: Plan
+    needed: int
+    seconds: float
+    exposed: dict[str, float] = field(default_factory=dict)
+
+
+def find_plan(
+    description: Description,
+    cluster: Cluster,
+    *,
+    sequence: int | None = None,
+    global_batch: int | None = None,
+    fix: dict[str, Any] | None = None,
+    limit: int | None = None,
+    loss: str = "chunked",
+    optimizer: Optimizer | None = None,
+) -> Found:
+    """The fastest plan for `description` on `cluster` that fits, with its estimate and why others lost.
+
+    `fix` pins any choice (`{"strategy": "zero3", "remat": "full"}`); `limit` is bytes of a device to use. Without a
+    sequence and a global batch, those the model was described with count, one micro-batch a rank.
+    """
+    began = time.perf_counter()
+    wanted = _wanted(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
+    room = available(cluster, limit)
+    thin = _Thin(wanted)
+    fitting: list[Candidate] = []
+    failing: list[Candidate] = []
+    for family in _families(wanted):
+        candidate = _first_that_fits(thin, family, room)
+        (fitting if candidate.needed <= room else failing).append(candidate)
+    final = _finals(thin, sorted(fitting, key=lambda c: c.seconds), room)
+    if final is None:
+        raise FullshardError(_nothing_fits(wanted, [*failing, *fitting], room))
+    best, exact = final
+    alternatives = _alternatives(best, fitting, failing, room)
+    return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
+
+
+def _wanted(
+    description: Description,
+    cluster: Cluster,
+    sequence: int | None,
+    global_batch: int | None,
+    fix: dict[str, Any],
+    limit: int | None,
+    loss: str,
+    optimizer: Optimizer,
+) -> Wanted:
+    shape = description.costs.shape if description.costs else None
+    sequence = sequence or (shape[1] if shape else None)
+    if sequence is None:
+        raise FullshardError("a plan needs a sequence length; give sequence")
+    global_batch = global_batch or cluster.devices * (shape[0] if shape else 1)
+    for name, value in (("sequence", sequence), ("global batch", global_batch)):
+        if value < 1:
+            raise FullshardError(f"the {name} must be at least 1, not {value}")
+    for name, value in fix.items():
+        if name not in FIXABLE:
+            raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(FIXABLE)}){nearest(name, list(FIXABLE))}")
+        if not isinstance(value, FIXABLE[name]) or isinstance(value, bool) != (FIXABLE[name] is bool):
+            raise FullshardError(
+                f"{name} = {value!r} is not {'a ' if FIXABLE[name] is not int else 'an '}{FIXABLE[name].__name__}"
+            )
+    return Wanted(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------
+
+
+def _families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
+    """Plans that differ in remat alone, the fastest first: one that fits makes the others pointless."""
+    tensor = wanted.fix.get("tensor", 1)
+    if wanted.cluster.devices % tensor:
+        raise FullshardError(f"tensor = {tensor} must divide the {wanted.cluster.devices} devices")
+    ranks = wanted.cluster.devices // tensor
+    shapes = list(_shapes(wanted, ranks))
+    if not shapes:
+        raise FullshardError(
+            f"a global batch of {wanted.global_batch} cannot be cut for {ranks} data ranks"
+            f"{_fixed(wanted, 'micro_batch', 'accumulate')}; give a multiple of {ranks * wanted.fix.get('micro_batch', 1)}"
+        )
+    made = 0
+    for name, own in _strategies(wanted, ranks):
+        for micro, accumulate in shapes:
+            family = list(_family(wanted, name, own, micro, accumulate, tensor))
+            made += len(family)
+            if family:
+                yield family
+    if not made:
+        raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
+
+
+def _fixed(wanted: Wanted, *names: str) -> str:
+    given = [f"{n} = {wanted.fix[n]!r}" for n in names if n in wanted.fix]
+    return f" ({', '.join(given)})" if given else ""
+
+
+def _shapes(wanted: Wanted, ranks: int) -> Iterator[tuple[int, int]]:
+    """(micro-batch, accumulate) whose product is each rank's share of the global batch."""
+    if wanted.global_batch % ranks:
+        return
+    share = wanted.global_batch // ranks
+    for micro in (n for n in range(1, min(share, 32) + 1) if share % n == 0):
+        accumulate = share // micro
+        if wanted.fix.get("micro_batch", micro) == micro and wanted.fix.get("accumulate", accumulate) == accumulate:
+            yield micro, accumulate
+
+
+def _strategies(wanted: Wanted, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and own arguments: hybrid and hpz by node and by a few of them."""
+    fixed = wanted.fix.get("strategy")
+    if fixed is not None and fixed not in STRATEGIES:
+        raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
+    node = wanted.cluster.node.devices // wanted.fix.get("tensor", 1) or 1
+    groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
+    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
+    options += [("hybrid", {"replicate": ranks // n}) for n in groups] + [("hpz", {"reshard": n}) for n in groups]
+    if fixed == "hybrid" and "replicate" in wanted.fix:
+        options = [("hybrid", {"replicate": wanted.fix["replicate"]})]
+    if fixed == "hpz" and "reshard" in wanted.fix:
+        options = [("hpz", {"reshard": wanted.fix["reshard"]})]
+    for name, own in options:
+        if fixed in (None, name) and all(wanted.fix.get(k, v) == v for k, v in own.items()):
+            yield name, own
+
+
+def _family(
+    wanted: Wanted, name: str, own: dict[str, Any], micro: int, accumulate: int, tensor: int
+) -> Iterator[tuple[str, Plan]]:
+    fix = wanted.fix
+    blocks = any(u.kind == "block" for u in wanted.description.units)
+    for remat in REMATS if blocks else ("none",):
+        if fix.get("remat", remat) != remat:
+            continue
+        depth = fix.get("prefetch", 1)
+        sync = fix.get("sync", "every")
+        try:
+            plan = choose(
+                name,
+                wanted.description,
+                devices=wanted.cluster.devices,
+                tensor=tensor,
+                **own,
+                precision=_precision(wanted),
+                batch=Batch(micro, wanted.sequence, accumulate, sync),
+                prefetch=Prefetch(depth, depth),
+                remat=remat,
+                compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
+            )
+        except FullshardError:
+            if fix:
+                raise
+            continue
+        yield _label(name, own, plan), plan
+
+
+def _precision(wanted: Wanted) -> Precision:
+    gpu = wanted.cluster.device.kind != "cpu"
+    given = {k: wanted.fix[k] for k in ("compute", "reduce", "master") if k in wanted.fix}
+    return Precision(**{"compute": "bf16" if gpu else "fp32", **given})
+
+
+def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
+    mesh = f" {plan.mesh.replicate}×{plan.mesh.shard}" if name == "hybrid" else f" {own['reshard']}" if name == "hpz" else ""
+    remat = next((u.remat for u in plan.units if u.remat != "none"), "none")
+    return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}"
+
+
+# -- thinned models ------------------------------------------------------------------------------------------
+
+
+class _Thin:
+    """Quick answers about plans: from two thinned models, extended to the whole."""
+
+    def __init__(self, wanted: Wanted):
+        self.wanted = wanted
+        self.known: dict[Plan, int] = {}
+        self.models = [thinned(wanted.description, n) for n in (FEW, MORE)]
+        counts = [len(_blocks(m)) for m in self.models]
+        self.step = 0.0 if counts[0] == counts[1] else (len(_blocks(wanted.description)) - counts[1]) / (counts[1] - counts[0])
+
+    def needed(self, plan: Plan) -> int:
+        """Bytes allocated at the peak; for plans that cannot fit, what rests alone."""
+        if plan not in self.known:
+            self.known[plan] = self._needed(plan)
+        return self.known[plan]
+
+    def _needed(self, plan: Plan) -> int:
+        ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
+        lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
+        few, more = (predict(_thin_plan(lean, m), m, **self._common(), reserved=False).allocated for m in self.models)
+        return int(more + self.step * (more - few)) + ids
+
+    def timeline(self, plan: Plan) -> Timeline:
+        few, more = (timeline(_thin_plan(plan, m), m, self.wanted.cluster, **self._common()) for m in self.models)
+        extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
+        return Timeline(more.seconds + self.step * (more.seconds - few.seconds), exposed=extended)
+
+    def _common(self) -> dict[str, Any]:
+        return {"loss": self.wanted.loss, "optimizer": self.wanted.optimizer}
+
+
+def thinned(description: Description, count: int) -> Description:
+    """The model with only the first `count` of its blocks, if they are all alike."""
+    blocks = _blocks(description)
+    assert description.costs is not None
+    alike = {tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units if u.kind == "block"}
+    if len(blocks) <= count or len(alike) > 1:
+        return description
+    dropped = set(blocks[count:])
+    costs = description.costs
+    traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
+    units = tuple(u for u in description.units if u.name not in dropped)
+    return replace(description, units=units, costs=Costs(traces, costs.shape, costs.vocabulary))
+
+
+def _without(trace: Trace, dropped: set[str]) -> Trace:
+    kept = [i for i, (_, unit) in enumerate(trace.moments) if unit not in dropped]
+    return Trace(tuple(trace.moments[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
+
+
+def _blocks(description: Description) -> list[str]:
+    return [u.name for u in description.units if u.kind == "block"]
+
+
+def _thin_plan(plan: Plan, model: Description) -> Plan:
+    names = {u.name for u in model.units}
+    if len(names) == len(plan.units):
+        return plan
+    return replace(plan, units=tuple(u for u in plan.units if u.name in names))
+
+
+# -- choosing ------------------------------------------------------------------------------------------------
+
+
+def _first_that_fits(thin: _Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
+    """The fastest of a family that fits, or the leanest if none does: that one is looked at second, since nothing
+    between the two need be tried if it fails."""
+    order = [0, len(family) - 1, *range(1, len(family) - 1)] if len(family) > 1 else [0]
+    best: Candidate | None = None
+    for i in order:
+        label, plan = family[i]
+        needed = thin.needed(plan)
+        if needed <= room:
+            best = Candidate(label, plan, needed, 0.0)
+            if i == 0:
+                break
+        elif i == order[-1 if len(order) == 1 else 1]:
+            return Candidate(label, plan, needed, float("inf"))
+    assert best is not None
+    found = thin.timeline(best.plan)
+    return replace(best, seconds=found.seconds, exposed=found.exposed)
+
+
+def _finals(thin: _Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
+    """The first of the ranked that fits when it is estimated whole, the allocator included, after small changes
+    that help it. Nobody behind it is faster."""
+    for candidate in ranked:
+        for plan in _refined(thin, candidate.plan, room):
+            found = _estimate(thin.wanted, plan)
+            if found.fits:
+                chosen = replace(candidate, plan=plan, seconds=found.step_seconds, needed=found.needed, exposed=found.exposed)
+                return chosen, found
+        candidate.needed = found.needed
+    return None
+
+
+def _estimate(wanted: Wanted, plan: Plan) -> Estimate:
+    return estimate(plan, wanted.description, wanted.cluster, loss=wanted.loss, optimizer=wanted.optimizer, limit=wanted.limit)
+
+
+def _refined(thin: _Thin, plan: Plan, room: int) -> Iterator[Plan]:
+    """The plan with changes that make it faster by what thinned models say, the boldest first."""
+    for change in (_later_sync, _deeper_prefetch):
+        changed = change(thin.wanted, plan)
+        if changed and thin.needed(changed) <= room and thin.timeline(changed).seconds < 0.999 * thin.timeline(plan).seconds:
+            plan = changed
+    blocks = [u.name for u in plan.units if u.remat != "none"]
+    for spared in _spared(thin, plan, room, len(blocks)):
+        yield _relaxed(plan, blocks[len(blocks) - spared :])
+    yield plan
+
+
+def _spared(thin: _Thin, plan: Plan, room: int, blocks: int) -> list[int]:
+    """How many blocks may go without remat: memory grows evenly with them; what the allocator adds is not known
+    yet, so fewer follow."""
+    if "remat" in thin.wanted.fix or not blocks:
+        return []
+    names = [u.name for u in plan.units if u.remat != "none"]
+    with_all, without = thin.needed(plan), thin.needed(_relaxed(plan, names))
+    most = int((room - with_all) / max(without - with_all, 1) * blocks)
+    return sorted({n for n in (most, int(0.85 * most), int(0.6 * most)) if 0 < n < blocks}, reverse=True)
+
+
+def _relaxed(plan: Plan, names: list[str]) -> Plan:
+    free = set(names)
+    return replace(plan, units=tuple(replace(u, remat="none") if u.name in free else u for u in plan.units))
+
+
+def _later_sync(wanted: Wanted, plan: Plan) -> Plan | None:
+    if "sync" in wanted.fix or plan.batch.accumulate == 1 or plan.batch.sync == "last":
+        return None
+    return replace(plan, batch=replace(plan.batch, sync="last"))
+
+
+def _deeper_prefetch(wanted: Wanted, plan: Plan) -> Plan | None:
+    gathered = any(u.layout == "sharded" for u in plan.units)
+    return None if "prefetch" in wanted.fix or not gathered else replace(plan, prefetch=Prefetch(2, 2))
+
+
+# -- in words ------------------------------------------------------------------------------------------------
+
+
+def _alternatives(best: Candidate, fitting: list[Candidate], failing: list[Candidate], room: int) -> list[Alternative]:
+    """The best of each other strategy, and why it lost."""
+    shown: dict[str, Alternative] = {}
+    mine = _name(best)
+    for candidate in sorted(fitting, key=lambda c: c.seconds):
+        if _name(candidate) != mine and _name(candidate) not in shown and candidate.needed <= room:
+            reason = _why_slower(candidate, best)
+            shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
+    for candidate in sorted([*failing, *fitting], key=lambda c: c.needed):
+        if _name(candidate) != mine and _name(candidate) not in shown:
+            reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
+            shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
+    return list(shown.values())
+
+
+def _why_slower(candidate: Candidate, best: Candidate) -> str:
+    """By how much, and what it waits for longer than the best does."""
+    slower = candidate.seconds / best.seconds - 1
+    if slower < 0.005:
+        return "as fast"
+    more = {k: s - best.exposed.get(k, 0.0) for k, s in candidate.exposed.items() if k != "others"}
+    cause, seconds = max(more.items(), key=lambda item: item[1], default=("", 0.0))
+    if seconds > 0.3 * (candidate.seconds - best.seconds):
+        return f"{slower:.1%} slower: {seconds_text(seconds)} more {CAUSES[cause]}"
+    return f"{slower:.1%} slower: more to compute"
+
+
+def _name(candidate: Candidate) -> str:
+    return candidate.label.split(",")[0]
+
+
+def _nothing_fits(wanted: Wanted, failing: list[Candidate], room: int) -> str:
+    """What the leanest plan lacks, and the smallest change that would do."""
+    leanest = min(failing, key=lambda c: c.needed)
+    ways = [way for way in (_more_devices(wanted, room), _shorter(wanted, leanest, room)) if way]
+    hint = f"; {' or '.join(ways)} would fit" if ways else ""
+    lacking = f"needs {bytes_text(leanest.needed)} of {bytes_text(room)} a device"
+    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{hint}"
+
+
+def _more_devices(wanted: Wanted, room: int) -> str | None:
+    devices = wanted.cluster.devices
+    while (devices := 2 * devices) <= 16384:
+        more = replace(
+            wanted, cluster=replace(wanted.cluster, devices=devices), global_batch=max(wanted.global_batch, devices), fix={}
+        )
+        plan = choose(
+            "zero3",
+            wanted.description,
+            devices=devices,
+            precision=_precision(more),
+            batch=Batch(1, wanted.sequence),
+            remat="full" if _blocks(wanted.description) else "none",
+        )
+        if _Thin(more).needed(plan) <= room:
+            return f"{devices} devices"
+    return None
+
+
+def _shorter(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
+    assert wanted.description.costs is not None
+    if wanted.description.costs.shape is not None:
+        return None
+    length = wanted.sequence
+    while (length := length // 2) >= 256:
+        plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
+        if _Thin(wanted).needed(plan) <= room:
+            return f"a sequence of {length}"
+    return None
+
+
+def summary(found: Found) -> str:
+    """The winner, and why the runners-up lost."""
+    lines = [f"{a.label}: {a.reason}" for a in found.alternatives]
+    head = f"{found.considered} plans considered in {seconds_text(found.search_seconds)}; the others:"
+    return "\n".join([head, *[f"  {line}" for line in lines]])

@@ -1,0 +1,70 @@
+"""Seconds that a section of a trace keeps a device busy: a roofline for each operation."""
+
+from dataclasses import dataclass
+
+from fullshard.cluster import Cluster
+from fullshard.costs import Op, Section, evaluate
+
+SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
+# What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
+FUSED_BYTES, FUSED_KERNELS = 0.55, 0.3
+# GPUs multiply rows that begin at multiples of 16 bytes; others (a vocabulary of 50,257) take older, slower kernels.
+ALIGNED, UNALIGNED = 8, 0.16
+
+
+@dataclass(frozen=True)
+class Work:
+    """`seconds` on the device by kind, and how many kernels the host has to launch for them."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    kernels: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.gemm + self.attention + self.pointwise
+
+
+class Machine:
+    """One device of a cluster at work in one dtype."""
+
+    def __init__(self, cluster: Cluster, dtype: str, *, compiled: bool = False):
+        self.cluster, self.dtype, self.compiled = cluster, dtype, compiled
+        self.hbm, self.pointwise, self.launch = cluster.of("hbm"), cluster.of("pointwise"), cluster.of("launch")
+        self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
+        self.known: dict[tuple[int, int, int, bool], Work] = {}
+
+    def section(self, section: Section, rows: int, tokens: int, *, backward: bool) -> Work:
+        """What a section of a trace takes at a batch shape."""
+        key = (id(section), rows, tokens, backward)
+        if key not in self.known:
+            self.known[key] = self._section(section, rows, tokens, backward)
+        return self.known[key]
+
+    def _section(self, section: Section, rows: int, tokens: int, backward: bool) -> Work:
+        totals = {"gemm": 0.0, "attention": 0.0, "pointwise": 0.0}
+        kernels = 0.0
+        for op in section.ops:
+            fused = self.compiled and op.kind == "pointwise"
+            totals[op.kind] += self._seconds(op, rows, tokens, backward) * (FUSED_BYTES if fused else 1.0)
+            kernels += op.count * (FUSED_KERNELS if fused else 1.0)
+        return Work(**totals, kernels=kernels)
+
+    def _seconds(self, op: Op, rows: int, tokens: int, backward: bool) -> float:
+        flops, moved = evaluate(op.flops, rows, tokens), evaluate(op.moved, rows, tokens)
+        least = self.least * op.count
+        if op.kind == "pointwise":
+            return max(moved / self.pointwise, least)
+        shape = [evaluate(s, rows, tokens) for s in op.shape]
+        if op.kind == "gemm":
+            rate = self.cluster.gemm_rate(flops / op.count, self.dtype)
+            if self.least and any(n % ALIGNED for n in shape):
+                rate *= UNALIGNED
+            return max(flops / rate, moved / self.hbm, least)
+        rate = self.cluster.attention_rate(tokens, shape[0] if shape else 128, self.dtype)[backward]
+        return max(flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
+
+    def copy(self, nbytes: float) -> float:
+        """Seconds to read and write so many bytes on the device."""
+        return nbytes / self.hbm

@@ -1,0 +1,61 @@
+"""Every prediction is checked: what the planner expected of a run, held against what it does."""
+
+import statistics
+from typing import TYPE_CHECKING
+
+from fullshard import presets
+from fullshard.planner.estimate import Estimate
+from fullshard.planner.remedies import advice
+from fullshard.text import bytes_text, seconds_text
+from fullshard.train.prepare import Prepared, cluster_of
+
+if TYPE_CHECKING:
+    from fullshard.on_torch import State
+
+FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
+MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
+
+
+class Verdict:
+    """Collects a few steps, then says how the prediction did; once."""
+
+    def __init__(self, expected: Estimate):
+        self.expected = expected
+        self.seconds: list[float] = []
+        self.peak = 0
+        self.steps = 0
+        self.numbers: dict[str, float | int] = {}
+
+    def add(self, seconds: float, memory: dict[str, int]) -> str | None:
+        """After a step; the verdict after the last that counts."""
+        self.steps += 1
+        if self.steps >= FIRST:
+            self.seconds.append(seconds)
+            self.peak = max(self.peak, memory["memory_allocated"])
+        return self._say("memory_reserved" in memory) if self.steps == LAST else None
+
+    def _say(self, on_gpu: bool) -> str:
+        e, seconds = self.expected, statistics.median(self.seconds)
+        self.numbers = {"predicted_seconds": e.step_seconds, "measured_seconds": seconds}
+        words = f"a step takes {seconds_text(seconds)}, predicted {seconds_text(e.step_seconds)}"
+        wrong = abs(e.step_seconds / seconds - 1) > TIME
+        if on_gpu:  # a CPU's allocator keeps no count
+            self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
+            words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
+            wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
+        if not wrong:
+            return words
+        return f"{words}: the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster"
+
+
+def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
+    """What was expected, and the planner's remedies with what each costs."""
+    recipe, plan = prepared.recipe, prepared.plan
+    expected = prepared.estimate
+    said = f" (predicted: {bytes_text(expected.needed)} of {bytes_text(expected.available)})" if expected else ""
+    description = presets.describe(recipe.model.name) if recipe.model.name in presets.PRESETS and not recipe.lora else None
+    if description is None or description.costs is None:
+        helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
+    else:
+        helps = advice(plan, description, cluster_of(recipe, plan.mesh.devices), loss=recipe.train.loss)
+    return f"out of memory in step {state.step + 1}{said}; {helps}"
