@@ -30,7 +30,8 @@ def remedies(plan: Plan, description: Description, cluster: Cluster, *, loss: st
     before = predict(plan, description, loss=loss, reserved=False).allocated
     seconds = timeline(plan, description, cluster, loss=loss).seconds
     found = []
-    for words, other, its_loss in _changes(plan, loss):
+    blocks = {u.name for u in description.units if u.kind == "block"}
+    for words, other, its_loss in _changes(plan, blocks, loss):
         needed = predict(other, description, loss=its_loss, reserved=False).allocated
         if needed < 0.99 * before:
             slower = timeline(other, description, cluster, loss=its_loss).seconds / seconds - 1
@@ -38,15 +39,11 @@ def remedies(plan: Plan, description: Description, cluster: Cluster, *, loss: st
     return sorted(found, key=lambda r: (round(r.slower, 2), r.needed))
 
 
-def _changes(plan: Plan, loss: str) -> Iterator[tuple[str, Plan, str]]:
+def _changes(plan: Plan, blocks: set[str], loss: str) -> Iterator[tuple[str, Plan, str]]:
     if loss == "plain":
         yield "train.loss = 'chunked'", plan, "chunked"
-    blocks = [u for u in plan.units if u.remat != "none"] or [
-        u for u in plan.units if len(u.modules) == 1 and "." in u.modules[0]
-    ]
-    names = {u.name for u in blocks}
     for remat in ("selective", "full"):
-        units = tuple(replace(u, remat=remat) if u.name in names else u for u in plan.units)
+        units = tuple(replace(u, remat=remat) if u.name in blocks else u for u in plan.units)
         if units != plan.units:
             yield f"plan.remat = '{remat}'", replace(plan, units=units), loss
     if plan.batch.micro_batch > 1 and plan.batch.micro_batch % 2 == 0:

@@ -124,10 +124,10 @@ def _wanted(
     optimizer: Optimizer,
 ) -> Wanted:
     shape = description.costs.shape if description.costs else None
-    sequence = sequence or (shape[1] if shape else None)
+    sequence = shape[1] if sequence is None and shape else sequence
     if sequence is None:
         raise FullshardError("a plan needs a sequence length; give sequence")
-    global_batch = global_batch or cluster.devices * (shape[0] if shape else 1)
+    global_batch = cluster.devices * (shape[0] if shape else 1) if global_batch is None else global_batch
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")

@@ -1,0 +1,145 @@
+"""The search against exhaustion, and what it says."""
+
+import itertools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import fullshard as fs
+from fullshard import FullshardError, presets
+from fullshard.cli import app
+from fullshard.cluster import Cluster
+from fullshard.planner.estimate import estimate
+from fullshard.planner.remedies import remedies
+from fullshard.planner.search import find_plan
+from fullshard.text import parse_bytes
+
+EIGHT = "llama-1.5b"
+
+
+def by_hand(name: str, where: Cluster, sequence: int, rows: int) -> dict[str, float]:
+    """Seconds of every plan of a small grid that fits, estimated whole."""
+    description, found = presets.describe(name), {}
+    for strategy, remat, micro in itertools.product(("ddp", "zero1", "zero2", "zero3"), ("none", "selective", "full"), (1, 2, 4)):
+        plan = fs.strategy(
+            strategy,
+            description,
+            devices=where.devices,
+            batch=fs.Batch(micro, sequence, rows // micro),
+            precision=fs.Precision(compute="bf16"),
+            remat=remat,
+            compile=True,
+        )
+        made = estimate(plan, description, where)
+        if made.fits:
+            found[f"{strategy} {remat} {micro}"] = made.step_seconds
+    return found
+
+
+@pytest.mark.parametrize("limit", [None, "40GiB", "14GiB"])
+def test_the_pick_is_the_best_of_all(limit):
+    where = Cluster.named("8xh100")
+    found = find_plan(presets.describe(EIGHT), where, sequence=2048, global_batch=32, limit=parse_bytes(limit) if limit else None)
+    room = found.estimate.available
+    grid = by_hand(EIGHT, where, 2048, 4)
+    assert found.estimate.needed <= room
+    if limit is None:
+        assert found.estimate.step_seconds <= 1.001 * min(grid.values())
+    plan, costs = found
+    assert plan is found.plan
+    assert costs is found.estimate
+    assert plan.mesh.data * plan.batch.micro_batch * plan.batch.accumulate == 32
+
+
+def test_less_memory_is_never_faster():
+    where = Cluster.named("8xh100")
+    seconds = [
+        find_plan(presets.describe("llama3-8b"), where, sequence=4096, global_batch=16, limit=limit << 30).estimate.step_seconds
+        for limit in (75, 50, 35, 30)
+    ]
+    assert seconds == sorted(seconds)
+
+
+def test_fixing_everything_is_an_estimate():
+    fix = {"strategy": "zero3", "remat": "full", "micro_batch": 1, "prefetch": 1, "compile": False, "sync": "every"}
+    found = find_plan(presets.describe("llama3-8b"), Cluster.named("8xh200"), sequence=4096, global_batch=8, fix=fix)
+    plan = fs.zero3(
+        presets.describe("llama3-8b"), devices=8, batch=fs.Batch(1, 4096), precision=fs.Precision(compute="bf16"), remat="full"
+    )
+    assert found.plan == plan
+    assert found.estimate == estimate(plan, presets.describe("llama3-8b"), Cluster.named("8xh200"))
+    assert found.considered == 1
+
+
+def test_nothing_is_gathered_twice_where_the_network_is_thin():
+    found = find_plan(presets.describe("llama-125m"), Cluster.named("64xrtx4090"), sequence=1024, global_batch=64)
+    assert all(u.reshard is False for u in found.plan.units)
+    reasons = {a.label.split(",")[0]: a.reason for a in found.alternatives}
+    assert "more waiting for parameters to be gathered" in reasons["zero3"]
+    assert "more waiting for the all-reduce between copies" in reasons["hybrid 8×8"]
+
+
+WRONG = {
+    "plan lama3-8b --cluster 8xh100": "unknown model 'lama3-8b'",
+    "plan llama3-8b --cluster 8xh10": "unknown device 'h10'",
+    "plan llama3-8b --cluster 0xh100": "a cluster has 1 to 16384 devices",
+    "plan llama3-8b": "give either --cluster, to find the best plan for it, or --devices",
+    "plan llama3-8b --cluster 8xh100 --devices 8": "give either --cluster",
+    "plan llama3-8b --cluster 8xh100 --strategy zero3": "--strategy has no effect with --cluster; write --fix strategy=zero3",
+    "plan llama3-8b --devices 8 --limit 3GiB": "--limit has no effect with --devices",
+    "plan llama3-8b --cluster 8xh100 --fix strategy": "write KEY=VALUE",
+    "plan llama3-8b --cluster 8xh100 --fix strat=zero3": "'strat' cannot be fixed",
+    "plan llama3-8b --cluster 8xh100 --fix strategy=zero4": "unknown strategy 'zero4'",
+    "plan llama3-8b --cluster 8xh100 --fix micro_batch=two": "micro_batch = 'two' is not an int",
+    "plan llama3-8b --cluster 8xh100 --fix micro_batch=3": "a global batch of 8 cannot be cut for 8 data ranks",
+    "plan llama3-8b --cluster 8xh100 --fix remat=some": "no plan can be made with remat = 'some'",
+    "plan llama3-8b --cluster 8xh100 --global-batch 12": "a global batch of 12 cannot be cut for 8 data ranks",
+    "plan llama3-8b --cluster 8xh100 --global-batch -8": "the global batch must be at least 1, not -8",
+    "plan llama3-8b --cluster 8xh100 --sequence 0": "the sequence must be at least 1, not 0",
+    "plan llama3-8b --cluster 8xh100 --limit much": "'much' is no amount of memory",
+    "plan llama3-405b --cluster 8xh100 --sequence 8192": "nothing fits: the leanest plan",
+    "plan llama3-8b --cluster none.json": "cannot read cluster none.json",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_is_one_sentence(line):
+    result = CliRunner().invoke(app, line.split())
+    assert isinstance(result.exception, FullshardError)
+    assert WRONG[line] in str(result.exception)
+
+
+def test_nothing_fits_says_what_would():
+    with pytest.raises(FullshardError, match=r"needs .* of 75.73 GiB a device; 16 devices would fit"):
+        find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192)
+
+
+def test_the_commands_json_has_what_programs_read(tmp_path):
+    line = f"plan llama3-8b --cluster 8xh200 --sequence 4096 --global-batch 16 --json -o {tmp_path}/plan.json"
+    found = json.loads(CliRunner().invoke(app, line.split()).stdout)
+    assert set(found) == {"plan", "estimate", "alternatives", "search_seconds"}
+    assert {"device", "host", "disk", "step_seconds", "lanes", "tokens_per_second", "mfu", "bottleneck"} <= set(found["estimate"])
+    assert {"allocated_bytes", "reserved_bytes", "terms"} == set(found["estimate"]["device"])
+    assert sum(found["estimate"]["device"]["terms"].values()) == pytest.approx(
+        found["estimate"]["device"]["allocated_bytes"], rel=2e-3
+    )
+    assert json.loads(fs.Plan.load(tmp_path / "plan.json").to_json()) == found["plan"]
+    assert all(a["reason"] for a in found["alternatives"])
+
+
+def test_remedies_save_memory_and_are_ranked_by_time():
+    description = presets.describe("llama3-8b")
+    plan = fs.zero2(description, devices=8, batch=fs.Batch(4, 4096), precision=fs.Precision(compute="bf16"))
+    found = remedies(plan, description, Cluster.named("8xh100"), loss="plain")
+    words = [r.words for r in found]
+    assert {"train.loss = 'chunked'", "plan.remat = 'full'", "train.micro_batch = 2", "plan.strategy = 'zero3'"} <= set(words)
+    assert [round(r.slower, 2) for r in found] == sorted(round(r.slower, 2) for r in found)
+    full = next(r for r in found if r.words == "plan.remat = 'full'")
+    assert full.slower > 0.1
+    assert full.needed < 0.7 * max(r.needed for r in found)
+
+
+@pytest.mark.parametrize(("text", "value"), [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("512mib", 512 << 20), ("1000", 1000)])
+def test_amounts_of_memory(text, value):
+    assert parse_bytes(text) == value

@@ -1,0 +1,141 @@
+"""Seconds of a step: closed forms by hand, links that bound, published tables."""
+
+import dataclasses
+
+import pytest
+
+import fullshard as fs
+from fullshard import presets
+from fullshard.cluster import Cluster
+from fullshard.planner.links import collective_seconds
+from fullshard.planner.search import thinned
+from fullshard.planner.timeline import timeline
+from fullshard.planner.work import Machine
+from fullshard.presets import preset
+
+
+def cluster(name: str, **link) -> Cluster:
+    found = Cluster.named(name)
+    inner = dataclasses.replace(found.node.link, **link)
+    return dataclasses.replace(found, node=dataclasses.replace(found.node, devices=max(8, found.devices), link=inner))
+
+
+FREE = {"bandwidth": 1e18, "latency": 1e-12, "start": 1e-12}
+
+
+def plan(name: str, devices: int, *, strategy: str = "zero3", rows: int = 2, tokens: int = 2048, accumulate: int = 1, **more):
+    batch = fs.Batch(rows, tokens, accumulate, more.pop("sync", "every"))
+    own = more.pop("own", {"devices": devices})
+    return fs.strategy(strategy, presets.describe(name), **own, batch=batch, precision=fs.Precision(compute="bf16"), **more)
+
+
+def seconds(name: str, made: fs.Plan, where: Cluster, **more) -> float:
+    return timeline(made, presets.describe(name), where, spread=0.0, **more).seconds
+
+
+def test_matrix_products_take_their_flops_at_the_devices_rate():
+    name, where = "llama3-8b", cluster("1xh100", **FREE)
+    found = timeline(plan(name, 1), presets.describe(name), where, spread=0.0)
+    size = preset(name)
+    matrices = sum(p.numel for u in presets.describe(name).units for p in u.parameters if len(p.shape) > 1)
+    flops = 6 * (matrices - size.vocab * size.dim) * 2 * 2048  # the embedding is looked up, not multiplied
+    assert found.compute["gemm"] == pytest.approx(flops / (989.4e12 * 0.75), rel=1e-6)
+    attention = 3.5 * 4 * size.layers * 2 * 2048**2 * size.dim / 2  # two products forward, five back, half of each
+    assert found.compute["attention"] * 989.4e12 * 0.75 == pytest.approx(attention / 0.6, rel=0.2)
+
+
+def test_remat_recomputes_the_forward_of_the_blocks():
+    name, where = "llama3-8b", cluster("8xh100", **FREE)
+    none, full = (timeline(plan(name, 8, remat=r), presets.describe(name), where) for r in ("none", "full"))
+    size, blocks = preset(name), 32
+    block = (2 * size.dim**2 + 2 * size.dim * 1024 + 3 * size.dim * size.ffn) * blocks
+    assert full.compute["attention"] > 1.2 * none.compute["attention"]
+    again = (full.compute["gemm"] - none.compute["gemm"]) * 989.4e12 * 0.75
+    last = size.dim * size.ffn * blocks  # the last product need not be done again: its inputs are enough
+    assert again == pytest.approx(2 * (block - last) * 2 * 2048, rel=0.01)
+
+
+def test_a_slow_link_bounds_the_step_and_a_free_one_costs_nothing():
+    name, made = "llama3-8b", plan("llama3-8b", 8, rows=1, tokens=512)
+    slow, free = cluster("8xh100", bandwidth=1e9), cluster("8xh100", **FREE)
+    units = presets.describe(name).units
+    wire = sum(2 * collective_seconds("all_gather", u.numel * 2, 8, slow) for u in units)
+    wire += sum(collective_seconds("reduce_scatter", u.numel * 4, 8, slow) for u in units)
+    bounded = timeline(made, presets.describe(name), slow, spread=0.0)
+    assert bounded.seconds == pytest.approx(wire, rel=0.05)
+    assert bounded.exposed["gather"] + bounded.exposed["reduce"] > 0.9 * bounded.seconds
+    unbound = timeline(made, presets.describe(name), free, spread=0.0)
+    assert unbound.exposed.get("gather", 0.0) + unbound.exposed.get("reduce", 0.0) < 0.01 * unbound.seconds
+
+
+def test_zero2_gathers_half_of_what_zero3_does():
+    where = cluster("8xh100", bandwidth=1e9)
+    for strategy, gathers in (("zero3", 2), ("zero2", 1)):
+        found = timeline(plan("llama3-8b", 8, strategy=strategy, rows=1, tokens=512), presets.describe("llama3-8b"), where)
+        once = sum(collective_seconds("all_gather", u.numel * 2, 8, where) for u in presets.describe("llama3-8b").units)
+        assert found.busy["gather"] == pytest.approx(gathers * once, rel=1e-3)
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_micro_batches_that_are_left_out_are_counted(sync):
+    """Eight micro-batches, of which three are laid out: as long as their parts add up to."""
+    where = cluster("8xh100")
+    four, eight, twelve = (seconds("llama-1.5b", plan("llama-1.5b", 8, accumulate=n, sync=sync), where) for n in (4, 8, 12))
+    assert twelve - eight == pytest.approx(eight - four, rel=1e-6)
+    assert eight / four == pytest.approx(2, rel=0.03)
+
+
+def test_copies_are_reduced_beside_backward():
+    where = Cluster.named("64xh100")
+    own = {"replicate": 8, "shard": 8}
+    found = timeline(plan("llama3-8b", 64, strategy="hybrid", own=own, tokens=8192), presets.describe("llama3-8b"), where)
+    assert found.busy["copies"] > 0
+    assert found.exposed.get("copies", 0.0) < 0.5 * found.busy["copies"]
+
+
+def test_a_small_model_waits_for_its_host():
+    found = timeline(plan("gpt2", 1, rows=1, tokens=256), presets.describe("gpt2"), Cluster.named("1xh100"))
+    assert found.exposed["host"] > 0.5 * found.seconds
+
+
+def test_thinned_models_tell_of_the_whole():
+    whole, where = presets.describe("llama3-70b"), cluster("64xh100")
+    made = plan("llama3-70b", 64, remat="full")
+    few, more = (
+        timeline(dataclasses.replace(made, units=tuple(u for u in made.units if u.name in {v.name for v in m.units})), m, where)
+        for m in (thinned(whole, 3), thinned(whole, 5))
+    )
+    extended = more.seconds + (80 - 5) / 2 * (more.seconds - few.seconds)
+    assert extended == pytest.approx(timeline(made, whole, where).seconds, rel=0.01)
+
+
+def test_rows_that_do_not_align_are_slow():
+    machine = Machine(Cluster.named("1xh100"), "bf16")
+    loss = [s for m, _, s in presets.describe("gpt2").costs.trace("bf16", "chunked", "none") if m == "chunk"]  # 50,257 rows
+    aligned = [s for m, _, s in presets.describe("llama-1.5b").costs.trace("bf16", "chunked", "none") if m == "chunk"]
+    odd, even = (machine.section(s[0], 1, 4096, backward=False).gemm for s in (loss, aligned))
+    flops = [6 * 4096 * n * d for n, d in ((50_257, 768), (128_256, 2048))]
+    assert (odd / flops[0]) / (even / flops[1]) == pytest.approx(1 / 0.16, rel=0.05)
+
+
+# Tokens a second of one device: torchtitan (H100 of 96 GB and 500 W), MosaicML, MaxText. Micro-batches that were not
+# published are assumed: 8 rows for MosaicML, 2 for Llama 2.
+PUBLISHED = [
+    ("llama3-8b", "8xh100e", (2, 8192), "selective", False, 5762),
+    ("llama3-8b", "8xh100e", (2, 8192), "selective", True, 6667),
+    ("llama3-8b", "128xh100e", (2, 8192), "selective", False, 5605),
+    ("llama3-8b", "128xh100e", (2, 8192), "selective", True, 6514),
+    ("llama2-7b", "8xh100", (8, 2048), "none", False, 10_643),
+    ("llama2-7b", "128xh100", (8, 2048), "none", False, 10_475),
+    ("llama2-7b", "512xh100", (8, 2048), "none", False, 9_670),
+    ("llama3-70b", "128xh100", (2, 8192), "full", True, 2 * 8192 / 15.57),
+    ("llama2-70b", "64xh100", (2, 4096), "full", True, 2 * 4096 / 7.908),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "shape", "remat", "compiled", "published"), PUBLISHED)
+def test_published_tables(name, where, shape, remat, compiled, published):
+    found = Cluster.named(where)
+    made = plan(name, found.devices, rows=shape[0], tokens=shape[1], remat=remat, compile=compiled)
+    rate = shape[0] * shape[1] / timeline(made, presets.describe(name), found, loss="plain").seconds
+    assert rate == pytest.approx(published, rel=0.12)
