@@ -29,7 +29,7 @@ def average(inputs: Sequence[str], shelf: Local) -> Place:
         refuse_others(str(c.place), found, {n: (t.shape, t.dtype) for n, t in weights[0].items()})
     sources = [Source(n, t.dtype, t.shape, partial(_mean, opened, n)) for n, t in weights[0].items()]
     newest = max((c.manifest for c in opened), key=lambda m: m.step)
-    state = {"averaged": [c.manifest.step for c in opened]}
+    state = {"averaged": [c.manifest.step for c in opened], "without_slots": "all", "extra": {}}
     return write_checkpoint(shelf, sources, step=newest.step, plan=newest.plan, recipe=newest.recipe, state=state)
 
 

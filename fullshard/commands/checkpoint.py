@@ -2,6 +2,7 @@
 
 import dataclasses
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,3 +180,54 @@ def can_resume(
     except FullshardError as error:
         typer.echo(f"no: {error}")
         raise typer.Exit(1) from None
+
+
+class Format(StrEnum):
+    """What other programs read."""
+
+    hf = "hf"
+    torch = "torch"
+    peft = "peft"
+
+
+@app.command("export")
+def export(
+    path: Where,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", help="The directory, or for torch the file, to make.")
+    ],
+    form: Annotated[
+        Format, typer.Option("--format", help="hf: safetensors and config; torch: one .pt; peft: adapters alone.")
+    ] = Format.hf,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where config and tokenizer are copied from.", show_default="the run's model"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32.", show_default="as the original, or fp32")
+    ] = None,
+) -> None:
+    """Turn a checkpoint's weights into what other programs read, a tensor at a time.
+
+    Example: fullshard checkpoint export runs/first -o model --config llama/
+    """
+    from fullshard.checkpoint.export import export
+
+    typer.echo(str(export(path, output, str(form), config, dtype)))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="PATH", help="A DCP directory, .pt file(s), DeepSpeed or Hugging Face.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to put the checkpoint into.")],
+    step: Annotated[int, typer.Option(metavar="N", help="The step to note down.")] = 0,
+    prefix: Annotated[str, typer.Option(metavar="TEXT", help="What the weights' names begin with there; it is cut off.")] = "",
+) -> None:
+    """Make a checkpoint of somebody else's weights. Nothing in them is executed.
+
+    Example: fullshard checkpoint import global_step100 -o imported
+    """
+    from fullshard.checkpoint.importing import import_weights
+    from fullshard.checkpoint.place import Local
+
+    typer.echo(str(import_weights(source, Local(output), step, prefix)))

@@ -84,9 +84,9 @@ def expected_slots(optimizer: torch.optim.Optimizer) -> dict[str, tuple[bool, to
     return {k: (isinstance(v, Tensor) and v.ndim == 1, v.dtype if isinstance(v, Tensor) else None) for k, v in found.items()}
 
 
-def wanted_slots(state: State, without: list[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The optimizer's tensors as they will be after a step, without those of the parameters `without`."""
-    if state.optimizer is None:
+def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The optimizer's tensors as they will be after a step, without those of the parameters `without`: names, or `all`."""
+    if state.optimizer is None or without == "all":
         return {}
     kinds = expected_slots(state.optimizer)
     found = {}

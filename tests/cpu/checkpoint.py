@@ -68,3 +68,51 @@ def refusal(shelf: str, kind: str = "plain", optimizer=None, **options) -> str:
     except fs.FullshardError as error:
         return str(error)
     return "accepted"
+
+
+def from_hugging_face(directory: str, shelf: str, lora: bool = False, steps: int = 0) -> None:
+    """Load published weights and save them as a checkpoint, as a run would."""
+    model = on_torch.load_model(directory)
+    recipe: dict = {"model": {"name": directory}}
+    if lora:
+        recipe["lora"] = {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
+        model = on_torch.add_adapters(model, **recipe["lora"])
+    plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(2, parity.LENGTH))
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2), weights=directory)
+    train(state, steps)
+    fs.checkpoint.save(shelf, state, recipe=recipe)
+
+
+def save_others(directory: str) -> dict:
+    """The same weights as torch's own tools write them: DCP, and one `.pt` file a rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
+    state = make_state("zero3")
+    train(state, 1)
+    model, optimizer = get_state_dict(state.model, state.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer, "step": 1}, checkpoint_id=f"{directory}/dcp")
+    dcp.save(model, checkpoint_id=f"{directory}/bare")
+    torch.save(get_model_state_dict(state.model), f"{directory}/model_rank_{dist.get_rank()}.pt")
+    return {n: p.detach().full_tensor() for n, p in state.model.named_parameters()}
+
+
+def load_imported(shelf: str) -> dict:
+    state = make_state("zero3", seed=99)
+    fs.checkpoint.load(shelf, state)
+    train_after = {n: p.detach().full_tensor().clone() for n, p in state.model.named_parameters()}
+    train(state, 1)
+    return train_after
+
+
+def through_dcp(shelf: str) -> bool:
+    """DCP's own save and load, with our storage below."""
+    import torch.distributed.checkpoint as dcp
+
+    from fullshard.on_torch.storage import About, Reader, Writer
+
+    saved = {n: p.detach() for n, p in make_state("zero3", seed=1).model.named_parameters()}
+    dcp.save(saved, storage_writer=Writer(shelf, About(step=5)))
+    other = {n: p.detach() for n, p in make_state("ddp", seed=2).model.named_parameters()}
+    dcp.load(other, storage_reader=Reader(shelf))
+    return all(torch.equal(saved[n].full_tensor(), other[n].full_tensor()) for n in saved)
