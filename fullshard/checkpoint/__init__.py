@@ -25,7 +25,7 @@ def save(shelf: str | Path, state: Saveable, **about: Any) -> str:
 
 
 def load(where: str | Path, state: Saveable, **options: Any) -> Any:
-    """Fill `state` from a checkpoint, or from the newest whole one of a shelf; its `Manifest`. Collective.
+    """Fill `state` from a checkpoint, or from the newest of a shelf; its `Manifest`. Collective.
 
     The state may have another plan, on another number of ranks. Everything is verified first, and whatever is missing,
     extra or of another shape or dtype is an error that lists it; `allow_missing` takes patterns of names that may be.

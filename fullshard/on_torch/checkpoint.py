@@ -18,8 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlan
 
 from fullshard.checkpoint import commit, verify
 from fullshard.checkpoint.manifest import Manifest
@@ -31,7 +30,18 @@ from fullshard.on_torch import named
 from fullshard.on_torch.agree import attempt, decide, gather, make_group, together
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import WORD, About, Arena, Image, Reader, Written, file_name, fitting, make_manifest
+from fullshard.on_torch.storage import (
+    WORD,
+    About,
+    Arena,
+    Image,
+    Reader,
+    Written,
+    file_name,
+    fitting,
+    make_manifest,
+    planned_bytes,
+)
 from fullshard.text import bytes_text
 
 HEADERS = 1 << 20  # bytes: what a checkpoint takes besides its tensors, about
@@ -152,7 +162,11 @@ class Checkpointer:
         self.planner.set_up_planner(tensors, None, first)
         plans = together(self.group, lambda: fitting(self.planner.create_local_plan()))
         made, metadata = decide(self.group, lambda: self.planner.create_global_plan(plans))
+        if self.nodes.count > 1:  # each disk gets all that its ranks hold
+            made = once_a_node(plans, self.nodes)
         self.metadata: Metadata = metadata
+        mine = self.nodes.of_rank[dist.get_rank()]
+        self.size_here = sum(planned_bytes(p) for p, node in zip(made, self.nodes.of_rank, strict=True) if node == mine)
         self.image = Image(self.planner.finish_plan(made[dist.get_rank()]).items, self.arena)
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -170,13 +184,13 @@ class Checkpointer:
             saving.error = f"the checkpoint of step {saving.step} was not saved: {type(error).__name__}: {error}"
 
     def _write_and_commit(self, about: About) -> str:
-        nonce = decide(self.group, commit.new_nonce)
+        nonce, now = decide(self.group, lambda: (commit.new_nonce(), round(time.time(), 3)))
         made = commit.draft(self.shelf, about.step, nonce)
         try:
             with contextlib.ExitStack() as held:
                 together(self.group, lambda: self._begin(held, made))
                 written = together(self.group, lambda: self._write_file(made))
-                self._commit(made, written, about)
+                self._commit(made, written, about, now)
         except FullshardError:
             if self.nodes.leads:
                 attempt(lambda: commit.abandon(made))
@@ -186,13 +200,8 @@ class Checkpointer:
     def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> None:
         if not self.nodes.leads:
             return
-        refuse_full(self.shelf, self._size_here(), "its files")
+        refuse_full(self.shelf, self.size_here + HEADERS, "its files")
         held.enter_context(commit.begin(made))
-
-    def _size_here(self) -> int:
-        """The bytes that will come to this node's disk."""
-        found = cast("list[TensorStorageMetadata]", [*self.metadata.state_dict_metadata.values()])
-        return sum(t.size.numel() * t.properties.dtype.itemsize for t in found) // self.nodes.count + HEADERS
 
     def _write_file(self, made: commit.Draft) -> Written:
         written = self.image.written(file_name(dist.get_rank(), dist.get_world_size()))
@@ -203,12 +212,11 @@ class Checkpointer:
                 raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
         return written
 
-    def _commit(self, made: commit.Draft, written: list[Written], about: About) -> None:
+    def _commit(self, made: commit.Draft, written: list[Written], about: About, now: float) -> None:
+        """With disks of their own, nodes have manifests of their own: each prefers the copies that it has."""
+        mine = self.nodes.of_rank[dist.get_rank()]
         nodes = [None if self.nodes.count == 1 else node for node in self.nodes.of_rank]
-        manifest = lambda: make_manifest(self.metadata, written, about, nodes)
-        if self.nodes.count > 1:
-            text = decide(self.group, manifest)  # the same moment of creation on every node
-            manifest = lambda: text
+        manifest = lambda: make_manifest(self.metadata, written, about, now, nodes, mine)
         together(self.group, lambda: _commit_file(made, manifest()) if self.nodes.leads else None)
 
     def _retire(self, about: About) -> None:
@@ -267,6 +275,21 @@ def refuse_full(shelf: Place, needed: int, what: str) -> None:
         raise FullshardError(
             f"{shelf} has {bytes_text(free)} free, but {what} take {bytes_text(needed)}; make room, or keep fewer"
         )
+
+
+def once_a_node(plans: Sequence[SavePlan], nodes: "Nodes") -> list[SavePlan]:
+    """Leave out of each plan what another rank of the same node writes; the rank with the least to do takes it."""
+    holders: dict[Any, list[tuple[int, int]]] = {}  # rank, bytes
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault((nodes.of_rank[rank], item.index), []).append((rank, item.tensor_storage_size() or 0))
+    load = [0] * len(plans)
+    kept: list[set[Any]] = [set() for _ in plans]
+    for (_, index), ranks in holders.items():
+        taker, nbytes = min(ranks, key=lambda r: load[r[0]])
+        kept[taker].add(index)
+        load[taker] += nbytes
+    return [dataclasses.replace(p, items=[i for i in p.items if i.index in k]) for p, k in zip(plans, kept, strict=True)]
 
 
 # -- who sees which disk ------------------------------------------------------------------------------------
@@ -328,12 +351,25 @@ def load_checkpoint(
 def _load(
     group: dist.ProcessGroup, where: str | Path | Place, state: State, allow_missing: Sequence[str], verified: bool
 ) -> Manifest:
-    place = where if isinstance(where, Place) else open_place(decide(group, lambda: str(commit.find(where))))
+    place = where if isinstance(where, Place) else find_everywhere(where, group)
     if not verified:
         nodes = find_nodes_read(place, group)
         if wrong := damage(place, group, nodes):
             raise FullshardError(f"{wrong[0]}; use another checkpoint")
     return together(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
+
+
+def find_everywhere(where: str | Path, group: dist.ProcessGroup) -> Place:
+    """The checkpoint that is meant, which every rank must see: nodes with disks of their own may differ in the newest."""
+    place = open_place(where)
+    if all(gather(group, commit.is_checkpoint(place))):
+        return place
+    shelf = commit.find_shelf(where)
+    seen = gather(group, commit.committed(shelf))
+    common = [n for n in seen[0] if all(n in names for names in seen)]
+    if not common:
+        raise FullshardError(f"{where} is no checkpoint, and no directory of checkpoints")
+    return shelf.child(common[-1])
 
 
 def find_nodes_read(place: Place, group: dist.ProcessGroup) -> Nodes:

@@ -156,20 +156,28 @@ def file_name(index: int, count: int) -> str:
     return f"shard-{index:05d}-of-{count:05d}.safetensors"
 
 
-def make_manifest(metadata: Metadata, written: Sequence[Written], about: About, nodes: Sequence[int | None]) -> Manifest:
-    """`nodes`: for each file the node on whose disk it lies, or None."""
-    chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
-    for one in written:
-        for name, _, _, chunk in one.chunks:
-            chunks[name].append(chunk)
+def planned_bytes(plan: SavePlan) -> int:
+    return sum(_nbytes(i) for i in plan.items)
+
+
+def make_manifest(
+    metadata: Metadata, written: Sequence[Written], about: About, now: float, nodes: Sequence[int | None], mine: int | None
+) -> Manifest:
+    """`nodes`: for each file the node on whose disk it lies, or None; of chunks that several have, node `mine`'s is named."""
+    chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+    for one, _ in sorted(zip(written, nodes, strict=True), key=lambda pair: pair[1] == mine):
+        chunks |= {(name, chunk.start): chunk for name, _, _, chunk in one.chunks}
+    by_name: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+    for (name, _), chunk in chunks.items():
+        by_name[name].append(chunk)
     tensors = {}
-    for name, found in metadata.state_dict_metadata.items():
+    for name, found in sorted(metadata.state_dict_metadata.items()):
         assert isinstance(found, TensorStorageMetadata)
-        ordered = tuple(sorted(chunks[name], key=lambda c: c.start))
+        ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
         tensors[name] = TensorRecord(tuple(found.size), WORD[found.properties.dtype], ordered)
     files = {w.file: FileRecord(w.nbytes, w.checksum, node) for w, node in zip(written, nodes, strict=True) if w.chunks}
     about_fields = {f.name: getattr(about, f.name) for f in dataclasses.fields(about)}
-    return Manifest(tensors=dict(sorted(tensors.items())), files=files, created=round(time.time(), 3), **about_fields)
+    return Manifest(tensors=tensors, files=files, created=now, **about_fields)
 
 
 # -- DCP's interfaces ---------------------------------------------------------------------------------------
@@ -222,7 +230,9 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [r.storage_data for rank in results for r in rank]
-        commit.commit(self._draft(), make_manifest(metadata, written, self.about, [None] * len(written)))
+        commit.commit(
+            self._draft(), make_manifest(metadata, written, self.about, round(time.time(), 3), [None] * len(written), None)
+        )
         self.held.__exit__(None, None, None)
 
     @classmethod

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.export import export
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.checkpoint.retention import Kept
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
+from fullshard.presets import PRESETS, LlamaSize
 from fullshard.train.metrics import Metrics
 from fullshard.train.prepare import Prepared
 from fullshard.train.progress import Bar
@@ -182,3 +184,33 @@ def resumable(directory: Path, ranks: int | None) -> str:
     refuse_others(str(shelf.child(whole)), weights, on_torch.weights_of(prepared.model, prepared.plan))
     left = prepared.recipe.steps - manifest.step
     return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"
+
+
+# -- the export at the end ----------------------------------------------------------------------------------
+
+
+def export_target(recipe: Recipe, directory: Path) -> Path | None:
+    """Where the end of the run is exported to, if it is."""
+    wanted = recipe.checkpoint.export
+    return None if wanted is False else directory / "export" if wanted is True else Path(wanted)
+
+
+def refuse_export(recipe: Recipe, directory: Path) -> None:
+    """Raise, before a step is trained, where the export at the end could not be made."""
+    target = export_target(recipe, directory)
+    if target is None:
+        return
+    if target.exists():
+        raise FullshardError(f"checkpoint.export: {target} exists already; remove it, or write another directory")
+    name = recipe.model.name
+    if not recipe.lora and not Path(name).is_dir() and not isinstance(PRESETS.get(name), LlamaSize):
+        raise FullshardError(f"checkpoint.export needs a model with a Hugging Face config, which {name} has not; leave it out")
+
+
+def export_end(recipe: Recipe, directory: Path) -> Path | None:
+    """The end of a run as a Hugging Face directory; adapters as PEFT's. Not collective: the first rank calls it."""
+    target = export_target(recipe, directory)
+    if target is None:
+        return None
+    newest = commit.checkpoint_name(recipe.steps)
+    return export(str(shelf_of(recipe, directory).child(newest)), target, "peft" if recipe.lora else "hf")

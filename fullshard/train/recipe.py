@@ -211,7 +211,9 @@ class Checkpoint(Section):
         for key in ("metric", "highest"):
             if key in changed(self) and not self.best:
                 raise ValueError(f"{key} has no effect without best, the number of best checkpoints to keep")
-        if not (self.every or self.minutes or self.final) and changed(self) - {"every", "minutes", "final", "export"}:
+        if self.export and not self.final:
+            raise ValueError("export needs final = true: it is made from the last checkpoint")
+        if not (self.every or self.minutes or self.final) and changed(self) - {"every", "minutes", "final"}:
             raise ValueError("without every, minutes and final there are no checkpoints; the other keys have no effect")
         return self
 

@@ -18,7 +18,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
-from fullshard.train.checkpoints import Checkpoints, shelf_of
+from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export, shelf_of
 from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, make_optimizer
 from fullshard.train.progress import Bar
@@ -36,16 +36,20 @@ def execute(prepared: Prepared, directory: Path, resume: str | None = None) -> N
     on_torch.start()
     with ExitStack() as held:
         on_torch.first_decides(lambda: _take(directory, prepared, held))
-        _execute(prepared, directory, resume)
+        ended = _execute(prepared, directory, resume)
+        if ended and on_torch.is_first():
+            export_end(prepared.recipe, directory)
 
 
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     held.enter_context(commit.hold_run(directory))
+    refuse_export(prepared.recipe, directory)
     write_run(directory, prepared)
 
 
-def _execute(prepared: Prepared, directory: Path, resume: str | None) -> None:
+def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
+    """Whether the run came to its end, and did not stop before."""
     from fullshard import on_torch
 
     recipe, first = prepared.recipe, on_torch.is_first()
@@ -62,9 +66,11 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> None:
             run = Run(prepared, state, metrics, bar, signals, checkpoints)
             run.restore(found, expected)
             _train_on(run)
+            ended = state.step == recipe.steps
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
         finally:
             metrics.close()
+    return ended
 
 
 def _train_on(run: "Run") -> None:

@@ -1,13 +1,18 @@
 """Runs inside the ranks: states saved and loaded."""
 
+import contextlib
 import hashlib
+import os
 
 import torch
 import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.named import model_tensors, optimizer_tensors
+from fullshard.on_torch.checkpoint import Checkpointer
+from fullshard.on_torch.models import GPT
+from fullshard.on_torch.named import model_tensors, needed_bytes, optimizer_tensors
+from fullshard.presets import GPTSize
 from tests.cpu import parity
 
 
@@ -116,3 +121,110 @@ def through_dcp(shelf: str) -> bool:
     other = {n: p.detach() for n, p in make_state("ddp", seed=2).model.named_parameters()}
     dcp.load(other, storage_reader=Reader(shelf))
     return all(torch.equal(saved[n].full_tensor(), other[n].full_tensor()) for n in saved)
+
+
+def one_at_a_time(shelf: str) -> bool:
+    """Whether a second save waits for the first."""
+    state = make_state()
+    train(state, 1)
+    writer = Checkpointer(shelf, state)
+    first = writer.save()
+    second = writer.save()
+    done = first.done()
+    second.result()
+    writer.close()
+    return done
+
+
+def full_disk(shelf: str, fill: str) -> dict:
+    """A good save, one onto a full disk, and training before, between and after."""
+    state = make_state()
+    writer = Checkpointer(shelf, state)
+    losses = train(state, 2)
+    writer.save().result()
+    before = digests(state)
+    if dist.get_rank() == 0:
+        file = os.open(fill, os.O_WRONLY | os.O_CREAT)
+        with contextlib.suppress(OSError):
+            while os.write(file, b"x" * 4096):
+                pass
+        os.close(file)
+    dist.barrier()
+    losses += train(state, 1)
+    try:
+        writer.save().result()
+        said = "saved"
+    except fs.FullshardError as error:
+        said = str(error)
+    losses += train(state, 1)
+    if dist.get_rank() == 0:
+        os.unlink(fill)
+    dist.barrier()
+    losses += train(state, 1)
+    writer.save().result()
+    writer.close()
+    return {"said": said, "before": before, "losses": losses}
+
+
+def own_disks(directory: str, strategy: str = "zero3") -> dict:
+    """Two nodes of two ranks, each with a disk of its own: the same path on both, as ranks see it."""
+    shelf = f"{directory}/node{dist.get_rank() // 2}/shelf"
+    state = make_state(strategy)
+    train(state, 2)
+    writer = Checkpointer(shelf, state)
+    nodes = (writer.nodes.of_rank, writer.nodes.leads)
+    writer.save().result()
+    writer.close()
+    again = make_state(strategy, seed=99)
+    fs.checkpoint.load(shelf, again)
+    try:
+        fs.checkpoint.load(shelf, make_state("ddp", seed=99))
+        other = "accepted"
+    except fs.FullshardError as error:
+        other = str(error)
+    return {"nodes": nodes, "same": digests(again) == digests(state), "other": other}
+
+
+def dropout(shelf: str) -> list[list[float]]:
+    """A model with dropout: what follows a save, and what follows a load of it."""
+    after = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        with torch.device("meta"):
+            model = GPT(GPTSize(dim=16, layers=2, heads=2, vocab=parity.VOCAB, sequence=32, dropout=0.3))
+        plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(2, parity.LENGTH))
+        state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=0)
+        if seed == 5:
+            train(state, 2)
+            fs.checkpoint.save(shelf, state)
+        else:
+            fs.checkpoint.load(shelf, state)
+        after.append(train(state, 3))
+    return after
+
+
+def counted(shelf: str) -> tuple[int, int]:
+    """The bytes that this rank writes under hybrid sharding, and those of a whole checkpoint."""
+    state = make_state("hybrid")
+    train(state, 1)
+    writer = Checkpointer(shelf, state)
+    writer.save().result()
+    size = writer.image.nbytes
+    writer.close()
+    return size, needed_bytes(state)
+
+
+def saved_then_mutated(shelf: str) -> dict:
+    state = make_state()
+    train(state, 2)
+    before = digests(state)
+    writer = Checkpointer(shelf, state)
+    saving = writer.save()
+    with torch.no_grad():
+        for tensor in [*state.model.parameters(), *optimizer_tensors(state).values()]:
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(7.0)
+    saving.result()
+    writer.close()
+    again = make_state(seed=99)
+    fs.checkpoint.load(shelf, again)
+    return {"digests": before, "found": digests(again)}

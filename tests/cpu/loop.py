@@ -94,3 +94,8 @@ def refused(*args) -> str:
     except fs.FullshardError as error:
         return str(error)
     return "accepted"
+
+
+def with_environment(environment: dict[str, str], what: str, *args) -> None:
+    os.environ |= environment
+    {"run": run, "resume": resume}[what](*args)
