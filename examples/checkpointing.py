@@ -4,9 +4,12 @@
     torchrun --nproc-per-node=2 examples/checkpointing.py --resume runs/examples/checkpoint
     python examples/checkpointing.py --resume runs/examples/checkpoint --strategy ddp       # one rank
 
-The model and the optimizer of a state are torch's own, so torch.distributed.checkpoint takes them as they are: each
-rank writes its shards and, on loading, reads the parts of the files that its new shards need. --save trains on after it
-has saved, and writes down the losses of that uninterrupted run; --resume prints its own beside them.
+Each rank writes its own shards and, on loading, reads the parts of the files that its new shards need; nothing is
+gathered. A checkpoint is whole and verified, or it is not there. --save trains on after it has saved, and writes down
+the losses of that uninterrupted run; --resume prints its own beside them.
+
+    fullshard checkpoint ls runs/examples/checkpoint
+    fullshard checkpoint show runs/examples/checkpoint
 """
 
 import argparse
@@ -16,11 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.checkpoint.export import export as export_checkpoint
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
 from fullshard.on_torch.models import Llama
@@ -28,8 +30,6 @@ from fullshard.presets import LlamaSize
 
 SIZE = LlamaSize(dim=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64)
 GLOBAL_BATCH = 8  # rows of all ranks: kept at every number of ranks, so that a step means the same everywhere
-# Optimizer state by parameter name, not by group: weight decay and meshes make groups, which another plan may make otherwise.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         losses = train(state, args.steps - state.step)
         if on_torch.is_first():
             (args.save / "losses.json").write_text(json.dumps(losses))
-        export(state, args.save / "model.pt")
+        export(state, args.save / "end", args.save / "model.pt")
     on_torch.finish()
 
 
@@ -79,25 +79,19 @@ def train(state: on_torch.State, steps: int) -> dict[str, float]:
 
 
 def save(state: on_torch.State, where: Path) -> None:
-    """Collective: every rank writes its own shards. The file .metadata comes last, and makes the checkpoint whole."""
-    model, optimizer = get_state_dict(state.model, state.optimizer, options=FLAT)
-    dcp.save({"model": model, "optimizer": optimizer, "step": state.step}, checkpoint_id=where)
-    if on_torch.is_first():
-        state.plan.save(where / "plan.json")
-    say(f"saved step {state.step} to {where}, each rank its own shards; the run goes on")
+    """Collective: every rank writes its own shards; the checkpoint appears when all of them are on the disk."""
+    made = fs.checkpoint.save(where, state, cursor=state.step * GLOBAL_BATCH)
+    say(f"saved step {state.step} to {made}, each rank its own shards; the run goes on")
 
 
 def load(state: on_torch.State, where: Path) -> None:
     """Collective: every rank reads what it needs. The state says what that is; its values are overwritten."""
-    if not (where / ".metadata").exists():
-        raise SystemExit(f"{where} is not a checkpoint; make one with --save {where}")
-    model, optimizer = get_state_dict(state.model, state.optimizer, options=FLAT)
-    saved = {"model": model, "optimizer": optimizer, "step": 0}
-    dcp.load(saved, checkpoint_id=where)
-    set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=saved["optimizer"], options=FLAT)
-    state.step = saved["step"]
+    try:
+        manifest = fs.checkpoint.load(where, state)
+    except fs.FullshardError as error:
+        raise SystemExit(f"{error}; make one with --save {where}") from None
     say(f"resumed at step {state.step} from {where}")
-    for difference in fs.Plan.load(where / "plan.json").diff(state.plan) or ["the plan is the one it was saved under"]:
+    for difference in fs.Plan.from_dict(manifest.plan).diff(state.plan) or ["the plan is the one it was saved under"]:
         say(f"  {difference}")
 
 
@@ -107,13 +101,14 @@ def compare(where: Path, losses: dict[str, float]) -> None:
     say(f"largest difference from the uninterrupted run: {max(differences, default=0):.1e} over {len(differences)} steps")
 
 
-def export(state: on_torch.State, path: Path) -> None:
-    """The whole model in one file of plain tensors. Every rank takes part; only the first gets the tensors, in host memory."""
-    whole = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def export(state: on_torch.State, where: Path, path: Path) -> None:
+    """The whole model in one file of plain tensors, from a checkpoint, a tensor at a time: no rank ever holds it all."""
+    last = fs.checkpoint.save(where, state)
     ids_BT = torch.arange(64).view(1, 64)
     sharded = on_torch.evaluate(state, [{"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}])
     if on_torch.is_first():
-        torch.save(whole, path)
+        path.unlink(missing_ok=True)
+        export_checkpoint(last, path, "torch")
         plain = Llama(SIZE)  # an ordinary model, no ranks, no plan
         plain.load_state_dict(torch.load(path, weights_only=True))
         loss = torch.nn.functional.cross_entropy(plain(ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten())

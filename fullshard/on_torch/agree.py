@@ -16,11 +16,27 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)  # a slow disk is no dead rank
 
 
-def make_group() -> dist.ProcessGroup:
-    """Collective."""
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+_idle: list[tuple[object, dist.ProcessGroup]] = []  # groups nobody uses, each with the world it belongs to
+
+
+def take_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks for one user at a time. Collective.
+
+    Taken and given back, never destroyed: tearing one group down while other ranks still end their last collective on
+    it, or while its threads run, is what process groups are worst at.
+    """
+    while _idle:
+        world, group = _idle.pop()
+        if world is dist.group.WORLD:
+            return group
+    made = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def give_group(group: dist.ProcessGroup) -> None:
+    """No collective of the caller's is under way on it any more."""
+    _idle.append((dist.group.WORLD, group))
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.checkpoint.retention import Candidate, Kept, to_remove
 from fullshard.errors import FullshardError
 from fullshard.on_torch import named
-from fullshard.on_torch.agree import attempt, decide, gather, make_group, together
+from fullshard.on_torch.agree import attempt, decide, gather, give_group, take_group, together
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import (
@@ -77,7 +77,7 @@ class Checkpointer:
     def __init__(self, shelf: str | Path, state: State, *, keep: Kept | None = None, overlap: bool = False):
         self.shelf, self.state, self.keep, self.overlap = open_place(shelf), state, keep, overlap
         self.history: list[Candidate] | None = None  # what retention knows, once it has looked
-        self.group = make_group()
+        self.group = take_group()
         self.nodes = find_nodes(self.shelf, self.group)
         self.arena = Arena(pinned=state.device.type == "cuda")
         self.layout: Any = None  # what the plan below was made for
@@ -116,7 +116,7 @@ class Checkpointer:
     def close(self) -> None:
         self.wait()
         self.arena.close()
-        dist.destroy_process_group(self.group)
+        give_group(self.group)
 
     def _stage(self) -> torch.cuda.Event | None:
         tensors = named.model_tensors(self.state.model) | named.optimizer_tensors(self.state)
@@ -341,11 +341,11 @@ def load_checkpoint(
 
     `verified`: the caller has compared the checksums already.
     """
-    group = make_group()
+    group = take_group()
     try:
         return _load(group, where, state, allow_missing, verified)
     finally:
-        dist.destroy_process_group(group)
+        give_group(group)
 
 
 def _load(

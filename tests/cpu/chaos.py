@@ -132,10 +132,13 @@ def _die_at(kill: Kill) -> None:
 
 
 def random_kill(draw: random.Random, world: int, seconds: tuple[float, float]) -> Kill:
+    """Half of them meet the first rank, who commits and retires, at a call of its first two saves."""
     rank = draw.choice([None, *range(world)])
     if draw.random() < 0.3:
         return Kill(rank, seconds=draw.uniform(*seconds))
-    return Kill(draw.randrange(world), call=draw.randrange(1, 70), when=draw.choice(["before", "half", "after"]))
+    return Kill(
+        draw.choice([0, draw.randrange(world)]), call=draw.randrange(1, 50), when=draw.choice(["before", "half", "after"])
+    )
 
 
 # -- the judge ----------------------------------------------------------------------------------------------

@@ -53,6 +53,9 @@ WRONG = {
     "optim.lrr=1": "unknown key optim.lrr (known: name, lr, betas, eps, momentum, weight_decay, decay_all, clip, options)",
     "optimizer.lr=1": "sample, checkpoint, log); did you mean 'optim'?",
     "optim.lr=fast": "optim.lr = 'fast': input should be a valid number",
+    "checkpoint.metric=loss": "metric has no effect without best",
+    "checkpoint.best=1": "give eval.every, or checkpoint.metric = 'loss'",
+    "checkpoint.evry=1": "did you mean 'every'?",
     "optim.lr=0": "optim.lr = 0: input should be greater than 0",
     "optim.lr=inf": "optim.lr = inf: input should be a finite number",
     "train.steps=1.5": "train.steps = 1.5: input should be a valid integer",
@@ -85,6 +88,20 @@ def test_a_mistake_is_one_sentence_that_names_the_key(tmp_path, override):
         load(tmp_path, SMALL, override)
     assert WRONG[override] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+CHECKPOINTS = {
+    "keep=0 best=1": "best has no effect with keep = 0",
+    "final=false export=true": "export needs final = true",
+    "final=false minutes=0.0 keep=5": "there are no checkpoints",
+}
+
+
+@pytest.mark.parametrize("keys", CHECKPOINTS)
+def test_keys_of_checkpoints_that_contradict_each_other(tmp_path, keys):
+    with pytest.raises(FullshardError) as caught:
+        load(tmp_path, SMALL, *(f"checkpoint.{key}" for key in keys.split()))
+    assert CHECKPOINTS[keys] in str(caught.value)
 
 
 def test_plan_file_and_choices_exclude_each_other(tmp_path):
