@@ -61,7 +61,7 @@ WRONG = {
     "train.steps=1.5": "train.steps = 1.5: input should be a valid integer",
     "train.steps=-3": "train.steps = -3: input should be greater than 0",
     "train.tokens=5": "train: give either steps or tokens",
-    "plan.strategy=zero4": "plan.strategy = 'zero4': input should be 'ddp', 'zero1', 'zero2', 'zero3', 'hybrid', 'hpz' or",
+    "plan.strategy=zero4": "plan.strategy = 'zero4': input should be 'auto', 'ddp', 'zero1', 'zero2', 'zero3', 'hybrid',",
     "plan=zero4": "plan.strategy = 'zero4': input should be",
     "lora.alpha=8": "lora.rank is missing",
     "lora.rnk=8": "unknown key lora.rnk (known: rank, alpha, dropout, targets); did you mean 'rank'?",
