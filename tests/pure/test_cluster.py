@@ -32,7 +32,7 @@ MEASURED = Measured(
     hbm=4.2e12,
     pcie_up=53e9,
     gemms=(Gemm(16, 4096, 4096, 12e-6), Gemm(2048, 2048, 2048, 25e-6), Gemm(8192, 8192, 8192, 1.5e-3)),
-    attention=(Attention(1024, 4e14, 3e14), Attention(4096, 5e14, 4e14)),
+    attention=(Attention(128, 1024, 4e14, 3e14), Attention(128, 4096, 5e14, 4e14)),
     collectives=(Collective("all_gather", 8, 1, 3e-5, 3.6e11),),
     notes=("disk was left out: no space",),
 )
