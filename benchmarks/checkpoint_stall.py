@@ -5,8 +5,9 @@
         --shelf /disk/checkpoints --rounds 3                                    # one GPU
 
 Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
-to the same disk. After each save the next steps are timed until they are as fast as before it, and until the save is
-done; what they took beyond the steady step is lost. The raw rate is that of O_DIRECT writes of as many bytes.
+to the same disk, and no save at all as a fourth. The save and the steps after it, until it is durable, are timed as one
+window; what it took beyond as many steps of the windows without a save is lost. Of all numbers the lower quartile is
+told: other work on the machine only ever adds. The raw rate is that of O_DIRECT writes of as many bytes.
 """
 
 import argparse
@@ -44,10 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compute", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--shelf", type=Path, default=Path("runs/benchmark-checkpoints"))
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind")
-    parser.add_argument("--steady", type=int, default=12, help="steps before each save that say what a step takes")
-    parser.add_argument("--after", type=int, default=12, help="steps timed after each save, at least")
-    parser.add_argument("--only", nargs="+", choices=["fullshard", "dcp.async_save", "dcp.save", "nothing"])
+    parser.add_argument("--rounds", type=int, default=16, help="saves of each kind")
+    parser.add_argument("--steady", type=int, default=2, help="steps between the end of one window and the next")
+    parser.add_argument("--after", type=int, default=4, help="steps timed after each save, at least")
+    parser.add_argument("--only", nargs="+", choices=["fullshard", "dcp.async_save", "dcp.save"])
     return parser.parse_args()
 
 
@@ -99,26 +100,29 @@ class Bench:
 
 
 def one_round(bench: Bench, kind: str) -> dict[str, float]:
-    """Seconds of a steady step, seconds lost to one save, and until it was durable."""
-    steady = statistics.median([bench.step() for _ in range(bench.args.steady)])
+    """Seconds of a save with the steps after it, how many these were, and until the save was durable."""
+    for _ in range(bench.args.steady):
+        bench.step()
     dist.barrier()
     start = time.perf_counter()
     done = bench.save(kind)
     blocked = time.perf_counter() - start
-    lost, steps, finished = blocked, 0, None
-    while steps < bench.args.after or finished is None:
-        lost += bench.step() - steady
+    window, steps, finished = blocked, 0, 0.0
+    while steps < bench.args.after or not finished:
+        window += bench.step()
         steps += 1
-        if finished is None and bench.all_done(done()):
+        if not finished and bench.all_done(done()):
             finished = time.perf_counter() - start
-    return {"step": steady, "blocked": blocked, "lost": lost, "durable": finished}
+    return {"window": window, "steps": steps, "blocked": blocked, "durable": finished}
+
+
+def quartile(values: list[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
 
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
-    length = min(nbytes, 8 << 30) // direct.PIECE * direct.PIECE
-    if not length:
-        return 0.0
+    length = min(max(nbytes, 256 << 20), 8 << 30) // direct.PIECE * direct.PIECE
     memory = direct.aligned(direct.PIECE)
     memory[:] = os.urandom(1 << 16) * (direct.PIECE >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
@@ -141,7 +145,7 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
 
 def measure(args: argparse.Namespace) -> dict:
     bench = Bench(args)
-    kinds = args.only or ["nothing", "fullshard", "dcp.async_save", "dcp.save"]
+    kinds = ["nothing", *(args.only or ["fullshard", "dcp.async_save", "dcp.save"])]
     for kind in kinds:  # the first of each makes its arena or its plan
         one_round(bench, kind)
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
@@ -151,35 +155,34 @@ def measure(args: argparse.Namespace) -> dict:
             found[kind].append(one_round(bench, kind))
         raw.append(raw_rate(args, bench.written))
     bench.writer.close()
-    middle = lambda kind, key: statistics.median([r[key] for r in found[kind]])
-    result = {
-        kind: {
-            "step_seconds": middle(kind, "step"),
-            "blocked_seconds": middle(kind, "blocked"),
-            "lost_seconds": middle(kind, "lost"),
-            "lost_of_a_step": statistics.median([r["lost"] / r["step"] for r in found[kind]]),
-            "durable_seconds": middle(kind, "durable"),
-        }
-        for kind in kinds
-    }
+    step = quartile([r["window"] / r["steps"] for r in found["nothing"]])
+    result: dict = {"step_seconds": step}
+    for kind in kinds[1:]:
+        lost = quartile([r["window"] - r["steps"] * step for r in found[kind]])
+        told = {key: quartile([r[key] for r in found[kind]]) for key in ("blocked", "durable")}
+        result[kind] = {"lost_seconds": lost, "lost_of_a_step": lost / step, **told}
     rate = {"bytes_a_rank": bench.written, "raw_o_direct_bytes_per_second": statistics.median(raw)}
     if "fullshard" in kinds and statistics.median(raw):
-        rate["alone_bytes_per_second"] = alone(bench)
-        rate["of_raw"] = rate["alone_bytes_per_second"] / statistics.median(raw)
+        rate |= alone(bench)
+        rate["write_of_raw"] = rate["write_bytes_per_second"] / statistics.median(raw)
     return {"saves": result, "rate": rate}
 
 
-def alone(bench: Bench) -> float:
-    """The rate of a save while nothing trains: staged, hashed, written, synced and committed."""
+def alone(bench: Bench) -> dict[str, float]:
+    """Bytes a second of a save while nothing trains: of all of it, and of what comes after staging."""
     writer = on_torch.Checkpointer(bench.args.shelf / "alone", bench.state)
-    rates = []
-    for _ in range(3):
+    whole, writing = [], []
+    for _ in range(4):
         dist.barrier()
         start = time.perf_counter()
-        writer.save().result()
-        rates.append(bench.written / (time.perf_counter() - start))
+        saving = writer.save()
+        staged = time.perf_counter()
+        saving.result()
+        end = time.perf_counter()
+        whole.append(bench.written / (end - start))
+        writing.append(bench.written / (end - staged))
     writer.close()
-    return statistics.median(rates[1:])
+    return {"save_bytes_per_second": statistics.median(whole[1:]), "write_bytes_per_second": statistics.median(writing[1:])}
 
 
 def main() -> None:

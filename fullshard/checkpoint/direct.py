@@ -12,6 +12,7 @@ from pathlib import Path
 
 ALIGNMENT = 4096  # bytes: of memory, of file offsets and of lengths, for O_DIRECT
 PIECE = 1 << 24  # bytes of one write
+SMALL = 1 << 20  # bytes up to which the page cache is as good
 IN_FLIGHT = 4  # writes at a time: one alone does not fill a disk's queue
 
 
@@ -22,7 +23,7 @@ def aligned(nbytes: int) -> memoryview:
 
 def write_file(path: Path, data: memoryview, length: int) -> None:
     """Create or replace a file of the first `length` bytes of `data`, and fsync. Raises OSError, on a full disk for one."""
-    if len(data) >= PIECE and len(data) % ALIGNMENT == 0 and _write_direct(path, data, length):
+    if len(data) > SMALL and len(data) % ALIGNMENT == 0 and _write_direct(path, data, length):
         return
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -204,10 +205,15 @@ class Checkpointer:
         held.enter_context(commit.begin(made))
 
     def _write_file(self, made: commit.Draft) -> Written:
-        written = self.image.written(file_name(dist.get_rank(), dist.get_world_size()))
-        if written.chunks:
+        """The checksum is computed while the disk works."""
+        name = file_name(dist.get_rank(), dist.get_world_size())
+        if not self.image.items:
+            return self.image.written(name)
+        with ThreadPoolExecutor(1) as disk:
+            writing = disk.submit(made.staging.write, name, self.image.memory, self.image.nbytes)
+            written = self.image.written(name)
             try:
-                made.staging.write(written.file, self.image.memory, self.image.nbytes)
+                writing.result()
             except OSError as error:
                 raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
         return written

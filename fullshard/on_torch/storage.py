@@ -108,9 +108,11 @@ class Image:
 
     def fill(self, sources: Sequence[Tensor]) -> None:
         """Copy the items' tensors, in the order of `items`. From a GPU it is queued on the current stream."""
-        plain = [(t, s) for t, s in zip(self.targets, sources, strict=True) if t.numel()]
-        if plain:
-            torch._foreach_copy_([t for t, _ in plain], [s for _, s in plain], non_blocking=True)
+        if any(s.is_cuda for s in sources):
+            for target, source in zip(self.targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        elif sources:  # one call for all: on a CPU the calls themselves would be half the stall
+            torch._foreach_copy_(self.targets, list(sources))
 
     def written(self, file: str) -> Written:
         """What lies in the file, once the image is filled."""

@@ -45,7 +45,6 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     held.enter_context(commit.hold_run(directory))
     refuse_export(prepared.recipe, directory)
-    write_run(directory, prepared)
 
 
 def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
@@ -61,6 +60,8 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar)
         try:
             found = checkpoints.start(resume)
+            if first:  # not before: a recipe that is refused must not replace the run's own
+                write_run(directory, prepared)
             expected = rewind(directory, state.step) if first else None
             metrics = checkpoints.metrics = open_metrics(directory if first else None, recipe, state.step)
             run = Run(prepared, state, metrics, bar, signals, checkpoints)
@@ -243,8 +244,10 @@ def refuse_run(directory: Path) -> None:
 
 
 def write_run(directory: Path, prepared: Prepared) -> None:
-    (directory / "recipe.json").write_text(prepared.recipe.model_dump_json(indent=1) + "\n")
-    prepared.plan.save(directory / "plan.json")
+    for name, text in (("recipe.json", prepared.recipe.model_dump_json(indent=1) + "\n"), ("plan.json", prepared.plan.to_json())):
+        fresh = directory / f".{name}.partial"
+        fresh.write_text(text)
+        fresh.replace(directory / name)  # a kill leaves the old one or the new one
 
 
 class Signals:

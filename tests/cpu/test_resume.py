@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fullshard import FullshardError, presets
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
+from fullshard.train.checkpoints import resumable
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 
@@ -94,16 +96,22 @@ def test_a_damaged_checkpoint_is_passed_over(here, ranks, uninterrupted):
 
 def test_the_best_by_evaluation_stay_and_early_stopping_goes_on(here, ranks):
     options = ["data.valid=valid", "eval.every=1", "eval.batches=1", "checkpoint.every=1", "checkpoint.keep=1"]
-    options += ["checkpoint.best=1", "train.steps=4", "optim.lr=3.0", "optim.clip=100.0"]  # so fast that it gets worse
+    options += [
+        "checkpoint.best=1",
+        "train.steps=3",
+        "schedule.kind=constant",
+        "optim.lr=3.0",
+        "optim.clip=100.0",
+    ]  # so fast that it gets worse
     ranks(2).run(loop.run, str(here), options, "best")
     found = {m["step"]: m["eval_loss"] for m in metrics(here / "runs/best") if "eval_loss" in m}
     best = min(found, key=found.get)
-    assert best != 4
+    assert best != 3
     kept = [commit.step_of(n) for n in commit.committed(Local(here / "runs/best/checkpoints"))]
-    assert kept == [best, 4]
-    manifest = commit.read_manifest(Local(here / f"runs/best/checkpoints/step-{4:08d}"))
+    assert kept == [best, 3]
+    manifest = commit.read_manifest(Local(here / f"runs/best/checkpoints/step-{3:08d}"))
     assert manifest.state["extra"]["best"] == found[best]
-    assert manifest.state["extra"]["since_best"] == 4 - best
+    assert manifest.state["extra"]["since_best"] == 3 - best
 
 
 REFUSED = {
@@ -120,3 +128,39 @@ def test_what_cannot_go_on_is_refused(here, ranks, uninterrupted, overrides):
     for sentence in ranks(2).run(loop.refused, str(here), [*EVERY, *overrides.split()], "whole"):
         assert REFUSED[overrides] in sentence
     assert metrics(here / "runs/whole") == uninterrupted
+
+
+def test_can_resume_says_yes_or_why_not_without_ranks(here, uninterrupted, monkeypatch):
+    monkeypatch.chdir(here)
+    said = resumable(Path("runs/whole"), 4)
+    assert said == "runs/whole/checkpoints/step-00000008 on 4 ranks (1×4×1), 0 steps to go"
+    with pytest.raises(FullshardError, match="is not a multiple of 6: 3 data ranks"):
+        resumable(Path("runs/whole"), 3)
+    with pytest.raises(FullshardError, match="is no run"):
+        resumable(Path("runs"), 2)
+    cut(here, "other", 0)
+    with pytest.raises(FullshardError, match="has no checkpoint; the run would have to begin again"):
+        resumable(Path("runs/other"), 2)
+    cut(here, "wider", 8)
+    Path("wider.py").write_text(MODEL.replace("dim=32", "dim=64"))
+    recipe = Path("runs/wider/recipe.json")
+    recipe.write_text(recipe.read_text().replace("model.py:make", "wider.py:make"))
+    with pytest.raises(FullshardError, match=r"it has model\.\S+ \(F32 \[.*32\] instead of F32 \[.*64\]\)"):
+        resumable(Path("runs/wider"), 2)
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    second = commit.hold_run(tmp_path, patience=0.3)
+    with commit.hold_run(tmp_path), pytest.raises(FullshardError, match="another process trains into"):
+        second.__enter__()
+    with commit.hold_run(tmp_path, patience=0.0):
+        pass
+
+
+def test_the_end_of_a_run_is_exported(here, ranks):
+    small = ["model.name=llama-bytes", "train.steps=1", "data.sequence=16", "train.loss=plain"]
+    ranks(2).run(loop.run, str(here), [*small, "checkpoint.export=true"], "exported")
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(here / "runs/exported/export")
+    assert found.num_parameters() == presets.describe("llama-bytes").numel
