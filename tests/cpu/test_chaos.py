@@ -47,10 +47,10 @@ def test_the_launcher_is_killed_and_takes_its_ranks_along(here):
     """Real torchrun: orphans that trained on would write into the run of whoever resumes it."""
     draw, options = random.Random(7), ["checkpoint.every=2", "checkpoint.keep=0", "schedule.kind=constant"]
     run, steps = here / "runs/launched", ["train.steps=100000"]
-    for kill in range(4):
+    for _ in range(4):
         line = command("train", "recipe.toml", *options, *steps, "--run", str(run), "--resume", "auto")
         process = subprocess.Popen(line, cwd=here, env=environment(), stderr=subprocess.PIPE, text=True)
-        wait_for_lines(run, 5 + 10 * kill, process)
+        wait_for_steps(run, 5, process)
         time.sleep(draw.random())
         ranks = [int(c) for p in Path(f"/proc/{process.pid}/task").glob("*/children") for c in p.read_text().split()]
         process.send_signal(signal.SIGKILL)
@@ -72,9 +72,12 @@ def launch(here: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def wait_for_lines(run: Path, count: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 100
-    while not (run / "metrics.jsonl").exists() or whole_lines(run) < count:
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
+    """Until the run has logged `count` steps beyond the checkpoint that it resumed from."""
+    names, began = commit.committed(Local(run / "checkpoints")), time.time()
+    resumed = commit.step_of(names[-1]) if names else 0
+    path, deadline = run / "metrics.jsonl", time.monotonic() + 100
+    while not path.exists() or path.stat().st_mtime < began or whole_lines(run) < resumed + count:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
