@@ -47,6 +47,7 @@ def test_basics_ends_at_the_loss_of_the_unsharded_model_with_half_its_bytes(here
         assert float(rank) == pytest.approx(float(unsharded) / 2, rel=0.01)
 
 
+@pytest.mark.full
 def test_the_transformer_learns_in_bf16_with_every_option_on(here: Path):
     text = output("transformer.py", *SIZES, "--steps=20", "--lr=1e-2", "--bf16", "--prefetch=2", "--remat", cwd=here)
     losses = step_losses(text)
@@ -73,6 +74,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_the_export_is_the_model(here
     assert "mesh.shard: 2 → 1" in alone
 
 
+@pytest.mark.full
 def test_memory_falls_from_plan_to_plan_and_the_loss_stays(here: Path):
     text = output("memory_efficient.py", "--steps=4", "--sequence=128", cwd=here)
     found = re.findall(r"^(.+?)  +\d × \d +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+ +([\d.]+)$", text, re.M)

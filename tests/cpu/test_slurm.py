@@ -182,6 +182,7 @@ def test_steps_at_the_same_time_have_ports_of_their_own(task):
 # -- torchrun -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_two_launchers_are_two_machines(here):
     (port,) = free_ports(1)
     given = options(here)
