@@ -24,6 +24,16 @@ def efficient_attention_backward(rows: int, heads: int, tokens: int, width: int)
     return 4 * rows * heads * tokens * width + 8192, 4 * rows * heads * tokens
 
 
+def safe_softmax(rows: int, columns: int) -> tuple[int, ...]:
+    """The softmax of attention without a fused kernel: which entries are -inf, and which rows are nothing else."""
+    return rows * columns, rows
+
+
+def softmax_backward(numel: int, item: int) -> tuple[int, ...]:
+    """SoftMax.cu: the product of gradient and result."""
+    return (item * numel,)
+
+
 def embedding_backward(indices: int, rows: int, width: int) -> tuple[int, ...]:
     """EmbeddingBackwardKernel.cu: up to 3072 indices one pass; else the sorted indices and their origins, and
     float32 partial sums, one for each segment and one for every ten indices."""
@@ -68,6 +78,8 @@ def _power(value: int) -> int:
 HIDDEN: dict[str, Callable[..., tuple[int, ...]]] = {
     "attention_backward": attention_backward,
     "efficient_attention_backward": efficient_attention_backward,
+    "safe_softmax": safe_softmax,
+    "softmax_backward": softmax_backward,
     "embedding_backward": embedding_backward,
     "sum_rows": sum_rows,
     "sort": sort,

@@ -17,7 +17,7 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.on_torch.chunked import chunked_loss, output_head
 from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.fusion import fused
+from fullshard.on_torch.fusion import compiled
 from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.trace import RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
@@ -45,10 +45,9 @@ _KNOWN: dict[object, Costs] = {}
 def _traced(model: nn.Module, description: Description, micro_batch: int, sequence: int, compute: DType) -> Costs:
     remats: list[Remat] = ["none", "selective", "full"] if any(u.kind == "block" for u in description.units) else ["none"]
     vocabulary = _vocabulary(model)
-    # Blocks do not know the loss, so that one of the two is enough for them.
     wanted = [("chunked" if vocabulary else "plain", remat) for remat in remats]
-    if vocabulary:
-        wanted.append(("plain", "none"))
+    if vocabulary:  # blocks do not know the loss: one of the two is enough for them, unless the head comes with the last
+        wanted += [("plain", remat) for remat in remats[: 1 if _head_is_a_unit(model, description) else None]]
     word = "bf16" if compute == "fp16" else compute  # of one size, and by the same kernels
     with _standing_aside(model, description) as aside:
         for shapes in (_grid(model), [(micro_batch, sequence)]):
@@ -78,6 +77,12 @@ def _vocabulary(model: nn.Module) -> int:
         return 0
 
 
+def _head_is_a_unit(model: nn.Module, description: Description) -> bool:
+    """Whether the head opens a unit. A tied one is behind the embedding's door; what it does follows the last block."""
+    head = output_head(model)
+    return any(head is model.get_submodule(u.modules[0]) for u in description.units)
+
+
 def _traces(
     model: nn.Module,
     description: Description,
@@ -89,10 +94,11 @@ def _traces(
 ) -> list[Trace | None]:
     """The trace as it is and as compiled blocks would leave it, sizes as polynomials; None if they are none."""
     named: list[dict[tuple[int, int], Named]] = [{}, {}]
+    blocks = {u.name for u in description.units if u.kind == "block"}
     for rows, tokens in shapes:
         recorder = trace(model, description, LOSSES[loss], compute=TORCH[compute], remat=remat, rows=rows, tokens=tokens)
-        for found, without in zip(named, (set(), fused(recorder)), strict=True):
-            found[rows, tokens] = _named(recorder, description, aside, without)
+        for found, sections in zip(named, (recorder.sections, compiled(recorder, blocks)), strict=True):
+            found[rows, tokens] = _named(recorder, sections, description, aside)
     return [_solve(found) if len(shapes) > 1 else _fixed(next(iter(found.values()))) for found in named]
 
 
@@ -197,8 +203,8 @@ def _signature(module: nn.Module) -> str:
 Named = list[tuple[RawSection, list[tuple[Action, str, str, str, tuple[int, ...]]]]]  # (action, tensor, unit, rule, sizes)
 
 
-def _named(recorder: Recorder, description: Description, aside: dict[str, str], without: set[int]) -> Named:
-    """Every tensor by its unit and its number there, or its role; neighbours called `<` and `>`."""
+def _named(recorder: Recorder, sections: list[RawSection], description: Description, aside: dict[str, str]) -> Named:
+    """Sections with every tensor by its unit and its number there, or its role; neighbours called `<` and `>`."""
     order = list(dict.fromkeys(s.unit for s in recorder.sections if s.moment == "forward"))
     names = dict(recorder.roles)
     counts: dict[str, int] = {}
@@ -209,11 +215,11 @@ def _named(recorder: Recorder, description: Description, aside: dict[str, str], 
                 names[tensor] = (section.unit, str(counts[section.unit]))
     prefixes = {u.name: f"{u.modules[0]}." for u in description.units}
     made: Named = []
-    for section in recorder.sections:
+    for section in sections:
         events = [
             (action, _short(names[tensor], prefixes), _relation(section.unit, names[tensor][0], order), rule, sizes)
             for action, tensor, rule, sizes in section.events
-            if tensor in names and tensor not in without
+            if tensor in names
         ]
         made.append((section, events))
     return _with_examples(made, aside)

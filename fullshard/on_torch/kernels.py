@@ -50,11 +50,28 @@ def _attention(
     if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         bias = _bias(attn_mask, q)
         return aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, wants, dropout_p, is_causal, scale=scale)[0]
-    if q.shape[1] != k.shape[1] or attn_mask is not None:  # no fused kernel takes these: matrix products and a softmax
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    if q.shape[1] != k.shape[1] or attn_mask is not None:  # no fused kernel takes these
+        return _products(q, k, v, attn_mask, dropout_p, is_causal, scale)
     return aten._scaled_dot_product_efficient_attention.default(q, k, v, None, wants, dropout_p, is_causal, scale=scale)[0]
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None) -> Tensor:
+    """Matrix products and a softmax, in the order of torch's attention.cpp. Seeing a dispatch mode, torch itself would
+    not add the mask in place."""
+    half = (scale or q.shape[-1] ** -0.5) ** 0.5
+    q = q * half
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf"))
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ (k.transpose(-2, -1) * half)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch._safe_softmax(scores, -1)
+    del scores
+    return (_dropout(weights, dropout) if dropout else weights) @ v
 
 
 def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -123,6 +140,15 @@ def _efficient_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
     return "efficient_attention_backward", tuple(args[1].shape)
 
 
+def _safe_softmax(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+    columns = outputs[0].shape[-1]
+    return "safe_softmax", (outputs[0].numel() // columns, columns)
+
+
+def _softmax_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+    return "softmax_backward", (args[0].numel(), args[0].element_size())
+
+
 def _embedding_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
     grad, indices, rows = args[:3]
     return "embedding_backward", (indices.numel(), rows, grad.shape[-1])
@@ -143,6 +169,8 @@ def _sort(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
 HIDDEN: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Hidden | None]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::_softmax_backward_data": _softmax_backward,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::sum": _sum,
     "aten::sort": _sort,

@@ -27,14 +27,28 @@ from fullshard.plan import Remat
 aten = torch.ops.aten
 
 
+RawEvent = tuple[Action, int, str, tuple[int, ...]]  # action, tensor, rule, sizes
+
+
 @dataclass
 class RawSection:
-    """What followed one moment: events as (action, tensor, rule, sizes), work as `kernels.work` gives it."""
+    """What followed one moment: what happened to tensors, and work as `kernels.work` gives it."""
 
     moment: Moment
     unit: str
-    events: list[tuple[Action, int, str, tuple[int, ...]]] = field(default_factory=list)
+    events: list[RawEvent] = field(default_factory=list)
     ops: list[tuple[OpKind, int, int, tuple[int, ...]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kernel and the tensors it read and made; how many events its section had when it was done."""
+
+    section: int
+    events: int
+    kind: OpKind
+    read: frozenset[int]
+    made: frozenset[int]
 
 
 class Recorder(TorchDispatchMode):
@@ -46,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self.roles: dict[int, tuple[str, str]] = {}  # tensor to (unit, role)
         self.alive: dict[int, tuple[int, Any]] = {}  # storage to (tensor, weak reference)
         self.count = 0
-        self.uses: list[tuple[int, OpKind, frozenset[int], frozenset[int]]] = []  # section, kind, tensors read and made
+        self.uses: list[Use] = []
         self.closed = self.in_backward = False
         self.shadows = Shadows()
 
@@ -90,7 +104,8 @@ class Recorder(TorchDispatchMode):
     def _use(self, kind: OpKind, inputs: list[Any], fresh: list[Tensor]) -> None:
         """Remember which tensors the kernel read and made."""
         read = {self._number(t) for t in inputs if isinstance(t, Tensor)}
-        self.uses.append((len(self.sections) - 1, kind, frozenset(read), frozenset(self._number(t) for t in fresh)))
+        made = frozenset(self._number(t) for t in fresh)
+        self.uses.append(Use(len(self.sections) - 1, len(self.sections[-1].events), kind, frozenset(read) - made, made))
 
     def _number(self, tensor: Tensor) -> int:
         return self.alive.get(tensor.untyped_storage()._cdata, (-1, None))[0]

@@ -73,7 +73,7 @@ def moments(plan: Plan, costs: Costs, loss: str) -> list[tuple[Moment, str, Sect
     remats = {name: choice for name, choice in choices.items() if choice != "none"}
     if not remats:
         return list(base)
-    others: dict[str, Trace] = {r: _remat_trace(costs, compute, r) for r in set(remats.values())}
+    others: dict[str, Trace] = {r: _remat_trace(costs, compute, loss, r) for r in set(remats.values())}
     found: list[tuple[Moment, str, Section]] = []
     for moment, unit, section in base:
         if unit in remats:
@@ -123,10 +123,10 @@ def owner(word: str, unit: str, near: dict[str, tuple[str, str]]) -> str:
     return "" if word == "/" else word
 
 
-def _remat_trace(costs: Costs, compute: str, remat: str) -> Trace:
-    """Blocks do not know the loss: any trace with that remat will do."""
-    loss = next((loss for _, loss, known in costs.traces if known == remat), "chunked")
-    return costs.trace(compute, loss, remat)
+def _remat_trace(costs: Costs, compute: str, loss: str, remat: str) -> Trace:
+    """Blocks do not know the loss, so that another's trace will do where there is none with this one."""
+    known = [of for _, of, choice in costs.traces if choice == remat]
+    return costs.trace(compute, loss if loss in known or not known else known[0], remat)
 
 
 def _costs(plan: Plan, description: Description) -> Costs:
