@@ -18,7 +18,7 @@ Polynomial = tuple[int, int, int, int, int, int]
 POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))  # of B and T
 
 ALLOCATE, FREE, READY = "allocate", "free", "ready"
-Action = Literal["allocate", "free", "ready"]
+Action = Literal["allocate", "free", "ready", "multiply"]
 OpKind = Literal["gemm", "attention", "pointwise"]
 
 
@@ -54,7 +54,8 @@ def _through(points: list[tuple[int, Fraction]]) -> list[Fraction]:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens to a tensor. `ready`: a parameter's gradient is complete.
+    """One thing that happens to a tensor. `ready`: a parameter's gradient is complete. `multiply`, of no tensor: the
+    section's first matrix product starts, its result allocated.
 
     `unit` says whose tensor it is: "" for the unit whose section this is, else the name of another.
     `tensor` is a number, or a role: `out0` a unit's output, `in0` the gradient of its input, `grad:NAME`
@@ -186,8 +187,8 @@ class _Table:
         return self.known[key]
 
 
-LETTERS = {"allocate": "a", "free": "f", "ready": "r"}
-ACTIONS: dict[str, Action] = {"a": "allocate", "f": "free", "r": "ready"}
+LETTERS = {"allocate": "a", "free": "f", "ready": "r", "multiply": "m"}
+ACTIONS: dict[str, Action] = {"a": "allocate", "f": "free", "r": "ready", "m": "multiply"}
 KINDS: dict[str, OpKind] = {"g": "gemm", "t": "attention", "p": "pointwise"}
 
 

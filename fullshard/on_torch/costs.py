@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fullshard.costs import Action, Costs, Event, Op, OpKind, Polynomial, Section, Trace, constant, evaluate, fit
+from fullshard.costs import Action, Costs, Event, Op, Polynomial, Section, Trace, constant, evaluate, fit
 from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.on_torch.chunked import chunked_loss, output_head
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.fusion import compiled
 from fullshard.on_torch.loss import LossFunction, summed_loss
-from fullshard.on_torch.trace import RawSection, Recorder, trace
+from fullshard.on_torch.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
 
 LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}
@@ -206,7 +206,7 @@ Named = list[tuple[RawSection, list[tuple[Action, str, str, str, tuple[int, ...]
 def _named(recorder: Recorder, sections: list[RawSection], description: Description, aside: dict[str, str]) -> Named:
     """Sections with every tensor by its unit and its number there, or its role; neighbours called `<` and `>`."""
     order = list(dict.fromkeys(s.unit for s in recorder.sections if s.moment == "forward"))
-    names = dict(recorder.roles)
+    names = {NO_TENSOR: ("", ""), **recorder.roles}
     counts: dict[str, int] = {}
     for section in recorder.sections:
         for action, tensor, *_ in section.events:
@@ -260,7 +260,7 @@ def _fixed(named: Named) -> Trace:
     )
 
 
-def _op(raw: tuple[OpKind, int, int, tuple[int, ...]], make: Any) -> Op:
+def _op(raw: RawOp, make: Any) -> Op:
     kind, flops, moved, shape = raw
     return Op(kind, make(flops), make(moved), tuple(make(s) for s in shape))
 

@@ -28,16 +28,18 @@ aten = torch.ops.aten
 
 
 RawEvent = tuple[Action, int, str, tuple[int, ...]]  # action, tensor, rule, sizes
+RawOp = tuple[OpKind, int, int, tuple[int, ...]]  # as `kernels.work` gives it
+NO_TENSOR = 0  # tensors count from 1
 
 
 @dataclass
 class RawSection:
-    """What followed one moment: what happened to tensors, and work as `kernels.work` gives it."""
+    """What followed one moment: what happened to tensors, and the work done."""
 
     moment: Moment
     unit: str
     events: list[RawEvent] = field(default_factory=list)
-    ops: list[tuple[OpKind, int, int, tuple[int, ...]]] = field(default_factory=list)
+    ops: list[RawOp] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,22 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         fresh = [t for t in outputs if self._born(t)]
         name = func._schema.name
+        written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
+        if (done := work(name, args, written)) is not None:
+            self._work(done)
         if (inside := hidden(name, args, outputs)) is not None:
             self.count += 1
             self._note("allocate", self.count, *inside[1], rule=inside[0])
             self._note("free", self.count)
-        written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
-        if (done := work(name, args, written)) is not None:
-            self.sections[-1].ops.append(done)
         if written:
             self._use(done[0] if done else "pointwise", tree_leaves((args, kwargs)), fresh)
         return out
+
+    def _work(self, done: RawOp) -> None:
+        ops = self.sections[-1].ops
+        if done[0] == "gemm" and not any(o[0] == "gemm" for o in ops):
+            self._note("multiply", NO_TENSOR)
+        ops.append(done)
 
     def _use(self, kind: OpKind, inputs: list[Any], fresh: list[Tensor]) -> None:
         """Remember which tensors the kernel read and made."""

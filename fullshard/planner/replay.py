@@ -149,8 +149,7 @@ class Replay:
         section = op.section
         assert section is not None
         rows, tokens = (1, op.tokens) if op.moment == "chunk" else (self.rows, self.tokens)
-        if _multiplies(section):
-            self.workspaces("backward" if op.moment in ("backward", "done", "end") else "forward")
+        thread = "backward" if op.moment in ("backward", "done", "end") else "forward"
         owners = {"": op.unit, "<": op.near[0], ">": op.near[1], "/": ""}
         term: Term = "loss" if op.moment in ("chunk", "chunked", "loss") or not op.unit else "activations"
         for action, tensor, unit, nbytes in _evaluated(section, rows, tokens):
@@ -159,6 +158,8 @@ class Replay:
                 self._add(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term)
             elif action == "free":
                 self._drop(owner, tensor)
+            elif action == "multiply":
+                self.workspaces(thread)
             elif (owner, f"whole:{tensor}") in self.tape.alive:
                 self._drop(owner, tensor)  # added to the sum that was there
 
@@ -271,11 +272,6 @@ class Replay:
     def _zero(self, op: Operation) -> None:
         for name in self.groups:
             self._drop(name, "gradient")
-
-
-@lru_cache(maxsize=4096)
-def _multiplies(section: Section) -> bool:
-    return any(op.kind == "gemm" for op in section.ops)
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,7 @@ def build(kind: str, **change) -> torch.nn.Module:
 
 @lru_cache
 def description(kind: str) -> fs.Description:
-    return on_torch.describe(build(kind), micro_batch=ROWS, sequence=TOKENS)
+    return on_torch.describe(build(kind), micro_batch=ROWS, sequence=TOKENS, compute="fp32" if kind == "fp32" else "bf16")
 
 
 def plan(strategy: str, kind: str = "plain", batch: fs.Batch = fs.Batch(ROWS, TOKENS), **arguments) -> fs.Plan:  # noqa: B008
@@ -63,7 +63,11 @@ CASES = {
     "mixed": (plan, ("mixed",), {"devices": 4, "replicate": ["embed"]}),
     "tied": (plan, ("zero3", "tied"), {"devices": 4}),
     "lora": (plan, ("zero3", "lora"), {"devices": 4, "remat": "full"}),
+    "tied-full": (plan, ("zero3", "tied"), {"devices": 4, "remat": "full"}),
+    "tied-selective": (plan, ("zero3", "tied"), {"devices": 4, "remat": "selective"}),
+    "fp32-full": (plan, ("zero3", "fp32"), {"devices": 4, "remat": "full", "precision": fs.Precision(compute="fp32")}),
 }
+EITHER_LOSS = {"zero3", "zero3-full", "tied", "tied-full", "tied-selective", "lora", "zero3-accumulated"}
 
 
 def case(name: str) -> tuple[str, fs.Plan]:
@@ -91,7 +95,7 @@ def test_the_schedule_issues_the_collectives_that_the_engine_issues(name):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_that_of_the_storages_alive(name, loss, monkeypatch):
-    if loss == "plain" and name not in ("zero3", "zero3-full", "tied", "lora", "zero3-accumulated"):
+    if loss == "plain" and name not in EITHER_LOSS:
         pytest.skip("the loss does not know the strategy")
     _without_cuda(monkeypatch)
     kind, wanted = case(name)
@@ -153,6 +157,20 @@ def _traced_saved(remat: str) -> int:
             elif e.action == "free" and not e.unit:
                 alive.pop(e.tensor, None)
     return sum(alive.values())  # the output has the input's size
+
+
+def test_attention_by_products_is_attention():
+    q, k, v = (torch.randn(2, heads, 8, 4) for heads in (6, 2, 2))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    with StandIns():
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
+    """The feed-forward's last: selective remat keeps it, and nothing but a sum reads it."""
+    kept = _traced_saved("selective") - _traced_saved("compiled selective")
+    assert kept == ROWS * TOKENS * SIZE.dim * 2
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
