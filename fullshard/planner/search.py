@@ -10,19 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fullshard.cluster import Cluster
-from fullshard.costs import Costs, Trace
 from fullshard.description import Description
 from fullshard.errors import FullshardError, nearest
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Batch, Plan, Precision, Prefetch
 from fullshard.planner.estimate import CAUSES, Estimate, available, estimate
-from fullshard.planner.memory import predict
-from fullshard.planner.timeline import Timeline, timeline
+from fullshard.planner.thin import Thin, blocks_of
 from fullshard.strategies import STRATEGIES, choose
 from fullshard.text import bytes_text, seconds_text
 
 REMATS = ("none", "selective", "full")  # from the fastest to the leanest
-FEW, MORE = 3, 5  # blocks of a thinned model
 
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
@@ -99,13 +96,13 @@ def find_plan(
     began = time.perf_counter()
     wanted = _wanted(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     room = available(cluster, limit)
-    thin = _Thin(wanted)
+    thin = _thin(wanted)
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
     for family in _families(wanted):
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
-    final = _finals(thin, sorted(fitting, key=lambda c: c.seconds), room)
+    final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
     if final is None:
         raise FullshardError(_nothing_fits(wanted, [*failing, *fitting], room))
     best, exact = final
@@ -243,74 +240,10 @@ def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
     return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}"
 
 
-# -- thinned models ------------------------------------------------------------------------------------------
-
-
-class _Thin:
-    """Quick answers about plans: from two thinned models, extended to the whole."""
-
-    def __init__(self, wanted: Wanted):
-        self.wanted = wanted
-        self.known: dict[Plan, int] = {}
-        self.models = [thinned(wanted.description, n) for n in (FEW, MORE)]
-        counts = [len(_blocks(m)) for m in self.models]
-        self.step = 0.0 if counts[0] == counts[1] else (len(_blocks(wanted.description)) - counts[1]) / (counts[1] - counts[0])
-
-    def needed(self, plan: Plan) -> int:
-        """Bytes allocated at the peak; for plans that cannot fit, what rests alone."""
-        if plan not in self.known:
-            self.known[plan] = self._needed(plan)
-        return self.known[plan]
-
-    def _needed(self, plan: Plan) -> int:
-        ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
-        lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
-        few, more = (predict(_thin_plan(lean, m), m, **self._common(), reserved=False).allocated for m in self.models)
-        return int(more + self.step * (more - few)) + ids
-
-    def timeline(self, plan: Plan) -> Timeline:
-        few, more = (timeline(_thin_plan(plan, m), m, self.wanted.cluster, **self._common()) for m in self.models)
-        extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
-        return Timeline(more.seconds + self.step * (more.seconds - few.seconds), exposed=extended)
-
-    def _common(self) -> dict[str, Any]:
-        return {"loss": self.wanted.loss, "optimizer": self.wanted.optimizer}
-
-
-def thinned(description: Description, count: int) -> Description:
-    """The model with only the first `count` of its blocks, if they are all alike."""
-    blocks = _blocks(description)
-    assert description.costs is not None
-    alike = {tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units if u.kind == "block"}
-    if len(blocks) <= count or len(alike) > 1:
-        return description
-    dropped = set(blocks[count:])
-    costs = description.costs
-    traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
-    units = tuple(u for u in description.units if u.name not in dropped)
-    return replace(description, units=units, costs=Costs(traces, costs.shape, costs.vocabulary))
-
-
-def _without(trace: Trace, dropped: set[str]) -> Trace:
-    kept = [i for i, (_, unit) in enumerate(trace.moments) if unit not in dropped]
-    return Trace(tuple(trace.moments[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
-
-
-def _blocks(description: Description) -> list[str]:
-    return [u.name for u in description.units if u.kind == "block"]
-
-
-def _thin_plan(plan: Plan, model: Description) -> Plan:
-    names = {u.name for u in model.units}
-    if len(names) == len(plan.units):
-        return plan
-    return replace(plan, units=tuple(u for u in plan.units if u.name in names))
-
-
 # -- choosing ------------------------------------------------------------------------------------------------
 
 
-def _first_that_fits(thin: _Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
+def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
     """The fastest of a family that fits, or the leanest if none does: that one is looked at second, since nothing
     between the two need be tried if it fails."""
     order = [0, len(family) - 1, *range(1, len(family) - 1)] if len(family) > 1 else [0]
@@ -329,12 +262,12 @@ def _first_that_fits(thin: _Thin, family: list[tuple[str, Plan]], room: int) -> 
     return replace(best, seconds=found.seconds, exposed=found.exposed)
 
 
-def _finals(thin: _Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
+def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
     """The first of the ranked that fits when it is estimated whole, the allocator included, after small changes
     that help it. Nobody behind it is faster."""
     for candidate in ranked:
-        for plan in _refined(thin, candidate.plan, room):
-            found = _estimate(thin.wanted, plan)
+        for plan in _refined(wanted, thin, candidate.plan, room):
+            found = _estimate(wanted, plan)
             if found.fits:
                 chosen = replace(candidate, plan=plan, seconds=found.step_seconds, needed=found.needed, exposed=found.exposed)
                 return chosen, found
@@ -346,32 +279,36 @@ def _estimate(wanted: Wanted, plan: Plan) -> Estimate:
     return estimate(plan, wanted.description, wanted.cluster, loss=wanted.loss, optimizer=wanted.optimizer, limit=wanted.limit)
 
 
-def _refined(thin: _Thin, plan: Plan, room: int) -> Iterator[Plan]:
+def _refined(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> Iterator[Plan]:
     """The plan with changes that make it faster by what thinned models say, the boldest first."""
     for change in (_later_sync, _deeper_prefetch):
-        changed = change(thin.wanted, plan)
+        changed = change(wanted, plan)
         if changed and thin.needed(changed) <= room and thin.timeline(changed).seconds < 0.999 * thin.timeline(plan).seconds:
             plan = changed
     blocks = [u.name for u in plan.units if u.remat != "none"]
-    for spared in _spared(thin, plan, room, len(blocks)):
+    for spared in _spared(wanted, thin, plan, room):
         yield _relaxed(plan, blocks[len(blocks) - spared :])
     yield plan
 
 
-def _spared(thin: _Thin, plan: Plan, room: int, blocks: int) -> list[int]:
+def _spared(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> list[int]:
     """How many blocks may go without remat: memory grows evenly with them; what the allocator adds is not known
     yet, so fewer follow."""
-    if "remat" in thin.wanted.fix or not blocks:
-        return []
     names = [u.name for u in plan.units if u.remat != "none"]
+    if "remat" in wanted.fix or not names:
+        return []
     with_all, without = thin.needed(plan), thin.needed(_relaxed(plan, names))
-    most = int((room - with_all) / max(without - with_all, 1) * blocks)
-    return sorted({n for n in (most, int(0.85 * most), int(0.6 * most)) if 0 < n < blocks}, reverse=True)
+    most = int((room - with_all) / max(without - with_all, 1) * len(names))
+    return sorted({n for n in (most, int(0.85 * most), int(0.6 * most)) if 0 < n < len(names)}, reverse=True)
 
 
 def _relaxed(plan: Plan, names: list[str]) -> Plan:
     free = set(names)
     return replace(plan, units=tuple(replace(u, remat="none") if u.name in free else u for u in plan.units))
+
+
+def _thin(wanted: Wanted) -> Thin:
+    return Thin(wanted.description, wanted.cluster, loss=wanted.loss, optimizer=wanted.optimizer)
 
 
 def _later_sync(wanted: Wanted, plan: Plan) -> Plan | None:
@@ -440,9 +377,9 @@ def _more_devices(wanted: Wanted, room: int) -> str | None:
             devices=devices,
             precision=_precision(more),
             batch=Batch(1, wanted.sequence),
-            remat="full" if _blocks(wanted.description) else "none",
+            remat="full" if blocks_of(wanted.description) else "none",
         )
-        if _Thin(more).needed(plan) <= room:
+        if _thin(more).needed(plan) <= room:
             return f"{devices} devices"
     return None
 
@@ -454,7 +391,7 @@ def _shorter(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
     length = wanted.sequence
     while (length := length // 2) >= 256:
         plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
-        if _Thin(wanted).needed(plan) <= room:
+        if _thin(wanted).needed(plan) <= room:
             return f"a sequence of {length}"
     return None
 

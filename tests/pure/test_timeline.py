@@ -8,7 +8,7 @@ import fullshard as fs
 from fullshard import presets
 from fullshard.cluster import Cluster
 from fullshard.planner.links import collective_seconds
-from fullshard.planner.search import thinned
+from fullshard.planner.thin import thinned
 from fullshard.planner.timeline import timeline
 from fullshard.planner.work import Machine
 from fullshard.presets import preset

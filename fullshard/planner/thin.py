@@ -1,0 +1,71 @@
+"""Models thinned to a few of their equal blocks: quick answers about plans, extended to the whole in proportion."""
+
+from dataclasses import replace
+from typing import Any
+
+from fullshard.cluster import Cluster
+from fullshard.costs import Costs, Trace
+from fullshard.description import Description
+from fullshard.plan import Plan
+from fullshard.planner.memory import predict
+from fullshard.planner.timeline import Timeline, timeline
+
+FEW, MORE = 3, 5  # blocks of a thinned model
+
+
+class Thin:
+    """Quick answers about plans: from two thinned models, extended to the whole."""
+
+    def __init__(self, description: Description, cluster: Cluster, **common: Any):
+        self.description, self.cluster, self.common = description, cluster, common
+        self.known: dict[Plan, int] = {}
+        self.models = [thinned(description, n) for n in (FEW, MORE)]
+        counts = [len(blocks_of(m)) for m in self.models]
+        self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
+
+    def needed(self, plan: Plan) -> int:
+        """Bytes allocated at the peak; for plans that cannot fit, what rests alone."""
+        if plan not in self.known:
+            self.known[plan] = self._needed(plan)
+        return self.known[plan]
+
+    def _needed(self, plan: Plan) -> int:
+        ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
+        lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
+        few, more = (predict(thin_plan(lean, m), m, **self.common, reserved=False).allocated for m in self.models)
+        return int(more + self.step * (more - few)) + ids
+
+    def timeline(self, plan: Plan) -> Timeline:
+        few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)
+        extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
+        return Timeline(more.seconds + self.step * (more.seconds - few.seconds), exposed=extended)
+
+
+def thinned(description: Description, count: int) -> Description:
+    """The model with only the first `count` of its blocks, if they are all alike."""
+    blocks = blocks_of(description)
+    assert description.costs is not None
+    alike = {tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units if u.kind == "block"}
+    if len(blocks) <= count or len(alike) > 1:
+        return description
+    dropped = set(blocks[count:])
+    costs = description.costs
+    traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
+    units = tuple(u for u in description.units if u.name not in dropped)
+    return replace(description, units=units, costs=Costs(traces, costs.shape, costs.vocabulary))
+
+
+def _without(trace: Trace, dropped: set[str]) -> Trace:
+    kept = [i for i, (_, unit) in enumerate(trace.moments) if unit not in dropped]
+    return Trace(tuple(trace.moments[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
+
+
+def blocks_of(description: Description) -> list[str]:
+    return [u.name for u in description.units if u.kind == "block"]
+
+
+def thin_plan(plan: Plan, model: Description) -> Plan:
+    names = {u.name for u in model.units}
+    if len(names) == len(plan.units):
+        return plan
+    return replace(plan, units=tuple(u for u in plan.units if u.name in names))
