@@ -28,6 +28,8 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
     shelf = commit.find_shelf(path)
     rows = [_about(shelf, name) for name in commit.committed(shelf)]
     dead, held = commit.garbage(shelf)
+    if not (rows or dead or held):
+        raise FullshardError(f"{path} has no checkpoints; give a run, or its directory of checkpoints")
     if as_json:
         print_json({"checkpoints": rows, "partial": dead, "being_written": held})
         return

@@ -379,7 +379,7 @@ def _more_devices(wanted: Wanted, room: int) -> str | None:
             batch=Batch(1, wanted.sequence),
             remat="full" if blocks_of(wanted.description) else "none",
         )
-        if _thin(more).needed(plan) <= room:
+        if _thin(more).needed(plan) <= room and _estimate(more, plan).fits:
             return f"{devices} devices"
     return None
 
@@ -391,7 +391,7 @@ def _shorter(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
     length = wanted.sequence
     while (length := length // 2) >= 256:
         plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
-        if _thin(wanted).needed(plan) <= room:
+        if _thin(wanted).needed(plan) <= room and _estimate(wanted, plan).fits:
             return f"a sequence of {length}"
     return None
 

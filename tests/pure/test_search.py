@@ -111,7 +111,7 @@ def test_bad_input_is_one_sentence(line):
 
 
 def test_nothing_fits_says_what_would():
-    with pytest.raises(FullshardError, match=r"needs .* of 75.73 GiB a device; 16 devices would fit"):
+    with pytest.raises(FullshardError, match=r"needs .* of 75.73 GiB a device; 32 devices would fit"):
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192)
 
 
