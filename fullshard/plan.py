@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from fullshard.errors import FullshardError, nearest
+from fullshard.pieces import STAGING
 from fullshard.text import spans, table
 
-VERSION = 1
+VERSION = 2  # 1 had no staging
 
 Place = Literal["device", "host", "disk"]
 Layout = Literal["replicated", "optimizer", "sharded"]
@@ -172,7 +173,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is sharded: complete, versioned, hashable, JSON both ways."""
+    """How a model is sharded: complete, versioned, hashable, JSON both ways.
+
+    `staging`: pieces of optimizer state that are on the device at a time while those that rest elsewhere are updated.
+    """
 
     mesh: Mesh
     units: tuple[Unit, ...]
@@ -180,6 +184,7 @@ class Plan:
     batch: Batch = field(default_factory=Batch)
     prefetch: Prefetch = field(default_factory=Prefetch)
     compile: bool = False
+    staging: int = STAGING
 
     def __post_init__(self) -> None:
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
@@ -189,6 +194,7 @@ class Plan:
             raise PlanError("plan.units must be a non-empty tuple of Unit")
         if not isinstance(self.compile, bool):
             raise PlanError(f"plan.compile must be true or false, not {self.compile!r}")
+        _positive("plan.staging", self.staging)
         _refuse_twice("unit", [u.name for u in self.units])
         _refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
@@ -199,6 +205,16 @@ class Plan:
             )
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
+        if self.staging != STAGING and not self.stages:
+            raise PlanError(
+                f"staging = {self.staging} has no effect: the optimizer state of every unit rests on the device; "
+                f"leave it out, or give a unit home.optimizer = 'host'"
+            )
+
+    @property
+    def stages(self) -> bool:
+        """Whether any optimizer state rests away from the device."""
+        return any(u.home.optimizer != "device" for u in self.units)
 
     def _check_reshard(self, unit: Unit) -> None:
         if isinstance(unit.reshard, bool):
@@ -225,13 +241,17 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """The plan that `to_dict` wrote; anything unknown, missing or of another version is refused."""
+        """The plan that `to_dict` wrote, now or at version 1; anything unknown, missing or of another version is refused."""
         if not isinstance(data, dict):
             raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
         data = dict(data)
         version = data.pop("version", None)
-        if type(version) is not int or version != VERSION:
-            raise PlanError(f"plan version {version!r} is not known here; this fullshard reads version {VERSION}")
+        if type(version) is not int or version not in (1, VERSION):
+            raise PlanError(f"plan version {version!r} is not known here; this fullshard reads versions 1 and {VERSION}")
+        if version == 1:
+            if "staging" in data:
+                raise PlanError(f"plan version 1 has no staging; write version {VERSION}, or leave staging out")
+            data["staging"] = STAGING
         fields = _known(cls, "plan", data)
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
             fields[name] = kind(**_known(kind, f"plan.{name}", fields[name]))
@@ -267,7 +287,11 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A name for this plan that is the same in every process and on every machine."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        data = self.to_dict()
+        if self.staging == STAGING:  # named as before there was such a choice: checkpoints remember the name
+            del data["staging"]
+            data["version"] = 1
+        canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -321,6 +345,7 @@ class Plan:
             f"batch      {self.batch}",
             f"prefetch   {self.prefetch}",
             f"compile    {'each block' if self.compile else 'no'}",
+            *([f"staging    {self.staging} pieces of optimizer state on the device at a time"] if self.stages else []),
             f"digest     {self.digest[:12]}",
         ]
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -379,6 +404,8 @@ def _part_diffs(a: Plan, b: Plan) -> Iterator[str]:
                 yield f"{part}.{f.name}: {x} → {y}"
     if a.compile != b.compile:
         yield f"compile: {a.compile} → {b.compile}".lower()
+    if a.staging != b.staging:
+        yield f"staging: {a.staging} → {b.staging}"
 
 
 def _unit_diffs(a: Unit, b: Unit) -> Iterator[str]:

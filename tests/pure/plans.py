@@ -46,14 +46,16 @@ def plans(draw) -> Plan:
     layouts = {u.layout for u in units}
     prefetch = Prefetch() if layouts == {"replicated"} else draw(prefetches)
     batch = draw(batches.filter(lambda b: b.sync == "every") if layouts == {"optimizer"} else batches)
-    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()))
+    away = any(u.home.optimizer != "device" for u in units)
+    staging = draw(st.integers(1, 9)) if away else 4
+    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()), staging)
 
 
 @st.composite
 def neighbours(draw) -> tuple[Plan, Plan]:
     """Two plans of the same unit order that differ in one part at most."""
     first = draw(plans())
-    part = draw(st.sampled_from(["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile"]))
+    part = draw(st.sampled_from(["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging"]))
     if part == "nothing":
         return first, Plan.from_json(first.to_json())
     if part == "unit":

@@ -1,4 +1,5 @@
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -146,6 +147,12 @@ REFUSED = [
     (lambda: small(batch=4), "plan.batch must be a Batch, not 4"),
     (lambda: small(prefetch=2), "plan.prefetch must be a Prefetch, not 2"),
     (lambda: small(compile=1), "plan.compile must be true or false, not 1"),
+    (lambda: small(staging=0), "plan.staging must be a positive integer, not 0"),
+    (lambda: small(staging=2.0), "plan.staging must be a positive integer, not 2.0"),
+    (
+        lambda: small(staging=8),
+        "staging = 8 has no effect: the optimizer state of every unit rests on the device; leave it out, or give a unit",
+    ),
     (lambda: small(units=()), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=[unit()]), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=("a",)), "plan.units must be a non-empty tuple of Unit"),
@@ -189,8 +196,10 @@ def edited(edit) -> dict:
 
 
 MISREAD = [
-    (lambda d: d.update(version=2), "plan version 2 is not known here; this fullshard reads version 1"),
-    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads version 1"),
+    (lambda d: d.update(version=3), "plan version 3 is not known here; this fullshard reads versions 1 and 2"),
+    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads versions 1 and 2"),
+    (lambda d: d.update(version=1), "plan version 1 has no staging; write version 2, or leave staging out"),
+    (lambda d: d.pop("staging"), "plan lacks the key 'staging'"),
     (lambda d: d.update(precison={}), "plan has an unknown key 'precison'; did you mean 'precision'?"),
     (lambda d: d["mesh"].update(pipeline=2), "plan.mesh has an unknown key 'pipeline'"),
     (lambda d: d["batch"].update(micro_bach=2), "plan.batch has an unknown key 'micro_bach'; did you mean 'micro_batch'?"),
@@ -216,6 +225,16 @@ def test_misread(edit, sentence):
     with pytest.raises(PlanError) as caught:
         Plan.from_dict(edited(edit))
     assert str(caught.value).startswith(sentence)
+
+
+def test_a_plan_of_version_1_loads_and_keeps_its_name():
+    plan = small().change("embed", home=Home(optimizer="host"))
+    old = plan.to_dict() | {"version": 1}
+    del old["staging"]
+    assert Plan.from_dict(old) == plan
+    assert (
+        Plan.from_dict(old).digest == hashlib.sha256(json.dumps(old, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    )
 
 
 def test_from_dict_leaves_its_argument_alone():
@@ -324,6 +343,13 @@ def test_diff(other, sentences):
     assert small().diff(other) == sentences
 
 
+def test_staging_is_told_only_where_it_matters():
+    away = small().change("embed", home=Home(optimizer="host"))
+    assert away.diff(dataclasses.replace(away, staging=8)) == ["staging: 4 → 8"]
+    assert "staging    8 pieces" in str(dataclasses.replace(away, staging=8))
+    assert "staging" not in str(small())
+
+
 @given(neighbours())
 @some
 def test_diff_is_empty_for_equal_plans_and_no_others(pair):
@@ -344,6 +370,7 @@ precision  compute bf16, reduce fp32, master fp32, output fp32
 batch      2 × 512 tokens, 4 accumulated, gradients reduced after the last micro-batch
 prefetch   1 forward, 2 backward
 compile    each block
+staging    4 pieces of optimizer state on the device at a time
 digest     {digest}
 
 units                    layout      gathered until                remat  home

@@ -1,0 +1,35 @@
+"""How an update of optimizer state that rests away from the device is cut up: pieces, lanes, staging slots.
+
+The engine works by these numbers and the planner counts by them. Standard library only.
+"""
+
+import itertools
+from typing import Literal
+
+from fullshard.errors import FullshardError
+
+Lane = Literal["cpu", "gpu"]
+
+PIECE = 1 << 25  # elements: the most in a piece
+GRAIN = 1024  # elements: pieces begin at multiples of it
+STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise
+GRAD_SLOTS = 2  # pinned slots for the gradients, and as many for the parameters, of pieces that the CPU updates
+DISK_SLOTS = 4  # pinned slots that state passes on its way between disk and device
+
+
+def cut(elements: int) -> list[tuple[int, int]]:
+    """(start, stop) of each piece of a flat shard: as even as whole grains allow, the last one with the odd end."""
+    if elements == 0:
+        return []
+    count, grains = -(-elements // PIECE), -(-elements // GRAIN)
+    each, more = divmod(grains, count)
+    starts = [(i * each + min(i, more)) * GRAIN for i in range(count)]
+    return list(zip(starts, [*starts[1:], elements], strict=True))
+
+
+def deal(count: int, cpu_share: float) -> list[Lane]:
+    """Who updates each of a rank's pieces, counted through all its units in the order of forward."""
+    if not 0 <= cpu_share <= 1:
+        raise FullshardError(f"cpu_share must be from 0 to 1, not {cpu_share!r}")
+    dealt = [int(i * cpu_share + 0.5) for i in range(count + 1)]
+    return ["cpu" if after > before else "gpu" for before, after in itertools.pairwise(dealt)]
