@@ -29,8 +29,9 @@ def before_first_step(state: State, batches: list[Batch], loss: LossFunction) ->
     """Everything that can be seen before the first forward."""
     free_gathered(state.model)  # a forward of the caller's own may have left units whole
     check_sharding(state)
-    refuse_unset_anywhere(not_numbers(state.model))
-    check_copies_agree(state)
+    with state.values() as values:
+        refuse_unset_anywhere(not_numbers({**values, **dict(state.model.named_buffers())}))
+        check_copies_agree(state, values)
     check_optimizer_references(state)
     check_data(state, batches)
     check_loss_is_a_sum(state, batches, loss)
@@ -56,10 +57,10 @@ def check_sharding(state: State) -> None:
             )
 
 
-def check_copies_agree(state: State) -> None:
+def check_copies_agree(state: State, values: dict[str, Tensor]) -> None:
     """Buffers, and parameters that several ranks hold whole, are equal on all of them."""
     tensors: dict[str, Tensor] = dict(state.model.named_buffers())
-    tensors |= {n: p for n, p in state.model.named_parameters() if isinstance(p, DTensor) and _whole(p)}
+    tensors |= {n: p for n, p in values.items() if isinstance(p, DTensor) and _whole(p)}
     digests = _gather({n: _checksum(t) for n, t in tensors.items()})
     for name in tensors:
         if any(d[name] != digests[0][name] for d in digests):
@@ -162,6 +163,8 @@ def after_first_backward(state: State) -> None:
             grad = p.grad
             local = torch.zeros(1) if grad is None else grad.to_local() if isinstance(grad, DTensor) else grad
             totals[unit.name] = totals.get(unit.name, 0.0) + float(local.abs().sum())
+    for name, norms in state.tiers.received.items() if state.tiers else ():
+        totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
     gathered = _gather(totals)
     for name in totals:
         if not any(t[name] for t in gathered):  # NaN is no zero: the caller's business, not this check's
@@ -174,9 +177,10 @@ def after_first_backward(state: State) -> None:
 def fingerprints(state: State) -> dict[str, int]:
     """A number for each unit's trainable parts on this rank that changes when they do."""
     sums: dict[str, int] = {}
-    for unit, _, p in _unit_parameters(state):
-        if p.requires_grad:
-            sums[unit.name] = sums.get(unit.name, 0) + _checksum(p)
+    with state.values() as values:
+        for unit, name, p in _unit_parameters(state):
+            if p.requires_grad:
+                sums[unit.name] = sums.get(unit.name, 0) + _checksum(values[name])
     return sums
 
 

@@ -9,8 +9,9 @@ Memory is poisoned before and scanned after: what nobody initialised is an error
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.parts import local_part
+from fullshard.on_torch.private import same_cut
 
 if TYPE_CHECKING:
     from fullshard.on_torch.weights import Weights
@@ -39,21 +41,23 @@ def materialize(
     seed: int,
     init: Initializer | None = None,
     weights: "Weights | None" = None,
+    elsewhere: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> list[str]:
     """Give every parameter and buffer that is still on meta its memory and its initial value; the names of
     those that nobody set.
 
     `units`: the module paths that are made whole together. `init`, if given, is called with each module
     in place of the model's own `_init_weights`, `reset_parameters` or `init_weights`. What `weights` has is
-    read from it instead, last of all, so that no rule can overwrite it.
+    read from it instead, last of all, so that no rule can overwrite it. `elsewhere`: by the id of a parameter, the memory
+    for this rank's part of it, where that is not to be on the device.
     """
-    unset = _allocate(model, device)
+    unset = _allocate(model, device, elsewhere)
     for tensor in weights.tensors(model) if weights else ():
         unset.pop(id(tensor), None)
     found = _initialize_unset(model, units, unset, device, seed, init)
     if weights:
         weights.read(model)
-    return sorted({*found, *not_numbers(model)})
+    return sorted({*found, *not_numbers({**dict(model.named_parameters()), **dict(model.named_buffers())})})
 
 
 def _initialize_unset(
@@ -89,7 +93,7 @@ def _generators(device: torch.device) -> list[int]:
     return [torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _allocate(model: nn.Module, device: torch.device) -> dict[int, int]:
+def _allocate(model: nn.Module, device: torch.device, elsewhere: Mapping[int, Tensor]) -> dict[int, int]:
     """Poisoned memory for everything on meta; the ids of the tensors that got it, with torch's count of
     writes to each (a mask of booleans has no value that could serve as poison)."""
     unset: dict[int, int] = {}
@@ -98,7 +102,9 @@ def _allocate(model: nn.Module, device: torch.device) -> dict[int, int]:
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 if id(p) not in replaced:  # tied parameters stay tied
-                    replaced[id(p)] = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+                    part = elsewhere.get(id(p))
+                    made = torch.empty_like(p, device=device) if part is None else same_cut(cast(DTensor, p), part)
+                    replaced[id(p)] = nn.Parameter(made, requires_grad=p.requires_grad)
                     _poison(replaced[id(p)])
                     unset[id(replaced[id(p)])] = replaced[id(p)]._version
                 module._parameters[name] = replaced[id(p)]
@@ -116,9 +122,9 @@ def _poison(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def not_numbers(model: nn.Module) -> list[str]:
-    """Names of the parameters and buffers of which this rank's part holds a NaN."""
-    return [n for n, t in [*model.named_parameters(), *model.named_buffers()] if _has_nan(_local(t.detach()))]
+def not_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those of which this rank's part holds a NaN."""
+    return [n for n, t in tensors.items() if _has_nan(_local(t.detach()))]
 
 
 def refuse_unset(names: Sequence[str]) -> None:

@@ -80,13 +80,17 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:
     """This rank's parts of the gradients, by how many ranks hold an equal copy of the part."""
-    world = torch.distributed.get_world_size()
     parts: dict[int, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
             local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            parts.setdefault(world // _shards(p.grad), []).append(local)
+            parts.setdefault(copies_of(p.grad), []).append(local)
     return parts
+
+
+def copies_of(tensor: Tensor) -> int:
+    """How many ranks hold an equal copy of this rank's part of a tensor."""
+    return torch.distributed.get_world_size() // _shards(tensor)
 
 
 def _shards(tensor: Tensor) -> int:
@@ -100,16 +104,16 @@ def _shards(tensor: Tensor) -> int:
     return count
 
 
-def square_norm(parts: dict[int, list[Tensor]]) -> Tensor:
+def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
     """This rank's share of the squared global norm: the shares of all ranks add up to it, on any mesh."""
     shares = [torch.nn.utils.get_total_norm(t, 2.0).double().square() / copies for copies, t in parts.items()]
-    device = next((t[0].device for t in parts.values()), torch.device("cpu"))
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all gradients as the unsharded model would have them. Collective."""
-    return all_reduce_sum(square_norm(gradients(parameters))).sqrt()
+    found = list(parameters)
+    return all_reduce_sum(square_norm(gradients(found), found[0].device)).sqrt()
 
 
 def scale(parts: dict[int, list[Tensor]], factor: Tensor) -> None:

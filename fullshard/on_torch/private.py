@@ -1,13 +1,27 @@
 """The private parts of torch that the engine touches, all of them, so that a new torch is one file to mend."""
 
-from torch import _C, Tensor, empty, ones_like
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import _C, Tensor, dtype, empty, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "cut_dim", "group_size", "run_backward", "sole_owner"]
+__all__ = [
+    "GatherGroup",
+    "TorchDispatchMode",
+    "cut_dim",
+    "gather_group",
+    "group_size",
+    "run_backward",
+    "same_cut",
+    "sole_owner",
+]
 
 
 def cut_dim(placement: Placement) -> int | None:
@@ -33,3 +47,70 @@ def _owners(tensor: Tensor) -> int:
 def sole_owner(tensor: Tensor) -> bool:
     """Whether no other tensor shares this one's memory: what autograd asks before it adds in place."""
     return _owners(tensor) == _owners(empty(1, device=tensor.device))
+
+
+def same_cut(like: DTensor, part: Tensor) -> DTensor:
+    """A DTensor cut like another, of which this rank's part is `part`; the public way would move it to the mesh's device."""
+    assert like._spec.tensor_meta is not None
+    meta = like._spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
+
+
+class GatherGroup:
+    """FSDP's group of the parameters of one unit, as far as homes need it."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def reduce_into(self, kind: dtype) -> None:
+        """Gradients stay in this dtype after the reduction, whatever that of the shards. FSDP sets its own when it first
+        runs, so this is said before every gather."""
+        self.group._orig_dtype = kind
+
+    def around_gather(self, before: Callable[[], None], at_copy: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call `before` when a gather is to be issued, `at_copy` before the gathered parameters are copied out, and
+        `after` when that is queued. Alone in its group, FSDP copies from the shard at the second moment."""
+        group, unshard, wait = self.group, self.group.unshard, self.group.wait_for_unshard
+
+        def issue(async_op: bool = False) -> None:
+            if group.is_sharded and group._all_gather_result is None:
+                before()
+            unshard(async_op)
+
+        def copy_out() -> None:
+            if group._all_gather_result is None:
+                return wait()
+            at_copy()
+            wait()
+            after()
+
+        group.unshard, group.wait_for_unshard = issue, copy_out
+
+    def adopt(self) -> None:
+        """Take the modules' parameters as they are now for the shards. FSDP does it when it first runs; by then the memory
+        of shards that rest elsewhere is gone."""
+        for p in self.group.fsdp_params:
+            p.reset_sharded_param()
+            p._init_extensions()
+        self.group._reset_sharded_params = True
+
+    def hold_gathers(self, event: Any) -> None:
+        """Gathers issued from here on read the shards after `event`."""
+        self.group._wait_all_gather_streams_on_event(event)
+
+    def padded(self) -> list[tuple[Any, int]]:
+        """(parameter, elements of the memory that its shard is gathered from)."""
+        return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in self.group.fsdp_params]
+
+    def buffers(self) -> list[tuple[Any, Tensor]]:
+        """(parameter, the flat padded memory that its shard is gathered from)."""
+        return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]
+
+
+def gather_group(module: FSDPModule) -> GatherGroup | None:
+    """None where the module has no parameters of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer; one each, as fullshard shards
+    if groups is not None:
+        return GatherGroup(groups[0]) if groups else None
+    return GatherGroup(state._fsdp_param_group) if state._fsdp_param_group else None

@@ -79,6 +79,11 @@ def local_devices() -> int:
     return torch.cuda.device_count() or 2
 
 
+def ranks_here() -> int:
+    """How many ranks share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def is_first() -> bool:
     """Whether this rank is the one that writes and speaks."""
     return dist.get_rank() == 0

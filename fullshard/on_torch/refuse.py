@@ -1,23 +1,28 @@
 """What a plan asks for and this engine cannot do: found before any memory is allocated, the unit named."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.homes import is_away
+from fullshard.on_torch.rule import rule_of
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
+from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
 
-def refuse(model: nn.Module, plan: Plan) -> None:
+def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
     """Raise a `FullshardError` unless `plan` can be carried out on `model`."""
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise FullshardError("this model is already sharded; build it again (on meta, which costs nothing) and shard that")
     paths = [path for path, _ in model.named_modules()]
     for unit in plan.units:
         _refuse_unknown_modules(unit, paths)
-        _refuse_homes(unit)
         _refuse_remat(unit, plan)
+    _refuse_homes(plan, optimizer, disk)
     _refuse_parameters(model, plan)
     refuse_tensor_axis(model, plan)
     if plan.compile and not any(
@@ -35,11 +40,31 @@ def _refuse_unknown_modules(unit: Unit, paths: list[str]) -> None:
             )
 
 
-def _refuse_homes(unit: Unit) -> None:
-    for kind in ("params", "optimizer", "activations"):
-        place = getattr(unit.home, kind)
-        if place != "device":
-            raise FullshardError(f"unit {unit.name}: home.{kind} = {place!r} is not supported by this engine yet; write 'device'")
+def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | None) -> None:
+    for unit in plan.units:
+        if unit.home.activations != "device":
+            raise FullshardError(
+                f"unit {unit.name}: home.activations = {unit.home.activations!r} is not supported by this engine yet; "
+                "write 'device'"
+            )
+        if unit.home.params == "disk":
+            raise FullshardError(f"unit {unit.name}: home.params = 'disk' is not supported by this engine yet; write 'host'")
+        if not is_away(unit):
+            continue
+        if optimizer is None:
+            raise FullshardError(
+                f"unit {unit.name}: its home is {unit.home}, where the optimizer keeps the master copy; pass an optimizer"
+            )
+        rule_of(optimizer)
+    on_disk = [u.name for u in plan.units if u.home.optimizer == "disk"]
+    if on_disk and disk is None:
+        raise FullshardError(
+            f"unit {on_disk[0]}: home.optimizer = 'disk' needs a directory; pass disk=, or disk.path in a recipe"
+        )
+    if disk is not None and not on_disk:
+        raise FullshardError("a directory for state on disk has no effect: no unit of the plan has a home on disk; leave it out")
+    if disk is not None and not Path(disk).is_dir():
+        raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold the optimizer's state")
 
 
 def _refuse_remat(unit: Unit, plan: Plan) -> None:

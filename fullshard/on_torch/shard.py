@@ -1,6 +1,6 @@
 """From a plain model and a plan to a sharded one.
 
-`shard` reads as the order in which it happens: refuse, mesh, tensor axis, remat, compile, FSDP,
+`shard` reads as the order in which it happens: refuse, mesh, tensor axis, remat, compile, FSDP, homes,
 initialise, optimizer.
 """
 
@@ -18,8 +18,10 @@ from fullshard.on_torch.optim import make_optimizer
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.resting import make_resting
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
+from fullshard.on_torch.tiered import Tiered
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
@@ -35,15 +37,18 @@ def shard(
     weights: str | Path | None = None,
     device: str | None = None,
     first_step_checks: bool = True,
+    disk: str | Path | None = None,
+    cpu_share: float | None = None,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
     Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory
     of safetensors files; parameters with values keep them. What the plan
-    asks for and cannot be had is refused before any memory is allocated.
+    asks for and cannot be had is refused before any memory is allocated. `disk`: a directory for what the plan puts on
+    disk. `cpu_share`: of the updates of state that rests away, those that the CPU's cores do; measured if not given.
     """
     where = start(device)
-    refuse(model, plan)
+    refuse(model, plan, optimizer, disk)
     source = Weights(model, weights) if weights is not None else None
     meshes = make_meshes(plan, where.type)
     checks.check_values_agree(model)
@@ -57,11 +62,16 @@ def shard(
             module.forward = torch.compile(module.forward)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
-    checks.refuse_unset_anywhere(materialize(model, [list(u.modules) for u in plan.units], where, seed, init, source))
+    resting = make_resting(model, plan, units, where, optimizer, disk, cpu_share)
+    paths, elsewhere = [list(u.modules) for u in plan.units], resting.elsewhere() if resting else {}
+    checks.refuse_unset_anywhere(materialize(model, paths, where, seed, init, source, elsewhere))
     lockstep_generate(model)
+    if resting:
+        resting.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
-    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
+    tiers = Tiered(plan, where, resting, made) if resting else None
+    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks, tiers=tiers)
 
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:

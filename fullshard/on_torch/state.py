@@ -1,5 +1,7 @@
 """What a run carries from step to step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.ranks import Meshes
+from fullshard.on_torch.tiered import Tiered
 from fullshard.plan import Plan
 
 
@@ -47,9 +50,31 @@ class State:
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
     checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
     held: int | None = None  # bytes at rest after the first step: they do not change after it
+    tiers: Tiered | None = None  # units whose state or parameters rest away from the device
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
+
+    def resident(self) -> list[nn.Parameter]:
+        """The parameters that torch's own optimizer updates."""
+        away = {id(p) for a in self.tiers.units for p in a.params} if self.tiers else set()
+        return [p for p in self.model.parameters() if id(p) not in away]
+
+    @contextmanager
+    def values(self, *, changed: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Every parameter by name: itself, or, where its unit is away, the master copy, with all updates done.
+        `changed`: they are written to inside."""
+        found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        if not self.tiers:
+            yield found
+            return
+        with self.tiers.shown(changed=changed) as masters:
+            yield found | masters
+
+    def flush(self) -> None:
+        """Wait until updates that still run beside training are done."""
+        if self.tiers:
+            self.tiers.flush()
 
     def save_checkpoint(self, shelf: str | Path, **about: Any) -> str:
         """For `fullshard.checkpoint.save`."""
@@ -69,11 +94,17 @@ class State:
         tensors = [t for slot in optimizer for t in slot.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         return {
-            "params": sum(_stored(p) for p in self.parameters()),
+            "params": sum(_stored(p) for p in self.parameters() if _there(p)),
             "gradients": sum(_stored(g) for g in grads),
             "optimizer": sum(_stored(t) for t in tensors),
             "buffers": sum(_stored(b) for b in self.model.buffers()),
         }
+
+
+def _there(p: nn.Parameter) -> bool:
+    """Whether a shard has memory on the device now; between gathers those that rest elsewhere have none."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    return local.untyped_storage().nbytes() > 0
 
 
 def _stored(tensor: torch.Tensor) -> int:

@@ -70,12 +70,16 @@ def train_step(
     if first:
         checks.check_labels(tokens)
     clock = Clock(state.device)
+    if state.tiers:
+        now = clip is None and state.loss_scale is None and not first  # the checks look at whole gradients first
+        state.tiers.begin(eager=now, draining=not now and not first)
     summed = _forward_backward(state, batches, loss, tokens, clock)
     if first:
         checks.after_first_backward(state)
-    parts = gradients(state.model.parameters())
+    parts = gradients(state.resident())
     raised = torch.tensor([float(f) for f in flags], dtype=torch.float64).to(state.device, non_blocking=True)
-    own = torch.stack([square_norm(parts), summed.double() / state.plan.mesh.tensor])
+    square = square_norm(parts, state.device) + (state.tiers.square_norm() if state.tiers else 0.0)
+    own = torch.stack([square, summed.double() / state.plan.mesh.tensor])
     totals = all_reduce_sum(torch.cat([own, raised]))
     norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
     skipped = _update(state, parts, norm, clip)
@@ -119,12 +123,17 @@ def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, to
     factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
     summed = torch.zeros((), device=state.device)
     for i, batch in enumerate(batches):
-        _set_sync(state, last=i == len(batches) - 1)
+        last = i == len(batches) - 1
+        _set_sync(state, last=last)
         value = loss(state.model, batch)
         clock.mark("forward")
+        if state.tiers:
+            state.tiers.loss_known(summed + value.detach(), last=last)
         (value * factor.to(value.dtype)).backward()
         clock.mark("backward")
         summed += value.detach()
+    if state.tiers:
+        state.tiers.backward_done()
     return summed
 
 
@@ -143,16 +152,19 @@ def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: fl
     """Unscale, clip and step; whether the step was skipped because a gradient was not finite."""
     assert state.optimizer is not None
     skipped = ~norm.isfinite()
+    factors = []
     if state.loss_scale is not None:
-        scale(parts, torch.tensor(1.0 / state.loss_scale.value, device=state.device))
+        factors.append(torch.tensor(1.0 / state.loss_scale.value, device=state.device))
     if clip is not None:
-        scale(parts, (clip / (norm + 1e-6)).clamp(max=1.0))
-    if state.checks and not bool(skipped):
-        before = checks.fingerprints(state)
-        state.optimizer.step()
+        factors.append((clip / (norm + 1e-6)).clamp(max=1.0))
+    for factor in factors:
+        scale(parts, factor)
+    before = checks.fingerprints(state) if state.checks and not bool(skipped) else None
+    step_unless(skipped, state.optimizer)
+    if state.tiers:
+        state.tiers.update(factors, skipped)
+    if before is not None:
         checks.after_first_update(state, before)
-    else:
-        step_unless(skipped, state.optimizer)
     state.optimizer.zero_grad()
     if state.loss_scale is not None:
         state.loss_scale.update(bool(skipped))

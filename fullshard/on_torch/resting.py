@@ -1,0 +1,271 @@
+"""Where the bytes of away units rest: one arena of host memory, the device itself, or a file.
+
+Hands out the memory of a piece's master and moments, takes new parameters to where shards rest, and brings shards to
+the device before FSDP gathers from them. Knows nothing of updates.
+"""
+
+import itertools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.homes import Away, Piece, away_units, gradient_dtype, local, shadow
+from fullshard.on_torch.private import GatherGroup, gather_group
+from fullshard.on_torch.ranks import ranks_here
+from fullshard.on_torch.rule import Rule, rule_of
+from fullshard.on_torch.share import measured_share
+from fullshard.on_torch.spooled import Spooled
+from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.optimizer import Optimizer
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, deal
+from fullshard.plan import Plan
+from fullshard.tiers.host import Arena, refuse_more_than, room
+
+
+class Resting:
+    """The memory of all away units of one rank."""
+
+    def __init__(
+        self,
+        units: list[Away],
+        groups: dict[str, GatherGroup],
+        plan: Plan,
+        device: torch.device,
+        rule: Rule,
+        *,
+        cpu_share: float,
+        disk: Path | None,
+        ranks_here: int,
+    ):
+        self.units, self.groups, self.plan, self.device, self.rule = units, groups, plan, device, rule
+        self.master, self.compute = TORCH[plan.precision.master], TORCH[plan.precision.compute]
+        pieces = [p for a in units for p in a.pieces]
+        for piece, lane in zip(pieces, deal(len(pieces), cpu_share), strict=True):
+            piece.lane = lane if piece.away.unit.home.optimizer != "device" else "gpu"
+        self.largest = max((p.elements for p in pieces), default=0)
+        nbytes = room(self._sizes())
+        why = "the optimizer's state and parameters in host memory"
+        refuse_more_than(nbytes, ranks_here, why)
+        self.arena = Arena(nbytes, device.type == "cuda", why)
+        self.flats = {id(a): self._flats(a) for a in units if a.unit.home.optimizer != "disk"}
+        spooled = [a for a in units if a.unit.home.optimizer == "disk"]
+        self.spooled: Spooled | None = None
+        if spooled:
+            assert disk is not None
+            self.spooled = Spooled(spooled, rule, self.master, disk, self.arena, self.largest)
+        self.shards = {id(a): self._take(sum(a.padded), self.compute) for a in units if a.unit.home.params == "host"}
+        self.changed: dict[int, Moment] = {}  # by piece: when its memory holds the last update
+        self.up = Stream(device)
+        self.fetched: dict[int, Moment] = {}
+        self.consumed = DONE  # the last shard that was brought up has been gathered from
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> list[int]:
+        """Bytes of everything that will be taken from the arena, one by one."""
+        master, compute = self.master.itemsize, self.compute.itemsize
+        sizes: list[int] = []
+        for a in self.units:
+            if a.unit.home.optimizer == "host":
+                sizes += [a.elements * master, *[a.moving * master] * self.rule.slots]
+            if a.unit.home.params == "host":
+                sizes.append(sum(a.padded) * compute)
+        if any(p.lane == "cpu" for a in self.units for p in a.pieces):
+            gradient = gradient_dtype(self.plan).itemsize
+            sizes += [self.largest * gradient, self.largest * compute] * GRAD_SLOTS
+        if any(a.unit.home.optimizer == "disk" for a in self.units):
+            sizes += [self.largest * master] * DISK_SLOTS * (1 + self.rule.slots)
+        return sizes
+
+    def _take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return self.arena.take(elements * dtype.itemsize).view(dtype)
+
+    def _flats(self, away: Away) -> list[Tensor]:
+        sizes = [away.elements, *[away.moving] * self.rule.slots]
+        if away.unit.home.optimizer == "device":
+            return [torch.zeros(n, dtype=self.master, device=self.device) for n in sizes]
+        return [self._take(n, self.master) for n in sizes]
+
+    # -- a lane's store ------------------------------------------------------------------------------------
+
+    def open(self, piece: Piece) -> tuple[list[Tensor], Moment]:
+        if piece.away.unit.home.optimizer == "disk":
+            return self._spooled.open(piece)
+        found = [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
+        return found, self.changed.get(piece.number, DONE)
+
+    def close(self, piece: Piece, changed: Moment | None) -> None:
+        if piece.away.unit.home.optimizer == "disk":
+            self._spooled.close(piece, changed)
+        elif changed is not None:
+            self.changed[piece.number] = changed
+
+    def expect(self, pieces: list[Piece]) -> None:
+        """These will be opened, in this order."""
+        if self.spooled is not None:
+            self.spooled.expect([p for p in pieces if p.away.unit.home.optimizer == "disk"])
+
+    def settle(self) -> None:
+        """Wait until every change is at rest."""
+        for moment in self.changed.values():
+            moment.wait()
+        if self.spooled is not None:
+            self.spooled.settle()
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def emit(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment:
+        """New parameters, to where the unit's shards rest."""
+        away = piece.away
+        if away.unit.home.params == "device":
+            for s in piece.segments:
+                part = values[s.offset : s.offset + s.stop - s.start]
+                local(away.params[s.parameter]).reshape(-1)[s.start : s.stop].copy_(part, non_blocking=True)
+            return stream.moment()
+        if values.is_cuda:  # narrow on the device: half the bytes over the bus
+            assert out is not None
+            values = out[: piece.elements].copy_(values)
+        starts = _starts(away)
+        for s in piece.segments:
+            part = values[s.offset : s.offset + s.stop - s.start]
+            at = starts[s.parameter]
+            self.shards[id(away)][at + s.start : at + s.stop].copy_(part, non_blocking=True)
+        return stream.moment()
+
+    def fetch(self, away: Away, after: list[Moment]) -> Moment:
+        """Bring a unit's shards to the device, for one gather."""
+        starts = {id(p): at for p, at in zip(away.params, _starts(away), strict=True)}
+        source = self.shards[id(away)]
+        with self.up, torch.no_grad():
+            self.up.after(self.consumed, *after)
+            for p, memory in self.groups[away.unit.name].buffers():
+                at = starts[id(p)]
+                memory.untyped_storage().resize_(memory.numel() * memory.element_size())
+                memory.copy_(source[at : at + memory.numel()], non_blocking=True)
+            self.fetched[id(away)] = self.up.moment()
+        return self.fetched[id(away)]
+
+    def arrived(self, away: Away) -> None:
+        """The current stream goes on when the unit's shards are on the device."""
+        self.fetched.get(id(away), DONE).hold_current()
+
+    def release(self, away: Away) -> None:
+        """The current stream has gathered from the shards: their memory on the device may go."""
+        self.consumed = Moment.here(self.device)
+        self._drop(away)
+
+    # -- from and to tensors ---------------------------------------------------------------------------------
+
+    def elsewhere(self) -> dict[int, Tensor]:
+        """For each parameter of an away unit, the memory that its initial value goes to."""
+        found: dict[int, Tensor] = {}
+        for away in self.units:
+            flat = self.flats[id(away)][0] if away.unit.home.optimizer != "disk" else self._spooled.fresh(away)[0]
+            found |= {id(p): away.view(flat, i) for i, p in enumerate(away.params)}
+        return found
+
+    def memory(self, away: Away) -> list[Tensor]:
+        """A unit's master and moments in memory; where they rest on disk, a copy, until `give_back`."""
+        return self.flats[id(away)] if away.unit.home.optimizer != "disk" else self._spooled.borrow(away)
+
+    def give_back(self, *, changed: bool) -> None:
+        """Nobody looks at whole units any more."""
+        for away in self.units:
+            if away.unit.home.optimizer == "disk":
+                self._spooled.give_back(away, changed=changed)
+
+    @property
+    def _spooled(self) -> Spooled:
+        assert self.spooled is not None
+        return self.spooled
+
+    def install(self, model: nn.Module) -> None:
+        """Give the model its shards in the compute dtype; the master stays behind, a parameter's initial value in it."""
+        for away in self.units:
+            flat = self.memory(away)[0]
+            for i, name in enumerate(away.names):
+                p = model.get_parameter(name)
+                master = away.view(flat, i)
+                if local(p).data_ptr() != master.data_ptr():  # a model that came with values
+                    master.copy_(local(p))
+                new = nn.Parameter(shadow(p, local(p).to(self.device, self.compute, copy=True)), requires_grad=p.requires_grad)
+                new.grad_dtype = None  # gradients come in the reduce dtype
+                _replace(model, p, new)
+                away.params[i] = new
+            self.groups[away.unit.name].adopt()
+            self._put_away(away)
+            if away.unit.home.optimizer == "disk":
+                self._spooled.give_back(away, changed=True)
+
+    def publish(self, away: Away) -> None:
+        """New shards from the master, after it was written to."""
+        flat = self.memory(away)[0]
+        for i, p in enumerate(away.params):
+            values = away.view(flat, i)
+            if away.unit.home.params == "device":
+                local(p).copy_(values)
+            else:
+                at = _starts(away)[i]
+                self.shards[id(away)][at : at + values.numel()].copy_(values.reshape(-1))
+
+    def _put_away(self, away: Away) -> None:
+        if away.unit.home.params != "device":
+            self.publish(away)
+            self._drop(away)
+
+    def _drop(self, away: Away) -> None:
+        for _, memory in self.groups[away.unit.name].buffers():
+            memory.untyped_storage().resize_(0)
+
+    def tensors(self, away: Away) -> list[dict[str, Tensor]]:
+        """For each parameter its master and moments, as tensors cut like it."""
+        flats = self.memory(away)
+        found = []
+        for i, p in enumerate(away.params):
+            views = {"master": shadow(p, away.view(flats[0], i))}
+            if i < away.trained:
+                views |= {k: shadow(p, away.view(f, i)) for k, f in zip(self.rule.keys, flats[1:], strict=True)}
+            found.append(views)
+        return found
+
+    def close_all(self) -> None:
+        if self.spooled is not None:
+            self.spooled.close_file()
+        self.arena.close()
+
+
+def make_resting(
+    model: nn.Module,
+    plan: Plan,
+    modules: dict[str, list[FSDPModule]],
+    device: torch.device,
+    optimizer: Optimizer | None,
+    disk: str | Path | None,
+    cpu_share: float | None,
+) -> Resting | None:
+    """Memory for the plan's away units, if it has any. After FSDP, while parameters are still on meta."""
+    groups = {n: g for n, found in modules.items() for m in found[:1] if (g := gather_group(m)) is not None}
+    units = away_units(model, plan, groups)
+    if not units:
+        return None
+    assert optimizer is not None
+    rule = rule_of(optimizer)
+    share = measured_share(device, rule, gradient_dtype(plan)) if cpu_share is None else cpu_share
+    path = Path(disk) if disk is not None else None
+    return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
+
+
+def _starts(away: Away) -> list[int]:
+    """Where each parameter's padded shard begins in the host's memory for them."""
+    return [0, *itertools.accumulate(away.padded)][:-1]
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Everywhere: tied parameters stay tied."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is old:
+                module._parameters[name] = new

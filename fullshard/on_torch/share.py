@@ -1,0 +1,72 @@
+"""How much of the updates of away units the CPU's cores should do: what they reach against what the bus reaches."""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fullshard.on_torch.ranks import ranks_here
+from fullshard.on_torch.rule import Rule, apply_rule
+from fullshard.tiers.host import Arena
+
+ELEMENTS = 1 << 24  # of a trial: far above all caches
+EIGHTHS = 8  # shares are rounded, so that two runs on one machine seldom differ
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
+
+
+def measured_share(device: torch.device, rule: Rule, gradient: torch.dtype) -> float:
+    """From 0 (all streamed past the GPU) to 1. The same on all ranks. Without a GPU there is nothing to balance: half."""
+    if device.type != "cuda":
+        return 0.5
+    cores, bus = _cores_seconds(rule), _bus_seconds(device, rule)
+    share = torch.tensor(bus / (bus + cores), dtype=torch.float64)
+    dist.all_reduce(share)
+    return round(float(share) / dist.get_world_size() * EIGHTHS) / EIGHTHS
+
+
+def update_threads() -> int:
+    """Cores for the updates of this rank: its share of the machine's, less two for the threads that queue work."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_here() - 2)
+
+
+def _cores_seconds(rule: Rule) -> float:
+    before = torch.get_num_threads()
+    torch.set_num_threads(update_threads())
+    master, gradient = torch.zeros(ELEMENTS), torch.ones(ELEMENTS)
+    moments = [torch.zeros(ELEMENTS) for _ in rule.keys]
+    try:
+        return _best(lambda: apply_rule(rule, master, gradient, moments, 1, SETTINGS))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bus_seconds(device: torch.device, rule: Rule) -> float:
+    """State up and down at once, as the lane does it."""
+    nbytes = ELEMENTS * 4 * (1 + rule.slots)
+    arena = Arena(2 * nbytes, True, "a trial of the bus")
+    host = [arena.take(nbytes) for _ in range(2)]
+    here = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def both() -> None:
+        with torch.cuda.stream(up):
+            here[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(down):
+            host[1].copy_(here[1], non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    try:
+        return _best(both)
+    finally:
+        arena.close()
+
+
+def _best(call: Callable[[], None]) -> float:
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -1,0 +1,334 @@
+"""The optimizer of away units: gradients arrive under backward, updates run beside it or beside the next forward.
+
+Without clipping a unit is updated as soon as its gradient is reduced. With clipping (or a loss scale) all wait for the
+global norm; until then the CPU's share of the gradients drains to the host and the first pieces of state come up. Either
+way the next gather of a unit waits for that unit's own update and for nothing else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.homes import Away, Piece, gradient_dtype, local
+from fullshard.on_torch.lanes import Cores, Go, Job, Lane, Slot, Streamed
+from fullshard.on_torch.optim import copies_of
+from fullshard.on_torch.resting import Resting
+from fullshard.on_torch.share import update_threads
+from fullshard.on_torch.streams import Moment, Stream
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS
+from fullshard.pieces import Lane as LaneName
+from fullshard.plan import Plan
+from fullshard.tiers.host import Arena, room
+
+
+class Tiered:
+    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done` and `update`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        resting: Resting,
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self.plan, self.device, self.rule, self.resting, self.optimizer = plan, device, resting.rule, resting, optimizer
+        self.units, self.groups = resting.units, resting.groups
+        self.dtype = gradient_dtype(plan)
+        self.steps = {id(a): [0] * a.trained for a in self.units}
+        self.jobs: dict[int, Job] = {}  # the last one of each unit
+        self.coming: dict[int, Job] = {}  # those that wait for the norm
+        self.eager = self.draining = self.last = False
+        self.go = Go()
+        self.norms: dict[int, list[Tensor]] = {}  # of this rank's gradients, by how many ranks hold copies
+        self.received: dict[str, list[Tensor]] = {}  # the same, by unit
+        self.arrived: dict[int, set[int]] = {id(a): set() for a in self.units}
+        self.doubtful: Go | None = None  # an eager step of which it is not known yet whether its gradients were finite
+        self.drain = Stream(device)
+        self.drains: dict[int, Tensor] = {}
+        self._lanes()
+        self._hook()
+
+    # -- made once -----------------------------------------------------------------------------------
+
+    def _lanes(self) -> None:
+        pieces = [p for a in self.units for p in a.pieces]
+        largest = max((p.elements for p in pieces), default=0)
+        make = partial(torch.zeros, largest)
+        master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
+        ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
+        if self.resting.spooled:  # a slot of the device holds one of the file's
+            ring = min(ring, DISK_SLOTS)
+        outs = any(a.unit.home.params != "device" for a in self.units)
+        slots = [
+            Slot(
+                [make(dtype=master, device=self.device) for _ in range(1 + self.rule.slots)],
+                make(dtype=master, device=self.device),
+                make(dtype=compute, device=self.device) if outs else None,
+            )
+            for _ in range(ring)
+        ]
+        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self._emit)
+        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply)
+        count = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in pieces))
+        staging = [Slot([], self._pinned(largest, self.dtype), self._pinned(largest, compute)) for _ in range(count)]
+        self.cores = cores = Cores(
+            self.device, self.rule, self.resting, staging, self._emit, update_threads() if self.device.type == "cuda" else 0
+        )
+        self.cpu = Lane("cores", max(1, count), cores.stage, cores.apply)
+
+    def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
+
+    def _hook(self) -> None:
+        for away in self.units:
+            for i, p in enumerate(away.params[: away.trained]):
+                p.register_post_accumulate_grad_hook(partial(self._arrive, away, i))
+            group = self.groups[away.unit.name]
+            group.around_gather(partial(self._before_gather, away), partial(self._at_copy, away), partial(self._after_copy, away))
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def begin(self, *, eager: bool, draining: bool) -> None:
+        """Before the first micro-batch. `eager`: update under backward."""
+        self._raise()
+        self._doubt()
+        self.eager, self.draining, self.go = eager, draining, Go()
+        self.norms, self.received = {}, {}
+        if draining and not self.drains:
+            self._make_drains()
+        for arrived in self.arrived.values():
+            arrived.clear()
+
+    def loss_known(self, summed: Tensor, *, last: bool) -> None:
+        """Before the backward of a micro-batch; after the last one's things begin. Updates under backward happen only
+        where every rank's loss is finite; for the others the first state comes up."""
+        self.last = last
+        if not last:
+            return
+        if self.eager:
+            bad = (~summed.isfinite()).double()
+            dist.all_reduce(bad)
+            self.go.say([], bad, self.device)
+        else:
+            self.coming = {id(a): self._job(a) for a in self.units}
+            self.resting.expect([p for a in self.units for p in a.pieces])
+            for away in self.units:
+                self.gpu.give(self.coming[id(away)], [p for p in away.pieces if p.lane == "gpu"])
+
+    def _job(self, away: Away) -> Job:
+        job = Job(away, self.go)
+        if not away.pieces:
+            job.issued.set()
+        return job
+
+    def _arrive(self, away: Away, index: int, p: nn.Parameter) -> None:
+        """A reduced gradient is there; on FSDP's stream."""
+        if self.last:
+            arrived = self.arrived[id(away)]
+            arrived.add(index)
+            if len(arrived) == away.trained:
+                self._reduced(away)
+
+    def _reduced(self, away: Away) -> None:
+        """All gradients of a unit are there."""
+        found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
+        for p, g in zip(away.params, found, strict=False):
+            if g is not None:
+                norm = torch.linalg.vector_norm(g, dtype=torch.float32)
+                self.norms.setdefault(copies_of(p), []).append(norm)
+                self.received.setdefault(away.unit.name, []).append(norm)
+        job = self._job(away) if self.eager else self.coming[id(away)]
+        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
+        self._settings(job)
+        for p in away.params[: away.trained]:
+            p.grad = None
+        if self.eager:
+            self._keep(job)
+            self.jobs[id(away)] = job
+            self.resting.expect(away.pieces)
+            self._give(job, "cpu")
+            self._give(job, "gpu")
+        elif self.draining:
+            self._drain(job)
+
+    def _settings(self, job: Job) -> None:
+        assert self.optimizer is not None
+        by_id = {id(p): {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups for p in g["params"]}
+        merged: dict[str, dict[str, Any]] = {}
+        for i, p in enumerate(job.away.params[: job.away.trained]):
+            group = by_id[id(p)]
+            job.groups.append(merged.setdefault(repr(group), group))
+            job.steps.append(self.steps[id(job.away)][i] + 1)
+
+    def _keep(self, job: Job) -> None:
+        """FSDP may not have the gradients' memory before the lanes have read it."""
+        for g in job.gradients:
+            if g is not None:
+                self.streamed.work.keep(g)
+                self.cores.down.keep(g)
+
+    def _make_drains(self) -> None:
+        """Memory for the gradients of the CPU's pieces, between backward and the norm."""
+        pieces = [p for a in self.units for p in a.pieces if p.lane == "cpu"]
+        sizes = [p.elements * self.dtype.itemsize for p in pieces]
+        self.drain_arena = Arena(room(sizes), self.device.type == "cuda", "gradients that wait for the global norm")
+        self.drains = {p.number: self.drain_arena.take(n).view(self.dtype) for p, n in zip(pieces, sizes, strict=True)}
+
+    def _give(self, job: Job, lane: LaneName) -> None:
+        (self.cpu if lane == "cpu" else self.gpu).give(job, [p for p in job.away.pieces if p.lane == lane])
+
+    def _drain(self, job: Job) -> None:
+        """The CPU's share of a unit's gradients, to memory that waits for the norm."""
+        with self.drain:
+            self.drain.after(job.ready)
+            for piece in job.away.pieces:
+                if piece.lane == "cpu":
+                    target = self.drains[piece.number]
+                    job.collect(piece, target)
+                    job.drained[piece.number] = (target, self.drain.moment())
+        for g in job.gradients:
+            if g is not None:
+                self.drain.keep(g)
+
+    def backward_done(self) -> None:
+        """Units of which some parameters had no gradient are complete now."""
+        for away in self.units:
+            if away.trained and len(self.arrived[id(away)]) < away.trained:
+                self._reduced(away)
+
+    def square_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the away gradients; see `optim.square_norm`."""
+        shares = [torch.stack(n).double().square().sum() / copies for copies, n in self.norms.items()]
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def update(self, factors: list[Tensor], skip: Tensor) -> None:
+        """After the norm is known. Units follow in the order in which the next forward needs them."""
+        if self.eager:
+            self.doubtful = Go()
+            self.doubtful.say([], skip, self.device)
+            return
+        self.jobs, self.coming = self.coming, {}
+        for job in self.jobs.values():
+            self._keep(job)
+        self.go.say(factors, skip, self.device)
+        for job in self.jobs.values():
+            self._give(job, "cpu")
+
+    # -- gathers -----------------------------------------------------------------------------------------
+
+    def _before_gather(self, away: Away) -> None:
+        group = self.groups[away.unit.name]
+        group.reduce_into(self.dtype)
+        for moment in self._finished(away):
+            if moment.event is not None:
+                group.hold_gathers(moment.event)
+        if away.unit.home.params != "device":
+            fetched = self.resting.fetch(away, self._finished(away))
+            if fetched.event is not None:
+                group.hold_gathers(fetched.event)
+
+    def _at_copy(self, away: Away) -> None:
+        for moment in self._finished(away):
+            moment.hold_current()
+        self.resting.arrived(away)
+
+    def _after_copy(self, away: Away) -> None:
+        if away.unit.home.params != "device":
+            self.resting.release(away)
+
+    def _finished(self, away: Away) -> list[Moment]:
+        """When the unit's parameters are new; waits until that is queued."""
+        job = self.jobs.get(id(away))
+        if job is None:
+            return []
+        job.issued.wait()
+        self._raise()
+        self._count(job)
+        return job.moments
+
+    def _count(self, job: Job) -> None:
+        """A job that was carried out counts, once."""
+        if job.steps and not job.counted:
+            job.counted = True
+            if not job.go.wait()[1]:
+                before = self.steps[id(job.away)]
+                pairs = zip(before, job.steps, job.had, strict=True)
+                self.steps[id(job.away)] = [new if had else old for old, new, had in pairs]
+
+    def _emit(self, piece: Piece, values: Tensor, slot: Slot, stream: Stream) -> Moment:
+        return self.resting.emit(piece, values, slot.out, stream)
+
+    # -- at rest -----------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until everything queued is done and at rest."""
+        for away in self.units:
+            for moment in self._finished(away):
+                moment.wait()
+        self.resting.settle()
+        self._doubt(wait=True)
+        self._raise()
+        for away in self.units:
+            self._publish_steps(away)
+
+    @contextmanager
+    def shown(self, *, changed: bool) -> Iterator[dict[str, Tensor]]:
+        """By name, the master copies of all away parameters; torch's optimizer shows the moments as its own. `changed`:
+        both are written to inside, and the shards follow."""
+        self.flush()
+        found: dict[str, Tensor] = {}
+        for away in self.units:
+            tensors = self.resting.tensors(away)
+            found |= {n: t["master"] for n, t in zip(away.names, tensors, strict=True)}
+            for p, own in zip(away.params[: away.trained], tensors, strict=False):
+                self._state(p).update({k: t for k, t in own.items() if k != "master"})
+        yield found
+        for away in self.units:
+            if changed:
+                self._read_steps(away)
+                self.resting.publish(away)
+            for p in away.params[: away.trained]:
+                for key in self.rule.keys:
+                    self._state(p).pop(key, None)
+        self.resting.give_back(changed=changed)
+
+    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+        return self.optimizer.state[p] if self.optimizer else {}
+
+    def _read_steps(self, away: Away) -> None:
+        found = [self._state(p).get("step", 0) for p in away.params[: away.trained]]
+        self.steps[id(away)] = [int(step) for step in found]
+        self.jobs.clear()
+
+    def _publish_steps(self, away: Away) -> None:
+        if self.rule.kind != "sgd":
+            for p, step in zip(away.params, self.steps[id(away)], strict=False):
+                self._state(p)["step"] = torch.tensor(float(step))
+
+    def _raise(self) -> None:
+        for lane in (self.gpu, self.cpu):
+            if lane.error is not None:
+                raise lane.error
+
+    def _doubt(self, wait: bool = False) -> None:
+        """Gradients that were not finite, found after units were updated with them."""
+        go = self.doubtful
+        if go is None or not (wait or go.moment.done()):
+            return
+        self.doubtful = None
+        if go.wait()[1] and not self.go.wait()[1]:
+            raise FullshardError(
+                "a gradient of the last step was not finite, and without clipping units are updated before that is known: "
+                "go on from the last checkpoint, with optim.clip set so that such steps are skipped"
+            )
+
+    def close(self) -> None:
+        self.gpu.close()
+        self.cpu.close()
