@@ -32,6 +32,7 @@ import fullshard as fs
 import fullshard.presets
 from fullshard import on_torch
 from fullshard.checkpoint import direct
+from fullshard.direct import aligned, write_exactly
 from fullshard.launch.local import inside_ranks, torchrun
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -123,7 +124,7 @@ def quartile(values: list[float]) -> float:
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
     length = min(max(nbytes, 256 << 20), 8 << 30) // direct.PIECE * direct.PIECE
-    memory = direct.aligned(direct.PIECE)
+    memory = aligned(direct.PIECE)
     memory[:] = os.urandom(1 << 16) * (direct.PIECE >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     except OSError:
         return 0.0
     with ThreadPoolExecutor(direct.IN_FLIGHT) as pool:
-        list(pool.map(lambda at: direct.write_exactly(file, memory, at), range(0, length, direct.PIECE)))
+        list(pool.map(lambda at: write_exactly(file, memory, at), range(0, length, direct.PIECE)))
     os.fsync(file)
     dist.barrier()
     seconds = time.perf_counter() - start

@@ -1,24 +1,19 @@
 """Whole files to disk and back, past the page cache where the filesystem lets us.
 
 A checkpoint is written once and rarely read: caching it would push out what training needs, and the copy into
-the cache costs a core. Memory that is aligned (see `aligned`) goes straight to the disk.
+the cache costs a core. Memory that is aligned (see `fullshard.direct`) goes straight to the disk.
 """
 
 import errno
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ALIGNMENT = 4096  # bytes: of memory, of file offsets and of lengths, for O_DIRECT
+from fullshard.direct import ALIGNMENT, write_exactly
+
 PIECE = 1 << 24  # bytes of one write
 SMALL = 1 << 20  # bytes up to which the page cache is as good
 IN_FLIGHT = 4  # writes at a time: one alone does not fill a disk's queue
-
-
-def aligned(nbytes: int) -> memoryview:
-    """Zeroed memory of its own pages, in whole multiples of ALIGNMENT."""
-    return memoryview(mmap.mmap(-1, max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)))
 
 
 def write_file(path: Path, data: memoryview, length: int) -> None:
@@ -54,24 +49,6 @@ def _write_direct(path: Path, data: memoryview, length: int) -> bool:
     finally:
         os.close(file)
     return True
-
-
-def write_exactly(file: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        count = os.pwrite(file, data[done:], offset + done)
-        if count < min(ALIGNMENT, len(data) - done):  # a disk that filled up in the middle of a page
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += count if done + count == len(data) else count // ALIGNMENT * ALIGNMENT
-
-
-def read_exactly(file: int, into: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(file, [into[done:]], offset + done)
-        if count == 0:
-            raise EOFError
-        done += count
 
 
 def sync_directory(path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import direct
+from fullshard.direct import read_exactly
 from fullshard.errors import FullshardError
 
 Piece = tuple[int, memoryview]  # where in the file, and where to
@@ -95,7 +96,7 @@ class Local(Place):
         file = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             for offset, into in pieces:
-                direct.read_exactly(file, into, offset)
+                read_exactly(file, into, offset)
         finally:
             os.close(file)
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from fullshard.tiers.limits import explain_kill, kills
+
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 
 
@@ -54,12 +56,12 @@ def torchrun(ranks: int, target: list[str]) -> NoReturn:
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
-    seen = _forward_signals()
+    seen, killed = _forward_signals(), kills()
     sys.stdout.flush()
     try:
         launcher.run(launcher.parse_args(arguments))
     except ChildFailedError as error:
-        sys.exit(128 + seen[-1] if seen else _explain(error))
+        sys.exit(128 + seen[-1] if seen else _explain(error, killed))
     sys.exit(128 + seen[-1] if seen else 0)
 
 
@@ -91,12 +93,12 @@ def _children() -> list[int]:
     return [int(pid) for found in lists for pid in found]
 
 
-def _explain(error: "ChildFailedError") -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Say how the first rank failed, unless it has said so itself; the exit code."""
+def _explain(error: "ChildFailedError", killed: dict[str, int]) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Say how the first rank failed, unless it has said so itself; the exit code. `killed`: the kernel's counts of before."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+        why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
         return 128 - failure.exitcode
     return failure.exitcode

@@ -34,8 +34,8 @@ from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import (
     WORD,
     About,
-    Arena,
     Image,
+    Memory,
     Reader,
     Written,
     file_name,
@@ -80,7 +80,7 @@ class Checkpointer:
         self.history: list[Candidate] | None = None  # what retention knows, once it has looked
         self.group = take_group()
         self.nodes = find_nodes(self.shelf, self.group)
-        self.arena = Arena(pinned=state.device.type == "cuda")
+        self.memory = Memory(pinned=state.device.type == "cuda")
         self.layout: Any = None  # what the plan below was made for
         self.saving: Saving | None = None
         self.copied: torch.cuda.Event | None = None  # when the arena holds what left the GPU
@@ -116,7 +116,7 @@ class Checkpointer:
 
     def close(self) -> None:
         self.wait()
-        self.arena.close()
+        self.memory.close()
         give_group(self.group)
 
     def _stage(self) -> torch.cuda.Event | None:
@@ -168,7 +168,7 @@ class Checkpointer:
         self.metadata: Metadata = metadata
         mine = self.nodes.of_rank[dist.get_rank()]
         self.size_here = sum(planned_bytes(p) for p, node in zip(made, self.nodes.of_rank, strict=True) if node == mine)
-        self.image = Image(self.planner.finish_plan(made[dist.get_rank()]).items, self.arena)
+        self.image = Image(self.planner.finish_plan(made[dist.get_rank()]).items, self.memory)
 
     # -- writing ---------------------------------------------------------------------------------------
 

@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.direct import aligned_size
+from fullshard.direct import aligned, aligned_size
 from fullshard.on_torch.homes import Away, Piece
 from fullshard.on_torch.rule import Rule
 from fullshard.on_torch.streams import DONE, Moment
 from fullshard.pieces import DISK_SLOTS
 from fullshard.tiers.disk import Spool
 from fullshard.tiers.host import Arena, bytes_of
+
+SCRATCH = 64 << 20  # bytes at a time, where whole units are read or written
 
 Window = list[Tensor]  # bytes for the master and each moment of a piece
 
@@ -149,8 +151,7 @@ class Spooled:
 
     def _through(self, at: int, values: Tensor, *, write: bool) -> None:
         """Between the file and memory that need not be aligned."""
-        with self.lock:
-            window = self.free[0][0]  # at rest, nobody else is here
+        window = torch.frombuffer(aligned(min(SCRATCH, max(1, values.nbytes))), dtype=torch.uint8)
         step = len(window)
         raw = values.view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
         for start in range(0, len(raw), step):

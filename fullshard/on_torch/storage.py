@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fullshard.checkpoint import commit, direct
+from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checksum
 from fullshard.checkpoint.place import open_place
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import make_header
+from fullshard.direct import ALIGNMENT, aligned_size
 from fullshard.errors import FullshardError
+from fullshard.tiers.host import Arena, bytes_of
 
 WORD = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -58,46 +60,35 @@ class Written:
     chunks: tuple[tuple[str, str, tuple[int, ...], Chunk], ...]  # name, dtype, shape of the whole tensor
 
 
-class Arena:
-    """Memory of its own pages for one file image, kept from save to save; pinned, where there is a GPU to copy from."""
+class Memory:
+    """Room for one file image, kept from save to save; pinned, where there is a GPU to copy from."""
 
     def __init__(self, pinned: bool):
-        self.pinned, self.memory = pinned, memoryview(b"")
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.pinned, self.arena, self.tensor = pinned, Arena(0, pinned, "the image of a checkpoint"), torch.empty(0)
 
     def reserve(self, nbytes: int) -> Tensor:
-        if len(self.memory) < nbytes:
+        if self.arena.nbytes < nbytes:
             self.close()
-            self.memory = direct.aligned(nbytes)
-            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-            if self.pinned:
-                self._pin()
+            self.arena = Arena(nbytes, self.pinned, self.arena.why)
+            self.tensor = self.arena.take(self.arena.nbytes)
         return self.tensor
 
-    def _pin(self) -> None:
-        # Registered, not allocated by torch, whose caching allocator would round up to a power of two.
-        code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
-        if int(code) != 0:
-            size = self.tensor.numel() >> 20
-            raise FullshardError(f"{size} MiB of host memory for checkpoints cannot be pinned; raise the limit (ulimit -l)")
-
     def close(self) -> None:
-        if self.pinned and self.tensor.numel():
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-        self.tensor, self.memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.arena.close()
+        self.tensor = torch.empty(0)
 
 
 class Image:
     """One rank's file in memory: where each item of a save plan lies. Made once for a layout, filled at each save."""
 
-    def __init__(self, items: Sequence[WriteItem], arena: Arena):
+    def __init__(self, items: Sequence[WriteItem], kept: Memory):
         # Wide dtypes first: then every tensor is aligned without gaps, which the format does not allow.
         self.items = sorted(items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
         entries = [(chunk_name(i), word_of(i), _chunk(i).sizes) for i in self.items]
-        header, self.starts = make_header(entries, {"format": "pt"}, direct.ALIGNMENT)
+        header, self.starts = make_header(entries, {"format": "pt"}, ALIGNMENT)
         self.nbytes = len(header) + sum(_nbytes(i) for i in self.items)
-        memory = arena.reserve(self.nbytes)
-        self.memory = arena.memory[: -(-self.nbytes // direct.ALIGNMENT) * direct.ALIGNMENT]
+        memory = kept.reserve(self.nbytes)
+        self.memory = bytes_of(memory[: aligned_size(self.nbytes)])
         memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.targets = [self._view(memory, i, at) for i, at in zip(self.items, self.starts, strict=True)]
 
@@ -196,7 +187,7 @@ class Writer(StorageWriter):
     filesystem or an object store. `fullshard.checkpoint.save` does more: it stages, checks space, and agrees on failure."""
 
     def __init__(self, shelf: str | Path, about: About | None = None):
-        self.shelf, self.about, self.arena = open_place(shelf), about or About(), Arena(pinned=False)
+        self.shelf, self.about, self.memory = open_place(shelf), about or About(), Memory(pinned=False)
         self.held: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -218,7 +209,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.assigned: _Assigned = plan.storage_data
-        image = Image(plan.items, self.arena)
+        image = Image(plan.items, self.memory)
         image.fill([_resolved(planner, item) for item in image.items])
         written = image.written(self.assigned.file)
         if written.chunks:

@@ -1,0 +1,1 @@
+"""Where bytes rest off the device: fixed host memory and files, with direct requests. Bytes, never models."""

@@ -1,0 +1,137 @@
+"""What host memory this process may use, and whether the kernel has killed for want of it.
+
+A container sees the machine's memory but may use only its cgroup's, and the one does not show in the other. `root` is
+`/` everywhere but in tests. Imports no torch: the launcher asks, too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.errors import FullshardError
+from fullshard.text import bytes_text
+
+MACHINE = "this machine"
+ROOT = Path("/")
+# Of one cgroup, in version 1 and 2: limits, what is used, counts of kills.
+LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+USED = ("memory.current", "memory.usage_in_bytes")
+KILLS = ("memory.events", "memory.oom_control")
+# Lines of memory.stat that the kernel gives up when asked: the page cache and its like. Version 1's come first.
+CACHES = (("total_active_file", "total_inactive_file"), ("active_file", "inactive_file", "slab_reclaimable"))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes of memory, in all and still free, and whose limit it is."""
+
+    total: int
+    free: int
+    whose: str
+
+
+def host_limit(root: Path = ROOT) -> int:
+    """Bytes of host memory that this process may still use: the machine's free ones, or what its cgroups leave of them."""
+    return min(limit.free for limit in limits(root))
+
+
+def refuse_more_than(nbytes: int, ranks_here: int, why: str, root: Path = ROOT) -> None:
+    """Say so before `nbytes` are allocated on each of `ranks_here` ranks of this machine, if they cannot be."""
+    tightest = min(limits(root), key=lambda limit: limit.free)
+    if nbytes * ranks_here <= tightest.free:
+        return
+    each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+    raise FullshardError(
+        f"{why} takes {bytes_text(nbytes)} of host memory{each}, but {bytes_text(max(0, tightest.free))} of the"
+        f" {bytes_text(tightest.total)} of {tightest.whose} are free; keep less in host memory, or use a machine with more"
+    )
+
+
+def limits(root: Path = ROOT) -> list[Limit]:
+    """The machine's memory, then that of every cgroup around this process that has a limit."""
+    machine = _numbers(root / "proc/meminfo")
+    found = [Limit(machine["MemTotal:"] << 10, machine["MemAvailable:"] << 10, MACHINE)]
+    return found + [limit for group in _groups(root) if (limit := _limit_of(group))]
+
+
+def _limit_of(group: Path) -> Limit | None:
+    allowed = [number for name in LIMITS if (number := _number(group / name)) is not None and number < 1 << 60]
+    used = next((number for name in USED if (number := _number(group / name)) is not None), None)
+    if not allowed or used is None:
+        return None
+    stat = _numbers(group / "memory.stat")
+    cached = next((names for names in CACHES if names[0] in stat), ())
+    total = min(allowed)
+    return Limit(total, total - used + sum(stat.get(name, 0) for name in cached), f"the cgroup {group}")
+
+
+def kills(root: Path = ROOT) -> dict[str, int]:
+    """How many processes the kernel has killed for want of memory: in each cgroup around this process, on the machine."""
+    found = {str(group): _numbers(group / name).get("oom_kill") for group in _groups(root) for name in KILLS}
+    found[MACHINE] = _numbers(root / "proc/vmstat").get("oom_kill")
+    return {where: count for where, count in found.items() if count is not None}
+
+
+def explain_kill(before: dict[str, int], root: Path = ROOT) -> str:
+    """Why a process was ended by SIGKILL since `before`, which is what `kills()` said then: the rest of a sentence."""
+    after = kills(root)
+    risen = [where for where, count in after.items() if count > before.get(where, count)]
+    if not after:
+        return "the machine may be out of memory"
+    if not risen:
+        return "not by the kernel for want of memory, but by somebody: a scheduler, a daemon or a person"
+    if risen == [MACHINE]:
+        return "the kernel was killing for want of host memory on this machine; keep less in host memory"
+    tightest = min(limits(root), key=lambda limit: limit.total)
+    return (
+        f"the kernel killed it for want of host memory: {bytes_text(tightest.total)} is the limit of {tightest.whose};"
+        " keep less in host memory, or raise the limit"
+    )
+
+
+# -- the kernel's files -------------------------------------------------------------------------------
+
+
+def _groups(root: Path) -> list[Path]:
+    """Directories of the memory cgroups that this process is in, from its own upward."""
+    found = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        (_, _, _, shown, mount), (kind, _, options) = left.split()[:5], right.split()[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            found += _upward(root / mount.lstrip("/"), _inside(root, kind, shown))
+    return found
+
+
+def _inside(root: Path, kind: str, shown: str) -> Path:
+    """This process's cgroup below a mount that shows the tree from `shown` on."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if (number == "0") if kind == "cgroup2" else ("memory" in controllers.split(",")):
+            inside = Path(path)
+            return inside.relative_to(shown) if inside.is_relative_to(shown) else Path()
+    return Path()
+
+
+def _upward(mount: Path, inside: Path) -> list[Path]:
+    own = mount / str(inside).lstrip("/")
+    return [own, *[parent for parent in own.parents if parent.is_relative_to(mount)]]
+
+
+def _lines(path: Path) -> list[str]:
+    """Nothing where the file is not there, or not for us."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """Of a file that holds one; `max` is none."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Of a file of lines `name number …`."""
+    pairs = [line.split() for line in _lines(path)]
+    return {p[0]: int(p[1]) for p in pairs if len(p) > 1 and p[1].isdigit()}
