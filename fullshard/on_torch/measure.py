@@ -22,6 +22,9 @@ from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.on_torch import timings
 from fullshard.on_torch.ranks import start
+from fullshard.tiers.disk import Spool
+from fullshard.tiers.limits import limits
+from fullshard.tiers.verdict import disk_rates
 
 Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -88,7 +91,7 @@ def _attempt(name: str, part: Callable[[], dict[str, Any]], found: dict[str, Any
         answer = part()
         found["notes"] += answer.pop("notes", [])
         found |= answer
-    except (RuntimeError, OSError, NotImplementedError, ValueError, AttributeError) as error:
+    except (FullshardError, RuntimeError, OSError, NotImplementedError, ValueError, AttributeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         found["notes"].append(f"{name} was left out: {reason[0]}")
     finally:
@@ -123,7 +126,7 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _local_world()
+    host = min(limit.total for limit in limits()) // _local_world()
     return {"memory": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host, "host_memory": host}
 
 
@@ -147,9 +150,10 @@ def _pointwise(device: torch.device, budget: float) -> float:
 
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
-    read, write, direct = timings.disk(directory, nbytes)
-    notes = [] if direct else ["the disk was timed through the page cache: its file system has no direct requests"]
-    return {"disk_read": read, "disk_write": write, "notes": notes}
+    rates = disk_rates(directory, nbytes)
+    with Spool(directory, "probe", 1) as probe:
+        notes = [] if probe.direct else ["the disk was timed through the page cache: its file system has no direct requests"]
+    return {"disk_read": rates.read, "disk_write": rates.write, "notes": notes}
 
 
 def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:

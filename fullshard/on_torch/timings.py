@@ -3,19 +3,14 @@
 Small, warmed up, medians. Knows nothing of clusters; `measure` decides what to ask and puts the answers together.
 """
 
-import mmap
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-BLOCK = 16 << 20  # bytes of one disk request
 KERNELS = 500
 BURST, WRITES = 2e-3, 8  # seconds of calls, and writes of half a GiB (about a millisecond in all) before them
 
@@ -162,46 +157,6 @@ def adamw(parameters: int, budget: float) -> float:
     weight.grad = torch.ones(parameters)
     optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
     return seconds(optimizer.step, torch.device("cpu"), budget) / parameters
-
-
-# -- disk ---------------------------------------------------------------------------------------------
-
-
-def disk(directory: Path, nbytes: int) -> tuple[float, float, bool]:
-    """Bytes a second read and written, and whether the page cache was passed by.
-
-    The file loses its name as soon as it is open: whatever happens, nothing stays behind.
-    """
-    handle, direct = _nameless(directory)
-    try:
-        with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as direct requests must be
-            block.write(os.urandom(1 << 20) * (BLOCK >> 20))
-            blocks = range(0, nbytes, BLOCK)
-            written = _host_clock(lambda: _write(handle, block, blocks))
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            read = _host_clock(lambda: [os.preadv(handle, [block], at) for at in blocks])
-    finally:
-        os.close(handle)
-    return len(blocks) * BLOCK / read, len(blocks) * BLOCK / written, direct
-
-
-def _write(handle: int, block: mmap.mmap, places: range) -> None:
-    for at in places:
-        os.pwrite(handle, block, at)
-    os.fsync(handle)
-
-
-def _nameless(directory: Path) -> tuple[int, bool]:
-    """An open file without a name, and whether its requests go straight to the disk."""
-    handle, name = tempfile.mkstemp(prefix=".fullshard-measure-", dir=directory)
-    try:
-        direct = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-    except OSError:  # some file systems have no direct requests
-        return handle, False
-    finally:
-        os.unlink(name)
-    os.close(handle)
-    return direct, hasattr(os, "O_DIRECT")
 
 
 # -- collectives --------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def limits(root: Path = ROOT) -> list[Limit]:
     """The machine's memory, then that of every cgroup around this process that has a limit."""
     machine = _numbers(root / "proc/meminfo")
     found = [Limit(machine["MemTotal:"] << 10, machine["MemAvailable:"] << 10, MACHINE)]
-    return found + [limit for group in _groups(root) if (limit := _limit_of(group))]
+    around = [group for own, mount in own_groups(root) for group in (own, *own.parents) if group.is_relative_to(mount)]
+    return found + [limit for group in around if (limit := _limit_of(group))]
 
 
 def _limit_of(group: Path) -> Limit | None:
@@ -65,10 +66,10 @@ def _limit_of(group: Path) -> Limit | None:
 
 
 def kills(root: Path = ROOT) -> dict[str, int]:
-    """How many processes the kernel has killed for want of memory: in each cgroup around this process, on the machine."""
-    found = {str(group): _numbers(group / name).get("oom_kill") for group in _groups(root) for name in KILLS}
-    found[MACHINE] = _numbers(root / "proc/vmstat").get("oom_kill")
-    return {where: count for where, count in found.items() if count is not None}
+    """How many processes the kernel has killed for want of memory: in this process's cgroup, and on the whole machine."""
+    files = [(str(own), own / name) for own, _ in own_groups(root) for name in KILLS]
+    counts = [(where, _numbers(file).get("oom_kill")) for where, file in [*files, (MACHINE, root / "proc/vmstat")]]
+    return {where: count for where, count in counts if count is not None}
 
 
 def explain_kill(before: dict[str, int], root: Path = ROOT) -> str:
@@ -91,14 +92,15 @@ def explain_kill(before: dict[str, int], root: Path = ROOT) -> str:
 # -- the kernel's files -------------------------------------------------------------------------------
 
 
-def _groups(root: Path) -> list[Path]:
-    """Directories of the memory cgroups that this process is in, from its own upward."""
+def own_groups(root: Path = ROOT) -> list[tuple[Path, Path]]:
+    """The directory of this process's memory cgroup and the mount it is in; two, where both versions are mounted."""
     found = []
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         (_, _, _, shown, mount), (kind, _, options) = left.split()[:5], right.split()[:3]
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            found += _upward(root / mount.lstrip("/"), _inside(root, kind, shown))
+            top = root / mount.lstrip("/")
+            found.append((top / _inside(root, kind, shown), top))
     return found
 
 
@@ -107,14 +109,8 @@ def _inside(root: Path, kind: str, shown: str) -> Path:
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if (number == "0") if kind == "cgroup2" else ("memory" in controllers.split(",")):
-            inside = Path(path)
-            return inside.relative_to(shown) if inside.is_relative_to(shown) else Path()
+            return Path(path).relative_to(shown) if Path(path).is_relative_to(shown) else Path()
     return Path()
-
-
-def _upward(mount: Path, inside: Path) -> list[Path]:
-    own = mount / str(inside).lstrip("/")
-    return [own, *[parent for parent in own.parents if parent.is_relative_to(mount)]]
 
 
 def _lines(path: Path) -> list[str]:
