@@ -5,7 +5,9 @@ and tells the unit's job when the new parameters are queued. Gradients come in, 
 only ever waits for those.
 """
 
+import itertools
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from fullshard.on_torch.homes import Away, Piece
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.on_torch.streams import DONE, Moment, Stream
 
-CHUNK = 1 << 21  # elements that a CPU updates at once: the gradient and the new parameters stay in its caches
+CHUNK = 1 << 22  # elements of a narrow gradient that are widened at once, so that the wide copy stays in the caches
 
 
 class Store(Protocol):
@@ -108,42 +110,52 @@ class Job:
 
 
 class Lane:
-    """A thread that stages and applies pieces in the order in which they are given to it."""
+    """A thread that stages and applies pieces: of those that wait, the one that the next forward needs first, or, where
+    they are read ahead from a file (`in_turn`), in the order in which they came."""
 
-    def __init__(self, name: str, depth: int, stage: Callable[[Job, Piece], Any], apply: Callable[[Job, Piece, Any], Moment]):
-        self.depth, self.stage, self.apply = depth, stage, apply
-        self.waiting: queue.Queue[tuple[Job, Piece] | None] = queue.Queue()
+    def __init__(
+        self,
+        name: str,
+        depth: int,
+        stage: Callable[[Job, Piece], Any],
+        apply: Callable[[Job, Piece, Any], Moment],
+        *,
+        in_turn: bool,
+    ):
+        self.depth, self.stage, self.apply, self.in_turn = depth, stage, apply, in_turn
+        self.waiting: queue.PriorityQueue[tuple[int, int, Job | None, Piece | None]] = queue.PriorityQueue()
+        self.given = itertools.count()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True, name=name)
         self.thread.start()
 
     def give(self, job: Job, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            self.waiting.put((job, piece))
+            self.waiting.put((0 if self.in_turn else piece.number, next(self.given), job, piece))
 
     def close(self) -> None:
-        self.waiting.put(None)
+        self.waiting.put((sys.maxsize, 0, None, None))
         self.thread.join()
 
     def _run(self) -> None:
         staged: deque[tuple[Job, Piece, Any]] = deque()
         with torch.no_grad():
             while True:
-                given = self._next(block=not staged)
-                if given is None:
+                job, piece = self._next(block=not staged)
+                if job is None and not staged:
                     return
-                if given:
-                    job, piece = given
+                if job is not None and piece is not None:
                     staged.append((job, piece, self._guard(job, self.stage, job, piece)))
-                if not given or len(staged) == self.depth:
+                if job is None or len(staged) == self.depth:
                     job, piece, slot = staged.popleft()
                     job.issue(self._guard(job, self.apply, job, piece, slot) or DONE)
 
-    def _next(self, block: bool) -> tuple[Job, Piece] | tuple[()] | None:
+    def _next(self, block: bool) -> tuple[Job | None, Piece | None]:
+        """(None, None): nothing waits, or this is the end."""
         try:
-            return self.waiting.get(block=block)
+            return self.waiting.get(block=block)[2:]
         except queue.Empty:
-            return ()
+            return None, None
 
     def _guard(self, job: Job, call: Callable[..., Any], *arguments: Any) -> Any:
         """What goes wrong here is raised where the step waits; whoever waits must not wait for ever."""
@@ -244,12 +256,14 @@ class Cores:
         there.wait()
         slot.free.wait()
         assert slot.out is not None
+        chunk = piece.elements if gradient.dtype == resting[0].dtype else CHUNK
         for start, stop, index in job.runs(piece):
-            for a in range(start, stop, CHUNK):
-                part = slice(a, min(a + CHUNK, stop))
+            for a in range(start, stop, chunk):
+                part = slice(a, min(a + chunk, stop))
                 own = gradient[part].to(resting[0].dtype)
                 for factor in factors:
-                    own.mul_(factor)
+                    if factor != 1.0:  # a pass over memory for nothing
+                        own.mul_(factor)
                 apply_rule(self.rule, resting[0][part], own, [m[part] for m in resting[1:]], job.steps[index], job.groups[index])
                 slot.out[part].copy_(resting[0][part])
         self.store.close(piece, DONE)

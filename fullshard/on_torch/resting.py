@@ -253,7 +253,7 @@ def make_resting(
         return None
     assert optimizer is not None
     rule = rule_of(optimizer)
-    share = measured_share(device, rule, gradient_dtype(plan)) if cpu_share is None else cpu_share
+    share = measured_share(device, rule) if cpu_share is None else cpu_share
     path = Path(disk) if disk is not None else None
     return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
 

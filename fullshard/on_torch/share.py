@@ -1,8 +1,10 @@
 """How much of the updates of away units the CPU's cores should do: what they reach against what the bus reaches."""
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,14 +18,34 @@ EIGHTHS = 8  # shares are rounded, so that two runs on one machine seldom differ
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
-def measured_share(device: torch.device, rule: Rule, gradient: torch.dtype) -> float:
+def measured_share(device: torch.device, rule: Rule) -> float:
     """From 0 (all streamed past the GPU) to 1. The same on all ranks. Without a GPU there is nothing to balance: half."""
     if device.type != "cuda":
         return 0.5
-    cores, bus = _cores_seconds(rule), _bus_seconds(device, rule)
+    cores, bus = at_once(device, rule)
     share = torch.tensor(bus / (bus + cores), dtype=torch.float64)
     dist.all_reduce(share)
     return round(float(share) / dist.get_world_size() * EIGHTHS) / EIGHTHS
+
+
+def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
+    """Seconds an element by the cores and over the bus while both work: they share the host's memory."""
+    ended, passes = threading.Event(), 0
+    with _bus(device, rule) as both:
+
+        def stream() -> None:
+            nonlocal passes
+            while not ended.is_set():
+                both()
+                passes += 1
+
+        beside = threading.Thread(target=stream)
+        beside.start()
+        start = time.perf_counter()
+        cores = cores_seconds(rule)
+        ended.set()
+        beside.join()
+    return cores / ELEMENTS, (time.perf_counter() - start) / max(1, passes) / ELEMENTS
 
 
 def update_threads() -> int:
@@ -31,19 +53,31 @@ def update_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks_here() - 2)
 
 
-def _cores_seconds(rule: Rule) -> float:
+def cores_seconds(rule: Rule) -> float:
+    """Of an update of ELEMENTS by this rank's cores, the new parameters narrowed."""
     before = torch.get_num_threads()
     torch.set_num_threads(update_threads())
-    master, gradient = torch.zeros(ELEMENTS), torch.ones(ELEMENTS)
+    master, gradient, out = torch.zeros(ELEMENTS), torch.ones(ELEMENTS), torch.zeros(ELEMENTS, dtype=torch.bfloat16)
     moments = [torch.zeros(ELEMENTS) for _ in rule.keys]
+
+    def update() -> None:
+        apply_rule(rule, master, gradient, moments, 1, SETTINGS)
+        out.copy_(master)
+
     try:
-        return _best(lambda: apply_rule(rule, master, gradient, moments, 1, SETTINGS))
+        return _best(update)
     finally:
         torch.set_num_threads(before)
 
 
-def _bus_seconds(device: torch.device, rule: Rule) -> float:
-    """State up and down at once, as the lane does it."""
+def bus_seconds(device: torch.device, rule: Rule) -> float:
+    """Of the state of ELEMENTS up and down at once, as the lane moves it."""
+    with _bus(device, rule) as both:
+        return _best(both)
+
+
+@contextmanager
+def _bus(device: torch.device, rule: Rule) -> Iterator[Callable[[], None]]:
     nbytes = ELEMENTS * 4 * (1 + rule.slots)
     arena = Arena(2 * nbytes, True, "a trial of the bus")
     host = [arena.take(nbytes) for _ in range(2)]
@@ -55,18 +89,19 @@ def _bus_seconds(device: torch.device, rule: Rule) -> float:
             here[0].copy_(host[0], non_blocking=True)
         with torch.cuda.stream(down):
             host[1].copy_(here[1], non_blocking=True)
-        torch.cuda.synchronize(device)
+        up.synchronize()
+        down.synchronize()
 
     try:
-        return _best(both)
+        yield both
     finally:
         arena.close()
 
 
 def _best(call: Callable[[], None]) -> float:
     times = []
-    for _ in range(4):
+    for _ in range(6):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return sorted(times[1:])[2]  # the first makes threads and pages

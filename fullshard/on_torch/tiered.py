@@ -46,7 +46,7 @@ class Tiered:
         self.coming: dict[int, Job] = {}  # those that wait for the norm
         self.eager = self.draining = self.last = False
         self.go = Go()
-        self.norms: dict[int, list[Tensor]] = {}  # of this rank's gradients, by how many ranks hold copies
+        self.norms: dict[int, Tensor] = {}  # of this rank's gradients, by parameter
         self.received: dict[str, list[Tensor]] = {}  # the same, by unit
         self.arrived: dict[int, set[int]] = {id(a): set() for a in self.units}
         self.doubtful: Go | None = None  # an eager step of which it is not known yet whether its gradients were finite
@@ -65,6 +65,7 @@ class Tiered:
         ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
         if self.resting.spooled:  # a slot of the device holds one of the file's
             ring = min(ring, DISK_SLOTS)
+        in_turn = self.resting.spooled is not None
         outs = any(a.unit.home.params != "device" for a in self.units)
         slots = [
             Slot(
@@ -75,13 +76,13 @@ class Tiered:
             for _ in range(ring)
         ]
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self._emit)
-        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply)
+        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
         count = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in pieces))
         staging = [Slot([], self._pinned(largest, self.dtype), self._pinned(largest, compute)) for _ in range(count)]
         self.cores = cores = Cores(
             self.device, self.rule, self.resting, staging, self._emit, update_threads() if self.device.type == "cuda" else 0
         )
-        self.cpu = Lane("cores", max(1, count), cores.stage, cores.apply)
+        self.cpu = Lane("cores", max(1, count), cores.stage, cores.apply, in_turn=in_turn)
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
@@ -141,8 +142,8 @@ class Tiered:
         found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
         for p, g in zip(away.params, found, strict=False):
             if g is not None:
-                norm = torch.linalg.vector_norm(g, dtype=torch.float32)
-                self.norms.setdefault(copies_of(p), []).append(norm)
+                norm = torch._foreach_norm([g])[0].float()
+                self.norms[id(p)] = norm
                 self.received.setdefault(away.unit.name, []).append(norm)
         job = self._job(away) if self.eager else self.coming[id(away)]
         job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
@@ -205,7 +206,11 @@ class Tiered:
 
     def square_norm(self) -> Tensor:
         """This rank's share of the squared norm of the away gradients; see `optim.square_norm`."""
-        shares = [torch.stack(n).double().square().sum() / copies for copies, n in self.norms.items()]
+        found: dict[int, list[Tensor]] = {}  # in the order of the model, as if they were resident
+        for p in (p for a in self.units for p in a.params):
+            if id(p) in self.norms:
+                found.setdefault(copies_of(p), []).append(self.norms[id(p)])
+        shares = [torch.linalg.vector_norm(torch.stack(n)).double().square() / copies for copies, n in found.items()]
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, factors: list[Tensor], skip: Tensor) -> None:

@@ -1,0 +1,179 @@
+"""A training step with its state in other homes, and the floors that no schedule can go below.
+
+    python benchmarks/homes.py floors --disk /disk                        # this machine's rates
+    python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host
+    python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host --accumulate 4 --clip 1
+
+Every case prints one JSON line: seconds of a step (the mean over steps in a row, the last one's updates included),
+tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. Peers are run
+beside it by their own scripts.
+"""
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+
+import fullshard as fs
+import fullshard.presets
+from fullshard import on_torch
+from fullshard.on_torch import share
+from fullshard.on_torch.loss import LossFunction
+from fullshard.on_torch.rule import rule_of
+from fullshard.text import bytes_text
+from fullshard.tiers.verdict import disk_rates
+
+GIB = 1 << 30
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="what", required=True)
+    floors = sub.add_parser("floors")
+    floors.add_argument("--disk", type=Path)
+    case = sub.add_parser("case")
+    case.add_argument("--preset", default="llama-bytes")
+    case.add_argument("--batch", type=int, default=2)
+    case.add_argument("--sequence", type=int, default=128)
+    case.add_argument("--accumulate", type=int, default=1)
+    case.add_argument("--remat", default="full")
+    case.add_argument("--compute", default="bf16")
+    case.add_argument("--reduce", default="fp32")
+    case.add_argument("--compile", action="store_true")
+    case.add_argument("--clip", type=float, nargs="+", default=[0.0], help="0: no clipping; several take turns on one state")
+    case.add_argument("--loss", default="summed", choices=["summed", "chunked"])
+    case.add_argument("--optimizer", default="device", choices=["device", "host", "disk"])
+    case.add_argument("--params", default="device", choices=["device", "host"])
+    case.add_argument("--part", type=float, default=1.0, help="share of the units, from the first on, that go there")
+    case.add_argument("--rest", default="device", choices=["device", "host", "disk"], help="where the other units' optimizer is")
+    case.add_argument("--cpu-share", type=float)
+    case.add_argument("--staging", type=int, default=4)
+    case.add_argument("--disk", type=Path)
+    case.add_argument("--cap", type=float, help="GiB of the device that may be used")
+    case.add_argument("--update", default="all", choices=["all", "none"])
+    case.add_argument("--steps", type=int, default=6)
+    case.add_argument("--warm", type=int, default=3)
+    return parser.parse_args()
+
+
+def measure_floors(args: argparse.Namespace) -> dict[str, float]:
+    device, rule = on_torch.start(), rule_of(fs.AdamW())
+    found = {"threads": float(share.update_threads()), "cpu_adamw_ns": share.cores_seconds(rule) / share.ELEMENTS * 1e9}
+    if device.type == "cuda":
+        found["pcie_each_way_gbs"] = 12 * share.ELEMENTS / share.bus_seconds(device, rule) / 1e9
+        found["share"] = share.measured_share(device, rule)
+    if args.disk:
+        rates = disk_rates(args.disk)
+        found |= {"disk_read_gbs": rates.read / 1e9, "disk_write_gbs": rates.write / 1e9}
+    return found
+
+
+def plan_for(args: argparse.Namespace, model: torch.nn.Module) -> fs.Plan:
+    description = on_torch.describe(model)
+    plan = fs.zero3(
+        description,
+        devices=1,
+        precision=fs.Precision(compute=args.compute, reduce=args.reduce),
+        batch=fs.Batch(args.batch, args.sequence, args.accumulate),
+        remat=args.remat,
+        compile=args.compile,
+    )
+    count = round(args.part * len(plan.units))
+    for i, unit in enumerate(plan.units):
+        home = fs.Home(args.params, args.optimizer) if i < count else fs.Home("device", args.rest)
+        plan = plan.change(unit.name, home=home)
+    if args.staging != 4:
+        plan = fs.Plan.from_dict({**plan.to_dict(), "staging": args.staging})
+    return plan
+
+
+def run_case(args: argparse.Namespace) -> list[dict[str, object]]:
+    device = on_torch.start()
+    if args.cap:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.cap * GIB / total)
+    model = on_torch.load_model(args.preset)
+    plan = plan_for(args, model)
+    began = time.perf_counter()
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4), disk=args.disk, cpu_share=args.cpu_share, first_step_checks=False)
+    ready = time.perf_counter() - began
+    vocab = fullshard.presets.preset(args.preset).vocab
+    ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), device=device)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    loss = on_torch.chunked_loss if args.loss == "chunked" else on_torch.summed_loss
+
+    parameters = sum(p.numel() for p in state.model.parameters())
+    about = {"parameters": parameters, "ready_s": ready}
+    return [{"clip": clip, **about, **timed(state, batch, loss, clip, args)} for clip in args.clip]
+
+
+def timed(
+    state: on_torch.State, batch: dict[str, torch.Tensor], loss: LossFunction, clip: float, args: argparse.Namespace
+) -> dict[str, object]:
+    """Seconds of a step, over several in a row."""
+
+    def step() -> float:
+        if args.update == "none":
+            value = sum(_forward_backward(state, batch, loss) for _ in range(args.accumulate))
+            state.optimizer.zero_grad()
+            return float(value)
+        return on_torch.train_step(state, [batch] * args.accumulate, loss=loss, clip=clip or None).numbers()[0]
+
+    for _ in range(args.warm):
+        last = step()
+    state.flush()
+    _reset(state.device)
+    start = time.perf_counter()
+    for _ in range(args.steps):
+        last = step()
+    state.flush()
+    seconds = (time.perf_counter() - start) / args.steps
+    tokens = args.batch * args.sequence * args.accumulate
+    return {"step_s": seconds, "tokens_s": tokens / seconds, "last_loss": last, **_memory(state)}
+
+
+def _forward_backward(state: on_torch.State, batch: dict[str, torch.Tensor], loss: LossFunction) -> float:
+    value = loss(state.model, batch)
+    (value / batch["labels"].numel()).backward()
+    return float(value.detach())
+
+
+def _reset(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _memory(state: on_torch.State) -> dict[str, object]:
+    """Bytes by tier; the host's resident memory is the kernel's count."""
+    found: dict[str, object] = {"host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
+    if state.device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    if state.tiers:
+        resting = state.tiers.resting
+        found |= {"arena_gib": resting.arena.nbytes / GIB, "cpu_share": _cpu_share(state)}
+        if resting.spooled:
+            found |= {"disk": bytes_text(resting.spooled.spool.nbytes), "read_gib": resting.spooled.read_bytes / GIB}
+    return found
+
+
+def _cpu_share(state: on_torch.State) -> float:
+    lanes = [p.lane for a in state.tiers.units for p in a.pieces]
+    return lanes.count("cpu") / max(1, len(lanes))
+
+
+def main() -> None:
+    args = arguments()
+    told = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if v is not None}
+    for found in [measure_floors(args)] if args.what == "floors" else run_case(args):
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
+        print(json.dumps({"torch": torch.__version__, **told, **rounded}), flush=True)
+    on_torch.finish()
+
+
+if __name__ == "__main__":
+    main()
