@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.activations import refuse_activations
 from fullshard.on_torch.homes import is_away
 from fullshard.on_torch.rule import rule_of
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
@@ -24,6 +25,7 @@ def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, dis
         _refuse_remat(unit, plan)
     _refuse_homes(plan, optimizer, disk)
     _refuse_parameters(model, plan)
+    refuse_activations(model, plan)
     refuse_tensor_axis(model, plan)
     if plan.compile and not any(
         len(u.modules) == 1 and u.modules[0] and any(model.get_submodule(u.modules[0]).children()) for u in plan.units
@@ -42,11 +44,6 @@ def _refuse_unknown_modules(unit: Unit, paths: list[str]) -> None:
 
 def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | None) -> None:
     for unit in plan.units:
-        if unit.home.activations != "device":
-            raise FullshardError(
-                f"unit {unit.name}: home.activations = {unit.home.activations!r} is not supported by this engine yet; "
-                "write 'device'"
-            )
         if unit.home.params == "disk":
             raise FullshardError(f"unit {unit.name}: home.params = 'disk' is not supported by this engine yet; write 'host'")
         if not is_away(unit):

@@ -42,7 +42,8 @@ def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(self).forward(self, *args, **kwargs)
-    return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=_keep_products, **_without_cache(kwargs))
+    contexts = getattr(self, "_fullshard_contexts", _keep_products)  # of activations that rest elsewhere
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
 
 
 def _keep_products() -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.on_torch import checks
+from fullshard.on_torch.activations import spill_activations
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.initialize import Initializer, materialize
@@ -60,6 +61,7 @@ def shard(
     if plan.compile:
         for module in compiled_modules(model, plan):
             module.forward = torch.compile(module.forward)
+    activations = spill_activations(model, plan, where)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
     resting = make_resting(model, plan, units, where, optimizer, disk, cpu_share)
@@ -71,7 +73,8 @@ def shard(
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
     tiers = Tiered(plan, where, resting, made) if resting else None
-    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks, tiers=tiers)
+    held = {"activations": activations, "tiers": tiers}
+    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks, **held)
 
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.on_torch.activations import Activations
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.tiered import Tiered
 from fullshard.plan import Plan
@@ -49,6 +50,7 @@ class State:
     loss_scale: LossScale | None = None
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
     checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
+    activations: Activations | None = None  # those that rest in host memory, if any do
     held: int | None = None  # bytes at rest after the first step: they do not change after it
     tiers: Tiered | None = None  # units whose state or parameters rest away from the device
 

@@ -1,0 +1,414 @@
+"""Activations that rest in host memory: what autograd saves in a unit's forward, copied out and brought back.
+
+Copies out run under the forward of the units after, copies back under the backward of those units, each on a
+stream of its own. The compute stream waits for them; the host never does. Knows nothing of the model but its units.
+"""
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.private import StorageWeakRef, TorchDispatchMode
+from fullshard.on_torch.remat import KEPT
+from fullshard.on_torch.slots import Slot, Slots
+from fullshard.plan import Plan, Unit
+
+SMALL = {"cuda": 1 << 20, "cpu": 1}  # bytes: less is not worth a copy on a GPU
+
+
+def refuse_activations(model: nn.Module, plan: Plan) -> None:
+    """Raise a `FullshardError` where activations away from the device cannot be had, or would change nothing."""
+    learning = False
+    for unit in plan.units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        learning = learning or any(p.requires_grad for m in modules for p in m.parameters())
+        if unit.home.activations != "device" and (why := _objection(unit, plan, modules, learning)):
+            raise FullshardError(f"unit {unit.name}: home.activations = {unit.home.activations!r} {why}")
+    chosen = _chosen(plan)
+    if chosen and not _spilled(plan):
+        raise FullshardError(
+            f"unit {chosen[0].name}: home.activations = 'host' has no effect: what the last unit saves is wanted back at once; "
+            "choose units before it, or write 'device'"
+        )
+
+
+def _objection(unit: Unit, plan: Plan, modules: list[nn.Module], learning: bool) -> str:
+    """Why not, or nothing."""
+    inside = [u.name for u in plan.units if u is not unit and _around(unit, u)]
+    recomputed = [u.name for u in plan.units if u is not unit and _around(u, unit) and u.remat != "none"]
+    if unit.home.activations == "disk":
+        return "is not supported: a step would wait for the disk; write 'host' or 'device'"
+    if inside:
+        return f"cannot be carried out around another unit ({inside[0]}); set it on the units inside"
+    if recomputed:
+        return f"has no effect: unit {recomputed[0]} around it recomputes it; write 'device'"
+    if not learning:
+        return "has no effect: nothing in this unit or before it is trained, so nothing is saved; write 'device'"
+    if all(isinstance(m, nn.Embedding) for m in modules):
+        return "has no effect: an embedding saves nothing but token ids; write 'device'"
+    return ""
+
+
+def _around(outer: Unit, inner: Unit) -> bool:
+    return any(not o or i.startswith(f"{o}.") for o in outer.modules for i in inner.modules)
+
+
+def _chosen(plan: Plan) -> list[Unit]:
+    return [u for u in plan.units if u.home.activations == "host"]
+
+
+def _row(plan: Plan) -> list[Unit]:
+    """The units that run one after the other: not those around others."""
+    return [u for u in plan.units if not any(v is not u and _around(u, v) for v in plan.units)]
+
+
+def _spilled(plan: Plan) -> dict[str, int]:
+    """The units whose activations leave the device, and how many units each has for a copy: as many as lie before the
+    next chosen one. The last unit of all, or the last but the head, stays: backward would want it back at once."""
+    row = _row(plan)
+    places = [i for i, u in enumerate(row) if u.home.activations == "host"]
+    leads = [after - place for place, after in pairwise(places)]
+    if places and len(row) - places[-1] > 2:
+        leads.append(leads[-1] if leads else 1)
+    return {row[place].name: lead for place, lead in zip(places, leads, strict=False)}
+
+
+def spill_activations(model: nn.Module, plan: Plan, device: torch.device) -> "Activations | None":
+    """Hooks on the modules of all units, if any unit's activations rest in host memory. Before FSDP's own, which then
+    run outside of them: parameters are gathered before and freed after."""
+    leads = _spilled(plan)
+    if not leads:
+        return None
+    activations = Activations(device, reach=max(leads.values()))
+    for unit in _row(plan):
+        for module in (model.get_submodule(path) for path in unit.modules):
+            if unit.name in leads:
+                activations.spill(module, unit, leads[unit.name], compiled=plan.compile)
+            module.register_forward_hook(activations.passed, always_call=True)
+    return activations
+
+
+class Spilled:
+    """The bytes of one storage in host memory, and on the device again once fetched. Lives as long as autograd
+    wants it: then the slot is free again."""
+
+    __slots__ = ("__weakref__", "copied", "device", "fetched", "forget", "key", "slot", "version")
+
+    def __init__(self, key: StorageWeakRef, version: int, slot: Slot, forget: "Callable[[Spilled], None]"):
+        self.key, self.version, self.slot, self.forget = key, version, slot, forget
+        self.device: Tensor | None = None
+        self.copied: torch.cuda.Event | None = None  # out
+        self.fetched: torch.cuda.Event | None = None  # back; nothing once the compute stream has waited for it
+
+    def __del__(self) -> None:
+        self.forget(self)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """In a saved tensor's place."""
+
+    spilled: Spilled
+    look: Callable[[Tensor], Tensor]  # from the storage's bytes to the tensor
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A tensor that is being copied out, held until then."""
+
+    tensor: Tensor
+    nbytes: int
+    version: int
+    done: torch.cuda.Event
+    lands: int  # the last visit it may stay in the air for
+
+
+class _Visit:
+    """One forward of one module: what was spilled in it, and the visit before it. Held by the graph it made."""
+
+    __slots__ = ("__weakref__", "before", "forwards", "index", "lead", "name", "spilled")
+
+    def __init__(self, index: int, before: "weakref.ref[_Visit] | None", name: str = "", lead: int = 0, forwards: bool = False):
+        self.index, self.before, self.name, self.lead = index, before, name, lead
+        self.forwards = forwards  # whether backward wants the first first, as recomputing does
+        self.spilled: list[weakref.ref[Spilled]] = []
+
+    def earlier(self) -> "_Visit | None":
+        return self.before() if self.before else None
+
+
+class Activations:
+    """Spills and fetches. `spilled` and `fetched` count the bytes since the start."""
+
+    def __init__(self, device: torch.device, reach: int):
+        cuda = device.type == "cuda"
+        self.device, self.reach, self.small = device, reach, SMALL[device.type]
+        self.spilled = self.fetched = 0
+        self.slots = Slots(pinned=cuda)
+        self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+        self.back: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+        self.flights: deque[_Flight] = deque()
+        self.flying = 0  # bytes of them
+        self.seen: dict[StorageWeakRef, weakref.ref[Spilled]] = {}
+        self.resident: set[int] = set()  # storages of parameters and buffers
+        self.open: tuple[_Visit, saved_tensors_hooks] | None = None
+        self.last: weakref.ref[_Visit] | None = None
+        self.visits = 0
+        self.idle: set[str] = set()  # units visited, but nothing spilled
+        self.largest = 0  # bytes of a visit
+        self.reusing = False  # slots may have been given back that copies back still read
+        self.settled = False  # a whole forward has been seen
+
+    # -- around the forward of a module ----------------------------------------------------------------
+
+    def spill(self, module: nn.Module, unit: Unit, lead: int, *, compiled: bool) -> None:
+        """From here on, spill what `module` saves."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._open(module, _Visit(self.visits, self.last, unit.name, lead, unit.remat != "none"))
+
+        module.register_forward_pre_hook(enter)
+        if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
+            module._fullshard_contexts = self._contexts  # type: ignore[assignment]
+
+    def _open(self, module: nn.Module, visit: _Visit) -> None:
+        with torch.no_grad():
+            self.resident = {_storage(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
+        hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self.open = (visit, hooks)
+        self.idle.add(visit.name)
+        hooks.__enter__()
+
+    def passed(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module's forward is over, or has failed."""
+        visit = _Visit(self.visits, self.last)
+        if self.open:
+            visit, hooks = self.open
+            self.open = None
+            hooks.__exit__()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if not torch.is_grad_enabled() or not tensors:
+            return
+        for tensor in tensors:
+            tensor.register_hook(lambda _: self._begin(visit))
+        self.largest = max(self.largest, sum(s.slot.bytes.numel() for s in _alive(visit)))
+        self.last = weakref.ref(visit)
+        self.visits += 1
+        self._land(until=visit.index)
+
+    def _begin(self, visit: _Visit) -> None:
+        """Backward has come to a module: bring up what the next ones need."""
+        self._settle()
+        self._land()
+        near = visit.earlier()
+        for _ in range(self.reach):
+            if near is None:
+                return
+            if visit.index - near.index <= near.lead:
+                wanted = [s for s in _alive(near) if s.device is None]
+                self._fetch(wanted if near.forwards else wanted[::-1])
+            near = near.earlier()
+
+    def _settle(self) -> None:
+        """After the first forward it is known what is spilled."""
+        if not self.settled and self.idle:
+            raise FullshardError(
+                f"unit {min(self.idle)}: home.activations = 'host' has no effect: its forward saved no tensor of at least "
+                f"{self.small} bytes; write 'device', or use a larger batch"
+            )
+        self.settled = True
+
+    # -- what autograd calls ---------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """In place of a tensor that autograd saves: where to find it."""
+        assert self.open is not None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not self._movable(local):
+            return tensor.detach()
+        visit, _ = self.open
+        spilled = self._find(local) or self._spill(local, visit)
+        if all(ref() is not spilled for ref in visit.spilled):
+            visit.spilled.append(weakref.ref(spilled))
+            self.idle.discard(visit.name)
+        return _Packed(spilled, _look(tensor, local))
+
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Packed):
+            return packed
+        spilled = packed.spilled
+        if spilled.device is None:
+            self._fetch([spilled])
+        self._await(spilled)
+        assert spilled.device is not None
+        return packed.look(spilled.device)
+
+    def _movable(self, tensor: Tensor) -> bool:
+        """Whether spilling it would free memory."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.device != self.device:
+            return False
+        storage = tensor.untyped_storage()
+        unusual = tensor.is_conj() or tensor.is_neg()
+        return not unusual and storage.nbytes() >= self.small and storage.data_ptr() not in self.resident
+
+    def _find(self, tensor: Tensor) -> Spilled | None:
+        """The same storage, spilled already: another view of it, or a table that all units share."""
+        found = self.seen.get(StorageWeakRef(tensor.untyped_storage()))
+        spilled = found() if found else None
+        return spilled if spilled is not None and spilled.version == tensor._version else None
+
+    # -- copies ----------------------------------------------------------------------------------------
+
+    def _spill(self, tensor: Tensor, visit: _Visit) -> Spilled:
+        source = _bytes(tensor)
+        spilled = Spilled(StorageWeakRef(tensor.untyped_storage()), tensor._version, self._take(source.numel()), self._forget)
+        self.seen[spilled.key] = weakref.ref(spilled)
+        self.spilled += source.numel()
+        if self.out is None:
+            spilled.slot.bytes.copy_(source)
+            return spilled
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        if self.reusing and self.back is not None:
+            self.out.wait_stream(self.back)
+            self.reusing = False
+        with torch.cuda.stream(self.out):
+            spilled.slot.bytes.copy_(source, non_blocking=True)
+        spilled.copied = self.out.record_event()
+        self.flights.append(_Flight(tensor.detach(), source.numel(), spilled.version, spilled.copied, visit.index + visit.lead))
+        self.flying += source.numel()
+        self._land(until=visit.index - 1, limit=self.largest)
+        return spilled
+
+    def _take(self, nbytes: int) -> Slot:
+        before = self.slots.nbytes
+        slot = self.slots.take(nbytes)
+        if self.settled and self.slots.nbytes > before:
+            warnings.warn(
+                f"activations need {self.slots.nbytes} bytes of host memory, {self.slots.nbytes - before} more than before: "
+                "a longer batch than the first",
+                stacklevel=2,
+            )
+        return slot
+
+    def _land(self, until: int | None = None, limit: int | None = None) -> None:
+        """Let go of tensors whose time in the air is over, the oldest first: by visit, and down to `limit` bytes.
+
+        The compute stream waits for their copies, so that it may use the memory again at once. Waiting for the
+        host to see a copy done would free nothing, as the host is far ahead.
+        """
+        while self.flights:
+            flight = self.flights[0]
+            if until is not None and flight.lands > until and not (limit and self.flying > limit):
+                return
+            self.flights.popleft()
+            self.flying -= flight.nbytes
+            torch.cuda.current_stream(self.device).wait_event(flight.done)
+            if flight.tensor._version != flight.version:
+                raise FullshardError(
+                    "a tensor that is saved for backward was changed in place: write x = x + y, not x += y, "
+                    "or home.activations = 'device'"
+                )
+
+    def _fetch(self, wanted: Iterable[Spilled]) -> None:
+        """Start copies back. The memory is the compute stream's, so that it is freed there without any wait."""
+        wanted = list(wanted)
+        for spilled in wanted:
+            spilled.device = torch.empty(spilled.slot.bytes.numel(), dtype=torch.uint8, device=self.device)
+            self.fetched += spilled.device.numel()
+        if self.back is not None:
+            self.back.wait_stream(torch.cuda.current_stream(self.device))
+            self.reusing = True
+        for spilled in wanted:
+            assert spilled.device is not None
+            if self.back is None:
+                spilled.device.copy_(spilled.slot.bytes)
+                continue
+            assert spilled.copied is not None
+            self.back.wait_event(spilled.copied)
+            with torch.cuda.stream(self.back):
+                spilled.device.copy_(spilled.slot.bytes, non_blocking=True)
+            spilled.fetched = self.back.record_event()
+
+    def _await(self, spilled: Spilled) -> None:
+        if spilled.fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(spilled.fetched)
+            spilled.fetched = None
+
+    def _forget(self, spilled: Spilled) -> None:
+        """Nobody wants it any more. If it was fetched for nothing, its memory must not be used before the copy is done."""
+        self._await(spilled)
+        self.slots.give(spilled.slot)
+        if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer one of the same storage
+            del self.seen[spilled.key]
+
+    # -- selective remat -------------------------------------------------------------------------------
+
+    def _contexts(self) -> tuple["_Keep", "_Again"]:
+        """As torch's selective contexts, which keep products out of autograd's sight and so on the device."""
+        kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
+        return _Keep(kept, self.pack), _Again(kept, self.unpack)
+
+
+class _Keep(TorchDispatchMode):
+    """In forward: products are kept."""
+
+    def __init__(self, kept: dict[Any, deque[Any]], pack: Callable[[Tensor], Any]):
+        super().__init__()
+        self.kept, self.pack = kept, pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self.kept:
+            self.kept[func].append(tree_map(lambda leaf: self.pack(leaf) if isinstance(leaf, Tensor) else leaf, out))
+        return out
+
+
+class _Again(TorchDispatchMode):
+    """In the recomputation: kept products are taken instead of computed, in the same order."""
+
+    def __init__(self, kept: dict[Any, deque[Any]], unpack: Callable[[Any], Tensor]):
+        super().__init__()
+        self.kept, self.unpack = kept, unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.kept:
+            return func(*args, **(kwargs or {}))
+        return tree_map(self.unpack, self.kept[func].popleft())
+
+
+def _alive(visit: _Visit) -> list[Spilled]:
+    return [s for ref in visit.spilled if (s := ref()) is not None]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _look(tensor: Tensor, local: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to see `tensor` in a copy of its storage."""
+    dtype, offset, size, stride = local.dtype, local.storage_offset(), local.size(), local.stride()
+
+    def look(memory: Tensor) -> Tensor:
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+    if not isinstance(tensor, DTensor):
+        return look
+    mesh, placements, shape, strides = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda memory: DTensor.from_local(look(memory), mesh, placements, run_check=False, shape=shape, stride=strides)

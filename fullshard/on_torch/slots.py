@@ -1,0 +1,95 @@
+"""Host memory in slots: taken and given back, never returned to the system while the run lasts.
+
+Chunks are added while the first step finds out how much it needs; after that the same slots are used again
+every step. Knows bytes, not what they mean.
+"""
+
+import weakref
+from bisect import insort
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512  # bytes: what the GPU's copy engines like best
+SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a chunk
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Some bytes of a chunk."""
+
+    chunk: "_Chunk"
+    start: int
+    end: int
+
+    @property
+    def bytes(self) -> Tensor:
+        return self.chunk.memory[self.start : self.end]
+
+
+class Slots:
+    """First fit over chunks of host memory, pinned or not."""
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.chunks: list[_Chunk] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What is held from the system."""
+        return sum(c.memory.numel() for c in self.chunks)
+
+    def take(self, nbytes: int) -> Slot:
+        rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        for chunk in self.chunks:
+            if (start := chunk.take(rounded)) is not None:
+                return Slot(chunk, start, start + nbytes)
+        # A quarter of what there is already: few chunks, and little of the last one in vain.
+        chunk = _Chunk(max(rounded, min(LARGEST, max(SMALLEST, self.nbytes // 4))), self.pinned)
+        self.chunks.append(chunk)
+        start = chunk.take(rounded)
+        assert start is not None
+        return Slot(chunk, start, start + nbytes)
+
+    def give(self, slot: Slot) -> None:
+        slot.chunk.give(slot.start, -(-slot.end // ALIGNMENT) * ALIGNMENT)
+
+
+@dataclass(eq=False)
+class _Chunk:
+    nbytes: int
+    pinned: bool
+    memory: Tensor = field(init=False)
+    free: list[tuple[int, int]] = field(init=False)  # holes, in order: start, end
+
+    def __post_init__(self) -> None:
+        self.memory = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.free = [(0, self.nbytes)]
+        if self.pinned:
+            _pin(self.memory)
+            weakref.finalize(self, _unpin, self.memory)
+
+    def take(self, nbytes: int) -> int | None:
+        for i, (start, end) in enumerate(self.free):
+            if end - start >= nbytes:
+                self.free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                return start
+        return None
+
+    def give(self, start: int, end: int) -> None:
+        insort(self.free, (start, end))
+        i = self.free.index((start, end))
+        if i + 1 < len(self.free) and self.free[i + 1][0] == end:
+            self.free[i : i + 2] = [(start, self.free[i + 1][1])]
+        if i and self.free[i - 1][1] == start:
+            self.free[i - 1 : i + 1] = [(self.free[i - 1][0], self.free[i][1])]
+
+
+def _pin(memory: Tensor) -> None:
+    """Not by torch's own pinned memory: its cache rounds up to powers of two and only grows."""
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
