@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fullshard.errors import FullshardError
+
 ALIGNMENT = 512  # bytes: what the GPU's copy engines like best
 SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a chunk
 
@@ -88,7 +90,12 @@ class _Chunk:
 
 def _pin(memory: Tensor) -> None:
     """Not by torch's own pinned memory: its cache rounds up to powers of two and only grows."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error):
+        raise FullshardError(
+            f"{memory.numel()} bytes of host memory cannot be pinned ({torch.cuda.cudart().cudaGetErrorString(error)}); "
+            "let less rest in host memory, or raise the limit on locked memory (ulimit -l)"
+        )
 
 
 def _unpin(memory: Tensor) -> None:
