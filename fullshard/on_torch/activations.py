@@ -149,11 +149,13 @@ class _Visit:
 
 
 class Activations:
-    """Spills and fetches. `spilled` and `fetched` count the bytes since the start."""
+    """Spills and fetches. `spilled` and `fetched` count the bytes since the start; `on` may be set to False between
+    two steps to compare with activations that stay."""
 
     def __init__(self, device: torch.device, reach: int):
         cuda = device.type == "cuda"
         self.device, self.reach, self.small = device, reach, SMALL[device.type]
+        self.on = True
         self.spilled = self.fetched = 0
         self.slots = Slots(pinned=cuda)
         self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
@@ -176,7 +178,7 @@ class Activations:
         """From here on, spill what `module` saves."""
 
         def enter(module: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled():
+            if self.on and torch.is_grad_enabled():
                 self._open(module, _Visit(self.visits, self.last, unit.name, lead, unit.remat != "none"))
 
         module.register_forward_pre_hook(enter)
@@ -228,15 +230,14 @@ class Activations:
                 f"unit {min(self.idle)}: home.activations = 'host' has no effect: its forward saved no tensor of at least "
                 f"{self.small} bytes; write 'device', or use a larger batch"
             )
-        self.settled = True
+        self.settled = self.spilled > 0
 
     # -- what autograd calls ---------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """In place of a tensor that autograd saves: where to find it."""
-        assert self.open is not None
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not self._movable(local):
+        if not self.open or not self._movable(local):
             return tensor.detach()
         visit, _ = self.open
         spilled = self._find(local) or self._spill(local, visit)

@@ -54,13 +54,13 @@ def start(case: Case, *, host: bool) -> on_torch.State:
     )
     plan = plan.change(case.blocks, home=HOST) if host else plan
     # Plain descent: parameters equal to the bit after a step had gradients equal to the bit in it.
-    return on_torch.shard(model, plan, fs.SGD(lr=0.1), seed=7, device="cpu")
+    return on_torch.shard(model, plan, fs.SGD(lr=0.1), seed=7, device=parity.DEVICE)
 
 
 def batches(state: on_torch.State, step: int, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:
     plan = state.plan
     draw = torch.Generator().manual_seed(100 * step + on_torch.data_rank(plan.mesh))
-    ids = torch.randint(0, parity.VOCAB, (plan.batch.accumulate, ROWS, length + 1), generator=draw)
+    ids = torch.randint(0, parity.VOCAB, (plan.batch.accumulate, ROWS, length + 1), generator=draw).to(state.device)
     return [{"input_ids": row[:, :-1], "labels": row[:, 1:]} for row in ids]
 
 
@@ -88,6 +88,17 @@ def compare(case: Case) -> dict:
         "moved": moved,
         "left": len(state.activations.seen),
     }
+
+
+def small_too(function, *args):
+    """`function` on a GPU, where small tensors would stay, and two runs of one program may differ."""
+    small, activations.SMALL["cuda"] = activations.SMALL["cuda"], 1
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return function(*args)
+    finally:
+        activations.SMALL["cuda"] = small
+        torch.use_deterministic_algorithms(False)
 
 
 def saved(case: Case, blocks: list[int]) -> int:
@@ -133,7 +144,7 @@ def ahead(remat: str, blocks: str, layers: int) -> list[int]:
     with torch.device("meta"):
         model = Llama(LlamaSize(24, layers, 4, 2, 42, parity.VOCAB, 64))
     plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(ROWS, LENGTH), remat=remat)
-    state = on_torch.shard(model, plan.change(blocks, home=HOST), fs.SGD(lr=0.1), seed=7, device="cpu")
+    state = on_torch.shard(model, plan.change(blocks, home=HOST), fs.SGD(lr=0.1), seed=7, device=parity.DEVICE)
     found: list[int] = []
     assert state.activations is not None
     for layer in state.model.model.layers:
@@ -228,7 +239,7 @@ def refusal(kind: str) -> str:
         outer = fs.Unit("decoder", ("model",), remat="full")
         plan = fs.Plan(plan.mesh, (outer, *plan.change("*.1", home=HOST).units[1:-1], fs.Unit("head", ("lm_head",))))
     try:
-        on_torch.shard(model, plan, device="cpu")
+        on_torch.shard(model, plan)
     except FullshardError as error:
         return str(error)
     return "no refusal"
