@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.private import StorageWeakRef, TorchDispatchMode
-from fullshard.on_torch.remat import KEPT
+from fullshard.on_torch.private import StorageWeakRef
+from fullshard.on_torch.remat import keep_products_by
 from fullshard.on_torch.slots import Slot, Slots
 from fullshard.plan import Plan, Unit
 
@@ -183,7 +183,7 @@ class Activations:
 
         module.register_forward_pre_hook(enter)
         if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
-            module._fullshard_contexts = self._contexts  # type: ignore[assignment]
+            module._fullshard_contexts = lambda: keep_products_by(self.pack, self.unpack)  # type: ignore[assignment]
 
     def _open(self, module: nn.Module, visit: _Visit) -> None:
         with torch.no_grad():
@@ -353,40 +353,6 @@ class Activations:
         self.slots.give(spilled.slot)
         if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer one of the same storage
             del self.seen[spilled.key]
-
-    # -- selective remat -------------------------------------------------------------------------------
-
-    def _contexts(self) -> tuple["_Keep", "_Again"]:
-        """As torch's selective contexts, which keep products out of autograd's sight and so on the device."""
-        kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
-        return _Keep(kept, self.pack), _Again(kept, self.unpack)
-
-
-class _Keep(TorchDispatchMode):
-    """In forward: products are kept."""
-
-    def __init__(self, kept: dict[Any, deque[Any]], pack: Callable[[Tensor], Any]):
-        super().__init__()
-        self.kept, self.pack = kept, pack
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in self.kept:
-            self.kept[func].append(tree_map(lambda leaf: self.pack(leaf) if isinstance(leaf, Tensor) else leaf, out))
-        return out
-
-
-class _Again(TorchDispatchMode):
-    """In the recomputation: kept products are taken instead of computed, in the same order."""
-
-    def __init__(self, kept: dict[Any, deque[Any]], unpack: Callable[[Any], Tensor]):
-        super().__init__()
-        self.kept, self.unpack = kept, unpack
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.kept:
-            return func(*args, **(kwargs or {}))
-        return tree_map(self.unpack, self.kept[func].popleft())
 
 
 def _alive(visit: _Visit) -> list[Spilled]:

@@ -5,12 +5,16 @@ are, and FSDP's hooks stay outside the recomputation.
 """
 
 import types
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
 
 # What `selective` keeps: the results of matrix products and attention. Everything else is cheap to redo.
@@ -48,6 +52,40 @@ def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _keep_products() -> Any:
     return create_selective_checkpoint_contexts(KEPT)
+
+
+def keep_products_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Any:
+    """As torch's selective contexts, but what is kept goes through `pack` and `unpack`: theirs holds it out of the sight
+    of autograd's hooks."""
+    kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
+    return _Keep(kept, pack), _Again(kept, unpack)
+
+
+class _Keep(TorchDispatchMode):
+    """In forward: products are kept."""
+
+    def __init__(self, kept: dict[Any, deque[Any]], pack: Callable[[Tensor], Any]):
+        super().__init__()
+        self.kept, self.pack = kept, pack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self.kept:
+            self.kept[func].append(tree_map(lambda leaf: self.pack(leaf) if isinstance(leaf, Tensor) else leaf, out))
+        return out
+
+
+class _Again(TorchDispatchMode):
+    """In the recomputation: kept products are taken instead of computed, in the same order."""
+
+    def __init__(self, kept: dict[Any, deque[Any]], unpack: Callable[[Any], Any]):
+        super().__init__()
+        self.kept, self.unpack = kept, unpack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.kept:
+            return func(*args, **(kwargs or {}))
+        return tree_map(self.unpack, self.kept[func].popleft())
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
