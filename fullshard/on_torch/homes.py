@@ -25,6 +25,11 @@ class Segment:
     start: int  # in this rank's part of the parameter, flat
     stop: int
     offset: int  # in the piece
+    shape: torch.Size  # of this rank's part of the parameter
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.shape.numel()
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Away:
         for i, (low, high) in enumerate(self.spans[: self.trained]):
             a, b = max(low, start), min(high, stop)
             if a < b:
-                found.append(Segment(i, a - low, b - low, a - start))
+                found.append(Segment(i, a - low, b - low, a - start, local(self.params[i]).shape))
         return found
 
     def view(self, flat: Tensor, index: int) -> Tensor:

@@ -3,11 +3,11 @@
 Each lane is a thread with a few slots of staging memory. It brings the next piece's bytes while it works on this one's,
 and tells the unit's job when the new parameters are queued. Gradients come in, parameters go out; the rest of the step
 only ever waits for those.
+
+The interpreter is shared with the thread that queues forward and backward, and every small call here delays a kernel
+there: copies of many parts are one call, and views that stay the same are made once.
 """
 
-import itertools
-import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from fullshard.on_torch.homes import Away, Piece
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.on_torch.streams import DONE, Moment, Stream
 
+FLYING = 3  # pieces under way in one direction: the bus serves copies in their order, and the other lane's are small
 CHUNK = 1 << 22  # elements of a narrow gradient that are widened at once, so that the wide copy stays in the caches
 
 
@@ -73,6 +74,7 @@ class Job:
     moments: list[Moment] = field(default_factory=list)  # when the parameters of each piece are new
     issued: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    now: bool = False  # gradients are fetched while updates run: the bus must have room for them
     had: list[bool] = field(default_factory=list)  # whether there was a gradient, by parameter
     counted: bool = False
 
@@ -84,13 +86,16 @@ class Job:
                 self.gradients, self.drained = [], {}
                 self.issued.set()
 
-    def collect(self, piece: Piece, into: Tensor) -> None:
-        """The piece's gradients, one after the other. Queued on the current stream."""
-        for s in piece.segments:
+    def collect(self, piece: Piece, parts: list[Tensor]) -> None:
+        """The piece's gradients to `parts`, a segment each. Queued on the current stream."""
+        targets, sources = [], []
+        for s, part in zip(piece.segments, parts, strict=True):
             gradient = self.gradients[s.parameter]
             if gradient is not None:
-                target = into[s.offset : s.offset + s.stop - s.start]
-                target.copy_(gradient.reshape(-1)[s.start : s.stop], non_blocking=True)
+                targets.append(part)
+                sources.append(gradient if s.whole else gradient.view(-1)[s.start : s.stop])
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def runs(self, piece: Piece) -> list[tuple[int, int, int]]:
         """(start, stop, parameter) of what is updated alike: neighbours of one group with equally many updates."""
@@ -110,8 +115,8 @@ class Job:
 
 
 class Lane:
-    """A thread that stages and applies pieces: of those that wait, the one that the next forward needs first, or, where
-    they are read ahead from a file (`in_turn`), in the order in which they came."""
+    """A thread that stages and applies pieces. `in_turn`: in the order in which they came, as they are read from a file;
+    else, of those whose gradients are there, the one that the next forward needs first."""
 
     def __init__(
         self,
@@ -123,41 +128,53 @@ class Lane:
         in_turn: bool,
     ):
         self.depth, self.stage, self.apply, self.in_turn = depth, stage, apply, in_turn
-        self.waiting: queue.PriorityQueue[tuple[int, int, Job | None, Piece | None]] = queue.PriorityQueue()
-        self.given = itertools.count()
+        self.waiting: list[tuple[Job, Piece]] = []
+        self.news = threading.Condition()
+        self.ending = False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True, name=name)
         self.thread.start()
 
     def give(self, job: Job, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self.waiting.put((0 if self.in_turn else piece.number, next(self.given), job, piece))
+        with self.news:
+            self.waiting += [(job, piece) for piece in pieces]
+            self.news.notify()
 
     def close(self) -> None:
-        self.waiting.put((sys.maxsize, 0, None, None))
+        with self.news:
+            self.ending = True
+            self.news.notify()
         self.thread.join()
 
     def _run(self) -> None:
         staged: deque[tuple[Job, Piece, Any]] = deque()
         with torch.no_grad():
             while True:
-                job, piece = self._next(block=not staged)
-                if job is None and not staged:
+                given = self._next(block=not staged)
+                if given is None and not staged:
                     return
-                if job is not None and piece is not None:
-                    staged.append((job, piece, self._guard(job, self.stage, job, piece)))
-                if job is None or len(staged) == self.depth:
+                if given is not None:
+                    staged.append((*given, self._guard(self.stage, *given)))
+                if given is None or len(staged) == self.depth:
                     job, piece, slot = staged.popleft()
-                    job.issue(self._guard(job, self.apply, job, piece, slot) or DONE)
+                    job.issue(self._guard(self.apply, job, piece, slot) or DONE)
 
-    def _next(self, block: bool) -> tuple[Job | None, Piece | None]:
-        """(None, None): nothing waits, or this is the end."""
-        try:
-            return self.waiting.get(block=block)[2:]
-        except queue.Empty:
-            return None, None
+    def _next(self, block: bool) -> tuple[Job, Piece] | None:
+        """None: nothing waits, and if that was waited for, this is the end."""
+        with self.news:
+            if block:
+                self.news.wait_for(lambda: self.waiting or self.ending)
+            if not self.waiting:
+                return None
+            return self.waiting.pop(0 if self.in_turn else self._first())
 
-    def _guard(self, job: Job, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _first(self) -> int:
+        """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming."""
+        there = {id(job): job.ready.done() for job, _ in self.waiting}
+        ready = [i for i, (job, _) in enumerate(self.waiting) if there[id(job)]]
+        return min(ready, key=lambda i: self.waiting[i][1].number) if ready else 0
+
+    def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What goes wrong here is raised where the step waits; whoever waits must not wait for ever."""
         if self.error is not None:
             return None
@@ -177,6 +194,31 @@ class Slot:
     out: Tensor | None = None
     free: Moment = DONE
     filled: Moment = DONE
+    views: dict[int, "Views"] = field(default_factory=dict)  # by piece
+
+    def of(self, piece: Piece) -> "Views":
+        if piece.number not in self.views:
+            n = piece.elements
+            out = None if self.out is None else self.out[:n]
+            gradients = segment_views(self.gradient, piece)
+            self.views[piece.number] = Views([t[:n] for t in self.state], self.gradient[:n], gradients, out)
+        return self.views[piece.number]
+
+
+@dataclass
+class Views:
+    """What of a slot a piece takes up."""
+
+    state: list[Tensor]
+    gradient: Tensor
+    gradients: list[Tensor]  # by segment
+    out: Tensor | None
+
+
+def segment_views(flat: Tensor, piece: Piece) -> list[Tensor]:
+    """A piece's segments in flat memory; whole parameters in their own shape, so that gradients are copied as they come."""
+    found = [flat[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
+    return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]
 
 
 class Streamed:
@@ -186,16 +228,19 @@ class Streamed:
         self.rule, self.store, self.slots, self.emit = rule, store, slots, emit
         self.up, self.work, self.down = Stream(device), Stream(device, first=True), Stream(device)
         self.turn = 0
+        self.rising: deque[Moment] = deque(maxlen=FLYING)
+        self.falling: deque[Moment] = deque(maxlen=FLYING)
 
     def stage(self, job: Job, piece: Piece) -> tuple[Slot, list[Tensor]]:
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
         resting, there = self.store.open(piece)
+        _hold(self.rising)
         with self.up:
             self.up.after(slot.free, there)
-            for target, source in zip(slot.state, resting, strict=True):
-                target[: piece.elements].copy_(source, non_blocking=True)
+            torch._foreach_copy_(slot.of(piece).state, resting, non_blocking=True)
             slot.filled = self.up.moment()
+        self.rising.append(slot.filled)
         return slot, resting
 
     def apply(self, job: Job, piece: Piece, staged: tuple[Slot, list[Tensor]]) -> Moment:
@@ -204,29 +249,37 @@ class Streamed:
         if skip:
             self.store.close(piece, None)
             return DONE
-        state = [t[: piece.elements] for t in slot.state]
+        views = slot.of(piece)
         with self.work:
             self.work.after(slot.filled, job.ready, job.go.moment)
-            job.collect(piece, slot.gradient)
+            job.collect(piece, views.gradients)
             for factor in job.go.factors:
-                slot.gradient[: piece.elements].mul_(factor.to(slot.gradient.dtype))
+                views.gradient.mul_(factor.to(slot.gradient.dtype))
             for start, stop, index in job.runs(piece):
-                part = [t[start:stop] for t in state]
-                gradient = slot.gradient[start:stop]
+                part = [t[start:stop] for t in views.state]
+                gradient = views.gradient[start:stop]
                 apply_rule(self.rule, part[0], gradient, part[1:], job.steps[index], job.groups[index])
-            new = self.emit(piece, state[0], slot, self.work)
+            new = self.emit(piece, views.state[0], slot, self.work)
             updated = self.work.moment()
+        if job.now:
+            _hold(self.falling)
         with self.down:
             self.down.after(updated)
-            for target, source in zip(resting, state, strict=True):
-                target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(resting, views.state, non_blocking=True)
             slot.free = self.down.moment()
+        self.falling.append(slot.free)
         self.store.close(piece, slot.free)
         return new
 
 
+def _hold(flying: deque[Moment]) -> None:
+    """Wait until not more than FLYING copies are under way with the next one."""
+    if len(flying) == FLYING:
+        flying[0].wait()
+
+
 class Cores:
-    """The CPU's lane: the gradient down, the update in place where the state rests, the new parameters up."""
+    """The CPU's lane: the gradient down, the update in place where the state rests, the new master up."""
 
     def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", threads: int):
         self.rule, self.store, self.slots, self.emit, self.threads = rule, store, slots, emit, threads
@@ -241,7 +294,7 @@ class Cores:
         if piece.number not in job.drained:
             with self.down:
                 self.down.after(job.ready)
-                job.collect(piece, slot.gradient)
+                job.collect(piece, slot.of(piece).gradients)
                 slot.filled = self.down.moment()
         return slot
 
@@ -254,8 +307,6 @@ class Cores:
         gradient, filled = job.drained.get(piece.number, (slot.gradient, slot.filled))
         filled.wait()
         there.wait()
-        slot.free.wait()
-        assert slot.out is not None
         chunk = piece.elements if gradient.dtype == resting[0].dtype else CHUNK
         for start, stop, index in job.runs(piece):
             for a in range(start, stop, chunk):
@@ -265,10 +316,13 @@ class Cores:
                     if factor != 1.0:  # a pass over memory for nothing
                         own.mul_(factor)
                 apply_rule(self.rule, resting[0][part], own, [m[part] for m in resting[1:]], job.steps[index], job.groups[index])
-                slot.out[part].copy_(resting[0][part])
-        self.store.close(piece, DONE)
         with self.up:
-            slot.free = new = self.emit(piece, slot.out, slot, self.up)
+            wide = resting[0]
+            if piece.away.unit.home.params == "device":  # narrowed there: the cores are scarcer than the bus
+                assert slot.out is not None
+                wide = slot.out[: piece.elements].copy_(wide, non_blocking=True)
+            new = self.emit(piece, wide, slot, self.up)
+        self.store.close(piece, new)
         return new
 
 

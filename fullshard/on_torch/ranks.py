@@ -18,6 +18,9 @@ def start(device: str | None = None) -> torch.device:
     Idempotent. On GPUs, collectives on CPU tensors go over gloo beside NCCL.
     """
     adopt_slurm()
+    # Streams share this many queues of the device, 8 if nobody says: gathers, reductions, copies both ways and updates are
+    # more, and a copy that shares its queue with compute waits for all of it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":

@@ -58,6 +58,8 @@ class Resting:
             self.spooled = Spooled(spooled, rule, self.master, disk, self.arena, self.largest)
         self.shards = {id(a): self._take(sum(a.padded), self.compute) for a in units if a.unit.home.params == "host"}
         self.changed: dict[int, Moment] = {}  # by piece: when its memory holds the last update
+        self.views: dict[int, list[Tensor]] = {}  # by piece: its master and moments
+        self.targets: dict[int, list[Tensor]] = {}  # by piece: where its segments' new parameters go
         self.up = Stream(device)
         self.fetched: dict[int, Moment] = {}
         self.consumed = DONE  # the last shard that was brought up has been gathered from
@@ -75,7 +77,7 @@ class Resting:
                 sizes.append(sum(a.padded) * compute)
         if any(p.lane == "cpu" for a in self.units for p in a.pieces):
             gradient = gradient_dtype(self.plan).itemsize
-            sizes += [self.largest * gradient, self.largest * compute] * GRAD_SLOTS
+            sizes += [self.largest * gradient] * GRAD_SLOTS
         if any(a.unit.home.optimizer == "disk" for a in self.units):
             sizes += [self.largest * master] * DISK_SLOTS * (1 + self.rule.slots)
         return sizes
@@ -94,8 +96,9 @@ class Resting:
     def open(self, piece: Piece) -> tuple[list[Tensor], Moment]:
         if piece.away.unit.home.optimizer == "disk":
             return self._spooled.open(piece)
-        found = [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
-        return found, self.changed.get(piece.number, DONE)
+        if piece.number not in self.views:
+            self.views[piece.number] = [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
+        return self.views[piece.number], self.changed.get(piece.number, DONE)
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
         if piece.away.unit.home.optimizer == "disk":
@@ -119,21 +122,21 @@ class Resting:
 
     def emit(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment:
         """New parameters, to where the unit's shards rest."""
-        away = piece.away
-        if away.unit.home.params == "device":
-            for s in piece.segments:
-                part = values[s.offset : s.offset + s.stop - s.start]
-                local(away.params[s.parameter]).reshape(-1)[s.start : s.stop].copy_(part, non_blocking=True)
-            return stream.moment()
-        if values.is_cuda:  # narrow on the device: half the bytes over the bus
+        if piece.number not in self.targets:
+            self.targets[piece.number] = self._targets(piece)
+        if piece.away.unit.home.params != "device" and values.is_cuda:  # narrow on the device: half the bytes over the bus
             assert out is not None
             values = out[: piece.elements].copy_(values)
-        starts = _starts(away)
-        for s in piece.segments:
-            part = values[s.offset : s.offset + s.stop - s.start]
-            at = starts[s.parameter]
-            self.shards[id(away)][at + s.start : at + s.stop].copy_(part, non_blocking=True)
+        sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
+        torch._foreach_copy_(self.targets[piece.number], sources, non_blocking=True)
         return stream.moment()
+
+    def _targets(self, piece: Piece) -> list[Tensor]:
+        away = piece.away
+        if away.unit.home.params == "device":
+            return [local(away.params[s.parameter]).view(-1)[s.start : s.stop] for s in piece.segments]
+        starts, shards = _starts(away), self.shards[id(away)]
+        return [shards[starts[s.parameter] + s.start : starts[s.parameter] + s.stop] for s in piece.segments]
 
     def fetch(self, away: Away, after: list[Moment]) -> Moment:
         """Bring a unit's shards to the device, for one gather."""

@@ -73,8 +73,9 @@ def shard(
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
     tiers = Tiered(plan, where, resting, made) if resting else None
-    held = {"activations": activations, "tiers": tiers}
-    return State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks, **held)
+    state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
+    state.activations, state.tiers = activations, tiers
+    return state
 
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:

@@ -26,7 +26,7 @@ class Stream:
                 self.stream.wait_event(moment.event)
 
     def moment(self) -> "Moment":
-        return Moment(self.stream.record_event() if self.stream else None)
+        return Moment(_record(self.stream) if self.stream else None)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """The tensor's memory is not given to others before what this stream has queued is done."""
@@ -43,7 +43,7 @@ class Moment:
     @classmethod
     def here(cls, device: torch.device) -> "Moment":
         """Of the current stream."""
-        return cls(torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None)
+        return cls(_record(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
 
     def hold_current(self) -> None:
         """The current stream goes on after it."""
@@ -57,6 +57,12 @@ class Moment:
         """The calling thread goes on after it."""
         if self.event is not None:
             self.event.synchronize()
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: the cores are for the updates
+    event.record(stream)
+    return event
 
 
 DONE = Moment()

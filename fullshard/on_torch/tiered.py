@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, Piece, gradient_dtype, local
-from fullshard.on_torch.lanes import Cores, Go, Job, Lane, Slot, Streamed
+from fullshard.on_torch.lanes import Cores, Go, Job, Lane, Slot, Streamed, segment_views
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.resting import Resting
 from fullshard.on_torch.share import update_threads
@@ -50,7 +50,11 @@ class Tiered:
         self.received: dict[str, list[Tensor]] = {}  # the same, by unit
         self.arrived: dict[int, set[int]] = {id(a): set() for a in self.units}
         self.doubtful: Go | None = None  # an eager step of which it is not known yet whether its gradients were finite
+        self.settings: list[dict[str, Any]] = []  # the optimizer's groups as they are in this step
+        order = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]} if optimizer else {}
+        self.group_of = {id(a): [order[id(p)] for p in a.params[: a.trained]] for a in self.units}
         self.drain = Stream(device)
+        self.drain_views: dict[int, list[Tensor]] = {}
         self.drains: dict[int, Tensor] = {}
         self._lanes()
         self._hook()
@@ -78,7 +82,7 @@ class Tiered:
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self._emit)
         self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
         count = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in pieces))
-        staging = [Slot([], self._pinned(largest, self.dtype), self._pinned(largest, compute)) for _ in range(count)]
+        staging = [Slot([], self._pinned(largest, self.dtype), make(dtype=master, device=self.device)) for _ in range(count)]
         self.cores = cores = Cores(
             self.device, self.rule, self.resting, staging, self._emit, update_threads() if self.device.type == "cuda" else 0
         )
@@ -102,6 +106,8 @@ class Tiered:
         self._doubt()
         self.eager, self.draining, self.go = eager, draining, Go()
         self.norms, self.received = {}, {}
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self.settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         if draining and not self.drains:
             self._make_drains()
         for arrived in self.arrived.values():
@@ -140,11 +146,11 @@ class Tiered:
     def _reduced(self, away: Away) -> None:
         """All gradients of a unit are there."""
         found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
-        for p, g in zip(away.params, found, strict=False):
-            if g is not None:
-                norm = torch._foreach_norm([g])[0].float()
-                self.norms[id(p)] = norm
-                self.received.setdefault(away.unit.name, []).append(norm)
+        there = [(p, g) for p, g in zip(away.params, found, strict=False) if g is not None]
+        if there:
+            norms = torch._foreach_norm([g for _, g in there], 2.0, torch.float32)
+            self.norms |= {id(p): norm for (p, _), norm in zip(there, norms, strict=True)}
+            self.received[away.unit.name] = list(norms)
         job = self._job(away) if self.eager else self.coming[id(away)]
         job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
         self._settings(job)
@@ -152,6 +158,7 @@ class Tiered:
             p.grad = None
         if self.eager:
             self._keep(job)
+            job.now = True
             self.jobs[id(away)] = job
             self.resting.expect(away.pieces)
             self._give(job, "cpu")
@@ -160,20 +167,14 @@ class Tiered:
             self._drain(job)
 
     def _settings(self, job: Job) -> None:
-        assert self.optimizer is not None
-        by_id = {id(p): {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups for p in g["params"]}
-        merged: dict[str, dict[str, Any]] = {}
-        for i, p in enumerate(job.away.params[: job.away.trained]):
-            group = by_id[id(p)]
-            job.groups.append(merged.setdefault(repr(group), group))
-            job.steps.append(self.steps[id(job.away)][i] + 1)
+        job.groups = [self.settings[i] for i in self.group_of[id(job.away)]]
+        job.steps = [step + 1 for step in self.steps[id(job.away)]]
 
     def _keep(self, job: Job) -> None:
-        """FSDP may not have the gradients' memory before the lanes have read it."""
-        for g in job.gradients:
-            if g is not None:
-                self.streamed.work.keep(g)
-                self.cores.down.keep(g)
+        """FSDP may not have the gradients' memory, one storage for all of a unit's, before the lanes have read it."""
+        for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
+            self.streamed.work.keep(g)
+            self.cores.down.keep(g)
 
     def _make_drains(self) -> None:
         """Memory for the gradients of the CPU's pieces, between backward and the norm."""
@@ -181,6 +182,7 @@ class Tiered:
         sizes = [p.elements * self.dtype.itemsize for p in pieces]
         self.drain_arena = Arena(room(sizes), self.device.type == "cuda", "gradients that wait for the global norm")
         self.drains = {p.number: self.drain_arena.take(n).view(self.dtype) for p, n in zip(pieces, sizes, strict=True)}
+        self.drain_views = {p.number: segment_views(self.drains[p.number], p) for p in pieces}
 
     def _give(self, job: Job, lane: LaneName) -> None:
         (self.cpu if lane == "cpu" else self.gpu).give(job, [p for p in job.away.pieces if p.lane == lane])
@@ -192,11 +194,10 @@ class Tiered:
             for piece in job.away.pieces:
                 if piece.lane == "cpu":
                     target = self.drains[piece.number]
-                    job.collect(piece, target)
+                    job.collect(piece, self.drain_views[piece.number])
                     job.drained[piece.number] = (target, self.drain.moment())
-        for g in job.gradients:
-            if g is not None:
-                self.drain.keep(g)
+        for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
+            self.drain.keep(g)
 
     def backward_done(self) -> None:
         """Units of which some parameters had no gradient are complete now."""
