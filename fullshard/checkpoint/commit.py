@@ -24,6 +24,7 @@ from fullshard.errors import FullshardError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")
+_HALF = re.compile(r"\.(recipe\.json|plan\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
 PROBE = ".probe-"  # files by which ranks find out who shares a disk
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
@@ -165,7 +166,7 @@ def garbage(shelf: Place) -> tuple[list[str], list[str]]:
     """What killed writers left: names to sweep, and names that a live process still holds."""
     found = [n for n in shelf.directories() if _is_garbage(shelf, n)]
     found += [n for n in shelf.files() if n.startswith(PROBE)]
-    held = [n for n in found if isinstance(shelf, Local) and _is_held(shelf.path / n)]
+    held = [n for n in found if isinstance(shelf, Local) and is_held(shelf.path / n)]
     return [n for n in found if n not in held], held
 
 
@@ -175,7 +176,13 @@ def _is_garbage(shelf: Place, name: str) -> bool:
     return step_of(name) is not None and MANIFEST not in shelf.child(name).files()
 
 
-def _is_held(path: Path) -> bool:
+def half_written(run: Place) -> list[str]:
+    """What a kill left in a run's directory itself: files and exports whose whole is not there yet."""
+    return [n for n in [*run.files(), *run.directories()] if _HALF.fullmatch(n)]
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds this directory or file."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -198,7 +205,15 @@ def sweep(shelf: Place) -> list[str]:
 
 
 def sweep_one(shelf: Place, name: str) -> None:
-    shelf.remove_file(name) if name.startswith(PROBE) else shelf.child(name).remove()
+    shelf.remove_file(name) if name in shelf.files() else shelf.child(name).remove()
+
+
+def sweep_run(run: Place) -> list[str]:
+    """Delete what is half written in a run's directory; whoever calls this holds it, or knows that nobody does."""
+    dead = half_written(run)
+    for name in dead:
+        sweep_one(run, name)
+    return dead
 
 
 @contextmanager

@@ -141,10 +141,16 @@ def gc(
     keep: Annotated[int, typer.Option(metavar="N", help="Also remove all but the newest N.", show_default="all stay")] = 0,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove what killed runs left behind: partial checkpoints. One that is being written stays."""
+    """Remove what killed runs left behind: partial checkpoints and files. What is being written stays."""
     from fullshard.checkpoint import commit
+    from fullshard.checkpoint.place import Local, open_place
 
-    shelf = commit.find_shelf(path)
+    run, shelf = open_place(path), commit.find_shelf(path)
+    if isinstance(run, Local) and not commit.is_held(run.path):
+        for name in commit.half_written(run):
+            typer.echo(name)
+            if not dry:
+                commit.sweep_one(run, name)
     dead, held = commit.garbage(shelf)
     old = commit.committed(shelf)[:-keep] if keep > 0 else []
     for name in [*dead, *old]:

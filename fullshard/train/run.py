@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
 from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export, shelf_of
@@ -44,6 +45,7 @@ def execute(prepared: Prepared, directory: Path, resume: str | None = None) -> N
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     held.enter_context(commit.hold_run(directory))
+    commit.sweep_run(Local(directory))
     refuse_export(prepared.recipe, directory)
 
 

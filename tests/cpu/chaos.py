@@ -1,11 +1,12 @@
 """Kills: a warm process forks ranks that train, and they die at a chosen moment, by SIGKILL, as a machine would kill them.
 
-Torch is imported once, in a parent that makes no threads and no process group; a child costs a fork. A rank
-can be told to die at its n-th call into the filesystem, before, in the middle of or after it: that way every phase
-of a save is met. Or it is killed from outside, at a random time.
+Torch is imported once, in a parent that makes no threads and no process group; a child costs a fork. A rank can be told
+to die in a phase of a save, before, in the middle of or after the call that makes it; or it is killed from outside, at a
+random time. Each rank notes which rows every step trained on; `tests/cpu/judge.py` says what must hold after a kill.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -13,27 +14,62 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-CALLS = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "rename", "unlink", "rmdir", "replace", "write")
+CALLS = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "rename", "unlink", "rmdir", "replace")
+EVERYBODY = ("open shard", "pwrite shard", "fsync shard")  # phases that all ranks go through
+PHASES = (
+    "mkdir staging",
+    *EVERYBODY,
+    "open manifest",
+    "pwrite manifest",
+    "fsync manifest",
+    "fsync staging",
+    "rename staging",  # the commit
+    "fsync shelf",
+    "rename checkpoint",  # retention, from here on
+    "unlink shard",
+    "unlink manifest",
+    "rmdir removed",
+)
+STORE_PHASES = ("remove_file manifest", "write shard", "write manifest", "remove checkpoint")  # of an object store
 
 
 @dataclass(frozen=True)
 class Kill:
-    """How a run ends: at the `call`-th filesystem call of rank `rank`, or after `seconds`, of one rank or all."""
+    """How a run ends: the `nth` time that rank `rank` comes to `phase`, or after `seconds`; of one rank or all."""
 
     rank: int | None  # None: all
-    call: int | None = None
+    phase: str | None = None
+    nth: int = 1
     when: str = "before"  # before | half | after
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{'all' if self.rank is None else 'one'}, " + (f"{self.when} {self.phase}" if self.phase else "by the clock")
 
-def run_once(here: str, name: str, world: int, overrides: list[str], kill: Kill | None, timeout: float = 60.0) -> list[int]:
-    """Fork ranks that resume the run; the exit statuses as waitpid gives them."""
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run: its ranks write the rows that they train on to `notes`."""
+
+    here: str
+    name: str
+    world: int
+    overrides: list[str]
+    notes: str
+    kill: Kill | None = None
+
+
+def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
+    """Fork ranks that begin or resume the run; the exit statuses as waitpid gives them."""
+    kill = attempt.kill
     with tempfile.TemporaryDirectory() as meeting:
-        children = [_fork(here, name, rank, world, overrides, kill, meeting) for rank in range(world)]
-        if kill and kill.call is None:
+        children = [_fork(attempt, rank, meeting) for rank in range(attempt.world)]
+        if kill and kill.phase is None:
             time.sleep(kill.seconds)
             for rank, child in enumerate(children):
                 if kill.rank in (None, rank):
@@ -62,17 +98,17 @@ def _reap(children: list[int], timeout: float) -> list[int]:
     return [found[c] for c in children]
 
 
-def _fork(here: str, name: str, rank: int, world: int, overrides: list[str], kill: Kill | None, meeting: str) -> int:
+def _fork(attempt: Attempt, rank: int, meeting: str) -> int:
     child = os.fork()
     if child:
         return child
     try:
         with contextlib.suppress(OSError):
             os.setsid()
-        log = os.open(f"{here}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(f"{attempt.here}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _rank(here, name, rank, world, overrides, kill, meeting)
+        _rank(attempt, rank, meeting)
         os._exit(0)
     except BaseException:
         import traceback
@@ -82,7 +118,7 @@ def _fork(here: str, name: str, rank: int, world: int, overrides: list[str], kil
         os._exit(1)
 
 
-def _rank(here: str, name: str, rank: int, world: int, overrides: list[str], kill: Kill | None, meeting: str) -> None:
+def _rank(attempt: Attempt, rank: int, meeting: str) -> None:
     import torch.distributed as dist
 
     from fullshard.train.prepare import prepare
@@ -90,130 +126,135 @@ def _rank(here: str, name: str, rank: int, world: int, overrides: list[str], kil
     from fullshard.train.run import execute
 
     os.environ["LOCAL_RANK"] = str(rank)
-    os.chdir(here)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{meeting}/store", world), rank=rank, world_size=world)
-    prepared = prepare(load_recipe("recipe.toml", overrides), world)
-    if kill and kill.call is not None and kill.rank in (None, rank):
-        _die_at(kill)
-    execute(prepared, Path("runs") / name, "auto")
+    os.chdir(attempt.here)
+    store = dist.FileStore(f"{meeting}/store", attempt.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=attempt.world)
+    prepared = prepare(load_recipe("recipe.toml", attempt.overrides), attempt.world)
+    _note_rows(f"{attempt.notes}-{rank}")
+    if attempt.kill and attempt.kill.phase and attempt.kill.rank in (None, rank):
+        _die_in(attempt.kill)
+    execute(prepared, Path("runs") / attempt.name, "auto")
     dist.barrier()
 
 
-def _die_at(kill: Kill) -> None:
-    """Count this process's calls that change the filesystem, and die at one of them."""
+def _note_rows(path: str) -> None:
+    """Write down, before each step, which rows it trains on; one write, which the kernel keeps when we die."""
+    from fullshard import on_torch
+
+    file, write, train_step = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.write, on_torch.train_step
+
+    def noted(state: Any, micro_batches: list[dict], **options: Any) -> Any:
+        rows = [row_digest(i, t) for m in micro_batches for i, t in zip(m["input_ids"], m["labels"], strict=True)]
+        write(file, (json.dumps([state.step + 1, rows]) + "\n").encode())
+        return train_step(state, micro_batches, **options)
+
+    on_torch.train_step = noted
+
+
+def row_digest(inputs: Any, labels: Any) -> str:
+    return hashlib.blake2b(inputs.astype("<i8").tobytes() + labels.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+
+# -- dying --------------------------------------------------------------------------------------------------
+
+
+def _die_in(kill: Kill) -> None:
+    """Watch this process's calls that change what is stored, and die in one of them."""
     count = 0
 
-    def wrapped(function):
+    def reached(phase: str) -> bool:
+        nonlocal count
+        count += phase == kill.phase
+        return phase == kill.phase and count == kill.nth
+
+    if kill.phase in STORE_PHASES:
+        return _watch_store(kill, reached)
+    pwrite = os.pwrite
+
+    def watched(name: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
-            nonlocal count
-            if function is opened and not args[1] & (os.O_WRONLY | os.O_RDWR):
-                return function(*args, **kwargs)  # reading changes nothing
-            count += 1
-            if count == kill.call:
-                note(function.__name__, args)
-                if kill.when == "half" and function is pwrite:
-                    pwrite(args[0], args[1][: len(args[1]) // 2], args[2])
-                if kill.when == "after":
-                    function(*args, **kwargs)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
+            reads = name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR)  # which changes nothing
+            if reads or not reached(f"{name} {_kind(args[0])}"):
+                return function(*args, **kwargs)
+            if kill.when == "half" and name == "pwrite":
+                pwrite(args[0], args[1][: len(args[1]) // 2], args[2])
+            if kill.when == "after":
+                function(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
 
         return call
 
-    pwrite, opened, write = os.pwrite, os.open, os.write
-
-    def note(name: str, args: tuple) -> None:
-        """Where death met us, for the count of phases."""
-        where = next((os.fspath(a) for a in args if isinstance(a, str | os.PathLike)), "")
-        write(opened("died", os.O_WRONLY | os.O_CREAT | os.O_APPEND), f"{name} {os.path.basename(where)}\n".encode())
-
     for name in CALLS:
-        setattr(os, name, wrapped(getattr(os, name)))
+        setattr(os, name, watched(name, getattr(os, name)))
 
 
-def random_kill(draw: random.Random, world: int, seconds: tuple[float, float]) -> Kill:
-    """Half of them meet the first rank, who commits and retires, at a call of its first two saves."""
-    rank = draw.choice([None, *range(world)])
-    if draw.random() < 0.3:
-        return Kill(rank, seconds=draw.uniform(*seconds))
-    return Kill(
-        draw.choice([0, draw.randrange(world)]), call=draw.randrange(1, 50), when=draw.choice(["before", "half", "after"])
-    )
+def _watch_store(kill: Kill, reached: Callable[[str], bool]) -> None:
+    from fullshard.checkpoint.place import Remote
+
+    def watched(name: str, function: Callable) -> Callable:
+        def call(place, *args, **kwargs):
+            if not reached(f"{name} {_kind(args[0] if args else place.path)}"):
+                return function(place, *args, **kwargs)
+            if kill.when == "half" and name == "remove":  # one object gone, the others there
+                place.filesystem.rm_file(f"{place.path}/{sorted(place.files())[0]}")
+            if kill.when == "after":
+                function(place, *args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return call
+
+    for name in ("write", "remove_file", "remove"):
+        setattr(Remote, name, watched(name, getattr(Remote, name)))
 
 
-# -- the judge ----------------------------------------------------------------------------------------------
+def _kind(where: Any) -> str:
+    """What a path, or an open file, is to a save."""
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else os.fspath(where))
+    if name.startswith(".step-"):
+        return "staging" if name.endswith(".partial") else "removed"
+    heads = {"step-": "checkpoint", "shard-": "shard", "manifest": "manifest", "checkpoints": "shelf"}
+    return next((kind for head, kind in heads.items() if name.startswith(head)), name)
 
 
-def judge(here: str, name: str, wanted: dict[int, float]) -> dict:
-    """After a kill: what stands is whole, what was logged is the uninterrupted run's, and garbage goes."""
-    from fullshard.checkpoint import commit
-    from fullshard.checkpoint.place import Local
-    from fullshard.checkpoint.verify import problems
-
-    run = Path(here) / "runs" / name
-    shelf = Local(run / "checkpoints")
-    names = commit.committed(shelf)
-    for found in names:
-        assert problems(shelf.child(found)) == []
-        manifest = commit.read_manifest(shelf.child(found))
-        assert manifest.cursor == manifest.step * 4, "a sample was lost or repeated"
-    lines = (run / "metrics.jsonl").read_text().split("\n") if (run / "metrics.jsonl").exists() else [""]
-    logged = [json.loads(line) for line in lines[:-1]]  # the last one may be cut off
-    steps = [m["step"] for m in logged if "loss" in m]
-    assert steps == list(range(1, len(steps) + 1)), "a step is missing or logged twice"
-    assert all(m["loss"] == wanted[m["step"]] for m in logged if "loss" in m), "another loss than the uninterrupted run's"
-    commit.sweep(shelf)
-    left = [p.name for p in shelf.path.iterdir()] if shelf.path.exists() else []
-    extra = [n for n in left if n not in names]
-    assert extra == [], f"gc left {extra}"
-    newest = commit.step_of(names[-1]) if names else 0
-    return {"steps": len(steps), "newest": newest}
+def kills(draw: random.Random, world: int, phases: tuple[str, ...], seconds: tuple[float, float]) -> Iterator[Kill]:
+    """Every phase in turn, in a random order, and every third time the clock."""
+    while True:
+        for i, phase in enumerate(draw.sample(phases, len(phases))):
+            if i % 2 == 0:
+                yield Kill(draw.choice([None, *range(world)]), seconds=draw.uniform(*seconds))
+            rank = draw.choice([None, *range(world)]) if phase in EVERYBODY else 0
+            yield Kill(rank, phase, draw.choice([1, 2]), draw.choice(["before", "half", "after"]))
 
 
-def main(here: str, kills: int, seed: int, world: int = 2) -> dict:
-    """A run that is killed `kills` times and goes on each time, beside one that is not."""
+# -- a run that is killed again and again -------------------------------------------------------------------
+
+BASE = ["checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant", "train.global_batch=4", "train.micro_batch=1"]
+
+
+def main(here: str, count: int, seed: int, world: int, options: list[str]) -> dict:
+    """A run that is killed `count` times and goes on each time, beside one that is not."""
     import fullshard.on_torch
     import fullshard.train.run  # noqa: F401
+    from tests.cpu.judge import Judge
 
     draw = random.Random(seed)
-    base = [f"train.steps={100_000}", "checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant"]
-    base += ["train.global_batch=4", "train.micro_batch=1"]
-    wanted: dict[int, float] = {}
-    killed, newest, began = 0, 0, time.monotonic()
-    modes: dict[str, int] = {}
-    while killed < kills:
-        kill = random_kill(draw, world, (0.2, 1.2))
-        statuses = run_once(here, "chaos", world, base, kill)
+    store = any("://" in o for o in options)
+    judge = Judge(here, world, [*BASE, *options])
+    began = time.monotonic()
+    met: dict[str, int] = {}
+    planned = kills(draw, world, STORE_PHASES if store else PHASES, (0.3, 2.0))
+    for number in range(count):
+        kill = next(planned)
+        attempt = Attempt(here, "chaos", world, [*judge.options, "train.steps=100000"], f"{here}/chaos-{number}", kill)
+        statuses = run_once(attempt)
         if not any(os.WIFSIGNALED(s) for s in statuses):
-            raise AssertionError("nobody died: " + (Path(here) / "rank0.log").read_text()[-2000:])
-        killed += 1
-        mode = f"{'all' if kill.rank is None else 'one'} {'by the clock' if kill.call is None else kill.when + ' a call'}"
-        modes[mode] = modes.get(mode, 0) + 1
-        steps = _logged(here, "chaos")
-        if steps > len(wanted):
-            wanted = _uninterrupted(here, 2 * steps + 40, world, base)
-        found = judge(here, "chaos", wanted)
-        assert found["newest"] >= newest, "a committed checkpoint was lost"
-        newest = found["newest"]
-    died = (Path(here) / "died").read_text().split("\n")[:-1]
-    calls = {name: sum(line.startswith(f"{name} ") for line in died) for name in CALLS}
-    return {"kills": killed, "modes": modes, "calls": calls, "steps": newest, "seconds": time.monotonic() - began}
-
-
-def _logged(here: str, name: str) -> int:
-    path = Path(here) / "runs" / name / "metrics.jsonl"
-    return path.read_text().count('"loss"') if path.exists() else 0
-
-
-def _uninterrupted(here: str, steps: int, world: int, base: list[str]) -> dict[int, float]:
-    """The losses of the first `steps` steps without a kill, from the beginning. The schedule is constant, so the length
-    of the run changes nothing."""
-    name = f"whole{steps}"
-    statuses = run_once(here, name, world, [*base, f"train.steps={steps}", "checkpoint.every=0"], None, 300.0)
-    assert statuses == [0] * world, (Path(here) / "rank0.log").read_text()[-3000:]
-    lines = (Path(here) / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return {m["step"]: m["loss"] for m in map(json.loads, lines) if "loss" in m}
+            raise AssertionError(f"nobody died ({kill}): " + (Path(here) / "rank0.log").read_text()[-2000:])
+        met[str(kill)] = met.get(str(kill), 0) + 1
+        judge.after(attempt, in_place=draw.random() < 0.5)
+    judge.end()
+    seconds = round(time.monotonic() - began)
+    return {"kills": count, "met": met, "steps": judge.newest, "rows": judge.newest * 4, "epoch": judge.epoch, "seconds": seconds}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])))

@@ -15,6 +15,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
+from tests.cpu.chaos import PHASES
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -24,22 +25,41 @@ ROOT = Path(__file__).parents[2]
 def here(tmp_path) -> Path:
     (tmp_path / "model.py").write_text(MODEL.replace("layers=2", "layers=1").replace("dim=32", "dim=16"))
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    pack(sorted(Path(json.__file__).parent.glob("*.py")), tmp_path / "tokens", workers=1)
+    pack([Path(json.__file__).with_name("scanner.py")], tmp_path / "tokens", workers=1)  # 75 samples: many epochs
     return tmp_path
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(10, 0), *(pytest.param(50, seed, marks=pytest.mark.full) for seed in range(1, 5))])
-def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed):
-    """In a process of its own that forks ranks; see `tests/cpu/chaos.py` for what is checked after each kill."""
-    line = [sys.executable, "-m", "tests.cpu.chaos", str(here), str(kills), str(seed)]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+WHOLE = [
+    (1, 2, []),
+    (2, 4, ["plan.strategy=hybrid", "plan.replicate=2"]),
+    (3, 2, ["plan.strategy=ddp", "checkpoint.background=false"]),
+    (4, 1, ["optim.name=sgd", "optim.momentum=0.9"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kills", "seed", "world", "options"),
+    [(10, 0, 2, []), *(pytest.param(50, *case, marks=pytest.mark.full) for case in WHOLE)],
+    ids=str,
+)
+def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed, world, options):
+    """What holds after each kill is in `tests/cpu/judge.py`: whole checkpoints, the losses and the rows of the
+    uninterrupted run, every sample of the token file once an epoch, no garbage."""
+    found = carry_out(here, kills, seed, world, options)
     assert found["kills"] == kills
-    assert found["steps"] > 0
-    print(found)
-    if kills >= 50:  # the calls that make and commit a checkpoint have been died in
-        assert all(found["calls"][name] for name in ("open", "pwrite", "fsync", "rename"))
+    assert found["rows"] > found["epoch"]  # so that every sample had its turn
+    if kills >= 50:  # somebody died in every phase of a save
+        assert {m.split(" ", 2)[2] for m in found["met"]} >= {*PHASES}
+
+
+def carry_out(here: Path, kills: int, seed: int, world: int, options: list[str], **variables: str) -> dict:
+    """In a process of its own that forks ranks."""
+    line = [sys.executable, "-m", "tests.cpu.chaos", str(here), str(kills), str(seed), str(world), *options]
+    surroundings = environment() | variables
+    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)
+    return json.loads(done.stdout)
 
 
 @pytest.mark.full

@@ -1,0 +1,146 @@
+"""What must hold after a run was killed: whole checkpoints, the losses and the rows of the uninterrupted run, no garbage."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.verify import problems
+from fullshard.commands import checkpoint as commands
+from fullshard.data import TokenFile
+from fullshard.train.checkpoints import shelf_of
+from fullshard.train.recipe import load_recipe
+from tests.cpu.chaos import Attempt, row_digest, run_once
+
+ROWS = 4  # of a step
+KNOWN = {"recipe.json", "plan.json", "metrics.jsonl", "checkpoints"}
+
+
+class Judge:
+    """Follows one run from kill to kill.
+
+    `lineage[s]` are the rows that step s + 1 of the state in the newest checkpoint was trained on, as its ranks noted
+    them: each attempt goes on where the newest checkpoint stood, and what was trained beyond it is forgotten.
+    """
+
+    def __init__(self, here: str, world: int, options: list[str]):
+        self.here, self.world, self.options = Path(here), world, options
+        self.run = self.here / "runs/chaos"
+        self.shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.run)
+        self.lineage: list[list[str]] = []
+        self.newest = 0
+        self.wanted: list[tuple[float, list[str]]] = []  # of the uninterrupted run: the loss and the rows of each step
+        self.samples = samples(self.here / "tokens")
+        self.epoch = len(self.samples)
+
+    def after(self, attempt: Attempt, in_place: bool) -> None:
+        """`in_place`: collect the garbage of the run itself; else of a copy, so that the next start meets it."""
+        names = commit.committed(self.shelf)
+        for name in names:
+            assert problems(self.shelf.child(name)) == []
+        self._follow(attempt, commit.step_of(names[-1]) or 0 if names else 0)
+        if self.run.exists():  # the first kill may come before it does
+            self._compare_losses()
+            self._collect(names, in_place)
+
+    def _follow(self, attempt: Attempt, newest: int) -> None:
+        assert newest >= self.newest, "a committed checkpoint was lost"
+        trained = noted(attempt, self.newest)
+        self.lineage = self.lineage[: self.newest] + trained
+        assert len(self.lineage) >= newest, "a checkpoint of steps that nobody trained"
+        self.newest = newest
+        if len(self.lineage) > len(self.wanted):
+            self.wanted = self._uninterrupted(2 * len(self.lineage) + 40)
+        wanted = [rows for _, rows in self.wanted]
+        assert self.lineage == wanted[: len(self.lineage)], "other rows than the uninterrupted run's"
+        self._refuse_lost_rows()
+
+    def _refuse_lost_rows(self) -> None:
+        """Against the token file itself: in each epoch every sample once."""
+        taken = [row for rows in self.lineage[: self.newest] for row in rows]
+        for start in range(0, len(taken), self.epoch):
+            epoch = taken[start : start + self.epoch]
+            surplus = Counter(epoch) - Counter(self.samples)
+            assert not surplus, f"samples were repeated: {surplus}"
+            assert len(epoch) < self.epoch or Counter(epoch) == Counter(self.samples), "samples were lost"
+
+    def _compare_losses(self) -> None:
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be cut off
+        found = [(m["step"], m["loss"]) for m in map(json.loads, lines) if "loss" in m]
+        assert [step for step, _ in found] == list(range(1, len(found) + 1)), "a step is missing or logged twice"
+        assert [loss for _, loss in found] == [loss for loss, _ in self.wanted[: len(found)]], "another loss"
+
+    def _collect(self, names: list[str], in_place: bool) -> None:
+        """What `fullshard checkpoint gc` leaves of the run."""
+        remote = "://" in str(self.shelf)
+        run = self.run
+        if not in_place and not remote:
+            run = self.here / "copy"
+            shutil.copytree(self.run, run)
+        if in_place or not remote:
+            with contextlib.redirect_stdout(io.StringIO()):
+                for where in [str(run), str(self.shelf)] if remote else [str(run)]:
+                    commands.gc(where)
+            shelf = self.shelf if remote else commit.find_shelf(run)
+            assert commit.committed(shelf) == names
+            assert sorted(shelf.directories()) == names
+            assert not shelf.files()
+            assert {p.name for p in run.iterdir()} <= KNOWN
+        if run != self.run:
+            shutil.rmtree(run)
+
+    def end(self) -> None:
+        """Let the run come to its end, after an epoch at least: the bytes of its last checkpoint and the rows it was
+        trained on are those of a run that was never killed."""
+        steps = max(self.newest + 3, self.epoch // ROWS + 2)
+        found = []
+        for name, resumed in (("chaos", self.newest), ("fresh", 0)):
+            options = [*(o.replace("/chaos/", f"/{name}/") for o in self.options), f"train.steps={steps}"]
+            attempt = Attempt(str(self.here), name, self.world, options, f"{self.here}/{name}-end")
+            self._succeed(attempt)
+            shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.here / "runs" / name)
+            assert commit.garbage(shelf) == ([], [])
+            rows = self.lineage[:resumed] + noted(attempt, resumed)
+            found.append((rows, commit.read_manifest(shelf.child(commit.checkpoint_name(steps)))))
+        (self.lineage, killed), (rows, fresh) = found
+        self.newest = steps
+        self._refuse_lost_rows()
+        assert self.lineage == rows
+        assert killed.files == fresh.files  # checksums: model, optimizer, generators
+        assert killed.cursor == fresh.cursor == steps * ROWS
+
+    def _uninterrupted(self, steps: int) -> list[tuple[float, list[str]]]:
+        """From the beginning. The schedule is constant, so the length of the run changes nothing."""
+        name = f"whole{steps}"
+        options = [*self.options, f"train.steps={steps}", "checkpoint.every=0", "checkpoint.final=false"]
+        options = [o for o in options if "://" not in o]
+        attempt = Attempt(str(self.here), name, self.world, options, f"{self.here}/{name}")
+        self._succeed(attempt)
+        lines = (self.here / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses = [m["loss"] for m in map(json.loads, lines) if "loss" in m]
+        return list(zip(losses, noted(attempt, 0), strict=True))
+
+    def _succeed(self, attempt: Attempt) -> None:
+        assert run_once(attempt, 300.0) == [0] * self.world, (self.here / "rank0.log").read_text()[-3000:]
+
+
+def noted(attempt: Attempt, resumed: int) -> list[list[str]]:
+    """The rows of each step that all ranks began, in the order of the run, from the step after `resumed` on."""
+    ranks = []
+    for rank in range(attempt.world):
+        path = Path(f"{attempt.notes}-{rank}")
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        assert [step for step, _ in lines] == list(range(resumed + 1, resumed + 1 + len(lines))), "a step was left out or redone"
+        ranks.append([rows for _, rows in lines])
+    return [[row for part in parts for row in part] for parts in zip(*ranks, strict=False)]
+
+
+def samples(path: Path) -> list[str]:
+    """The digest of every sample of a token file, cut by hand."""
+    source, length = TokenFile(path), 32
+    tokens = source.read(0, len(source))
+    return [row_digest(tokens[i : i + length], tokens[i + 1 : i + 1 + length]) for i in range(0, len(tokens) - length, length)]
