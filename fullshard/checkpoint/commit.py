@@ -201,6 +201,8 @@ def sweep(shelf: Place) -> list[str]:
     dead, _ = garbage(shelf)
     for name in dead:
         sweep_one(shelf, name)
+    for upload in shelf.uploads():
+        shelf.abort(upload)
     return dead
 
 

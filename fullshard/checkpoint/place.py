@@ -15,6 +15,7 @@ from fullshard.direct import read_exactly
 from fullshard.errors import FullshardError
 
 Piece = tuple[int, memoryview]  # where in the file, and where to
+Upload = tuple[str, str]  # the file's key, and the upload's id
 
 
 class Place(ABC):
@@ -49,6 +50,14 @@ class Place(ABC):
     @abstractmethod
     def free(self) -> int | None:
         """Bytes that can still be written, where the place knows."""
+
+    def uploads(self) -> list[Upload]:
+        """Files below here that a writer began to put and did not finish; a store keeps their parts, and bills them."""
+        return []
+
+    def abort(self, upload: Upload) -> None:
+        """Give up what `uploads` found."""
+        raise FullshardError(f"{self} has no uploads")
 
     def read_whole(self, name: str, at_most: int) -> bytes:
         """A small file; its size is looked at before memory is taken."""
@@ -170,6 +179,17 @@ class Remote(Place):
             self.filesystem.rm(self.path, recursive=True)
         except FileNotFoundError:
             return
+
+    def uploads(self) -> list[Upload]:
+        if not hasattr(self.filesystem, "list_multipart_uploads"):  # S3 alone leaves them lying
+            return []
+        bucket, _, prefix = self.path.partition("/")
+        found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        return [(u["Key"], u["UploadId"]) for u in found.get("Uploads") or []]
+
+    def abort(self, upload: Upload) -> None:
+        bucket = self.path.partition("/")[0]
+        self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload[0], UploadId=upload[1])
 
     def free(self) -> int | None:
         return None

@@ -157,6 +157,10 @@ def gc(
         typer.echo(name)
         if not dry:
             commit.remove(shelf, name) if name in old else commit.sweep_one(shelf, name)
+    for upload in shelf.uploads():
+        typer.echo(f"{upload[0]}, an upload that was not finished")
+        if not dry:
+            shelf.abort(upload)
     for name in held:
         typer.echo(f"{name} is being written and stays", err=True)
 

@@ -196,7 +196,8 @@ def _watch_store(kill: Kill, reached: Callable[[str], bool]) -> None:
             if not reached(f"{name} {_kind(args[0] if args else place.path)}"):
                 return function(place, *args, **kwargs)
             if kill.when == "half" and name == "remove":  # one object gone, the others there
-                place.filesystem.rm_file(f"{place.path}/{sorted(place.files())[0]}")
+                for file in sorted(place.files())[:1]:
+                    place.filesystem.rm_file(f"{place.path}/{file}")
             if kill.when == "after":
                 function(place, *args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -231,14 +232,26 @@ def kills(draw: random.Random, world: int, phases: tuple[str, ...], seconds: tup
 BASE = ["checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant", "train.global_batch=4", "train.micro_batch=1"]
 
 
-def main(here: str, count: int, seed: int, world: int, options: list[str]) -> dict:
-    """A run that is killed `count` times and goes on each time, beside one that is not."""
+def _warm(here: str, world: int, store: bool) -> None:
+    """Import, before the first fork, what the ranks will need."""
     import fullshard.on_torch
     import fullshard.train.run  # noqa: F401
+    from fullshard.train.prepare import prepare
+    from fullshard.train.recipe import load_recipe
+
+    os.chdir(here)
+    prepare(load_recipe("recipe.toml", BASE), world)
+    if store:
+        import s3fs  # noqa: F401
+
+
+def main(here: str, count: int, seed: int, world: int, options: list[str]) -> dict:
+    """A run that is killed `count` times and goes on each time, beside one that is not."""
     from tests.cpu.judge import Judge
 
     draw = random.Random(seed)
     store = any("://" in o for o in options)
+    _warm(here, world, store)
     judge = Judge(here, world, [*BASE, *options])
     began = time.monotonic()
     met: dict[str, int] = {}

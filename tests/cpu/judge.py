@@ -89,6 +89,7 @@ class Judge:
             assert commit.committed(shelf) == names
             assert sorted(shelf.directories()) == names
             assert not shelf.files()
+            assert not shelf.uploads()
             assert {p.name for p in run.iterdir()} <= KNOWN
         if run != self.run:
             shutil.rmtree(run)
