@@ -34,6 +34,11 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def chunk_name(name: str, whole: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> str:
+    """What a reader of the file sees: the tensor's name, and where it is cut, the offsets of this part."""
+    return name if tuple(shape) == tuple(whole) else f"{name}@{','.join(map(str, start))}"
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A box of a tensor, lying in one stretch of a file."""
@@ -151,6 +156,7 @@ def _fields(tree: dict[str, Any]) -> dict[str, Any]:
     _need(tree["cursor"] is None or _is_count(tree["cursor"]), "its cursor is no count")
     for key in ("state", "metrics"):
         _need(isinstance(tree[key], dict), f"its {key} is no table")
+    _need(isinstance(tree["state"].get("extra", {}), dict), "its extra is no table")
     for key in ("plan", "recipe"):
         _need(tree[key] is None or isinstance(tree[key], dict), f"its {key} is no table")
     kept = {k: tree[k] for k in ("step", "cursor", "plan", "recipe", "state", "metrics")}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import xxhash
 
 from fullshard.checkpoint.commit import read_manifest
-from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, chunk_name
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import parse_header
 from fullshard.errors import FullshardError
@@ -66,8 +66,9 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
         own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
     except FullshardError as error:
         return [str(error)]
-    said = {(e.start, e.dtype, e.shape) for e in own.values() if 0 not in e.shape}
-    listed = {(c.offset, t.dtype, c.shape) for t in manifest.tensors.values() for c in t.chunks if c.file == name}
+    said = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
+    chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
+    listed = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
     # Nodes with disks of their own may hold copies of what the manifest names elsewhere.
     agree = said == listed if manifest.files[name].node is None else listed <= said
     return [] if agree else [f"{place}/{name}: its header and the manifest disagree about what it holds"]

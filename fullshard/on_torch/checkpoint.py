@@ -334,6 +334,7 @@ def damage(place: Place, group: dist.ProcessGroup, nodes: Nodes) -> list[str]:
 
 def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
+    named.refuse_odd_numbers(saved)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
     own = named.model_tensors(state.model)
     wanted = named.described(own)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import TensorRecord
+from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import TORCH as MASTER
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import TORCH, WORD
@@ -66,6 +67,21 @@ def numbers_of(state: State) -> dict[str, Any]:
         "slots": other,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
     }
+
+
+def refuse_odd_numbers(saved: Mapping[str, Any]) -> None:
+    """What `numbers_of` made comes back from a file: nothing is believed."""
+    slots, scale = saved.get("slots", {}), saved.get("loss_scale")
+    plain = isinstance(slots, dict) and all(isinstance(s, dict) and all(map(_is_number, s.values())) for s in slots.values())
+    names = saved.get("without_slots", [])
+    named = names == "all" or (isinstance(names, list) and all(isinstance(n, str) for n in names))
+    scaled = scale is None or (isinstance(scale, dict) and all(isinstance(scale.get(k), int | float) for k in ("value", "quiet")))
+    if not (plain and named and scaled):
+        raise FullshardError("the state in its manifest makes no sense; use another checkpoint")
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)  # torch's SGD keeps a None
 
 
 # -- what a state expects -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checksum
+from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checksum, chunk_name
 from fullshard.checkpoint.place import open_place
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import make_header
@@ -84,7 +84,7 @@ class Image:
     def __init__(self, items: Sequence[WriteItem], kept: Memory):
         # Wide dtypes first: then every tensor is aligned without gaps, which the format does not allow.
         self.items = sorted(items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
-        entries = [(chunk_name(i), word_of(i), _chunk(i).sizes) for i in self.items]
+        entries = [(name_in_file(i), word_of(i), _chunk(i).sizes) for i in self.items]
         header, self.starts = make_header(entries, {"format": "pt"}, ALIGNMENT)
         self.nbytes = len(header) + sum(_nbytes(i) for i in self.items)
         memory = kept.reserve(self.nbytes)
@@ -123,11 +123,9 @@ def _nbytes(item: WriteItem) -> int:
     return _chunk(item).sizes.numel() * item.tensor_data.properties.dtype.itemsize  # type: ignore[union-attr]
 
 
-def chunk_name(item: WriteItem) -> str:
-    """What a reader of the file sees: the tensor's name, and where it is cut, the offsets of this part."""
-    chunk = _chunk(item)
-    whole = tuple(chunk.sizes) == tuple(item.tensor_data.size)  # type: ignore[union-attr]
-    return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+def name_in_file(item: WriteItem) -> str:
+    box = _chunk(item)
+    return chunk_name(item.index.fqn, item.tensor_data.size, box.offsets, box.sizes)  # type: ignore[union-attr]
 
 
 def word_of(item: WriteItem) -> str:

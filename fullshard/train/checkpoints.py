@@ -137,15 +137,17 @@ def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
     if old is None or manifest.cursor is None:
         raise FullshardError("this checkpoint says nothing about its data; load it with fullshard.checkpoint.load")
     for section, key in ORDER:
-        if old.get(section, {}).get(key) != new[section][key]:
-            said = f"{section}.{key} = {new[section][key]!r}, but the checkpoint has {old.get(section, {}).get(key)!r}"
+        before = old[section].get(key) if isinstance(old.get(section), dict) else None
+        if before != new[section][key]:
+            said = f"{section}.{key} = {new[section][key]!r}, but the checkpoint has {before!r}"
             raise FullshardError(f"{said}: the order of samples would change; keep it, or start another run")
     rows = prepared.recipe.train.global_batch
     if manifest.cursor % rows:
         raise FullshardError(
             f"train.global_batch = {rows} does not divide the {manifest.cursor} samples that were taken; keep the global batch"
         )
-    had = manifest.state.get("extra", {}).get("data", {}).get("tokens")
+    data = manifest.state.get("extra", {}).get("data")
+    had = data.get("tokens") if isinstance(data, dict) else None  # what a program saved may mean something else
     if had is not None and had != len(prepared.data):
         raise FullshardError(f"{prepared.data.path} has {len(prepared.data)} tokens, the checkpoint's data had {had}; use that")
 

@@ -116,10 +116,9 @@ class Run:
     def restore(self, found: Manifest | None, expected: float | None) -> None:
         """Go on where a checkpoint was made."""
         if found is not None:
-            numbers = found.state["extra"]
-            self.skips, self.skips_in_a_row = numbers["skips"], numbers["skips_in_a_row"]
-            self.best = float("inf") if numbers["best"] is None else numbers["best"]
-            self.since_best, self.expected = numbers["since_best"], expected
+            self.skips, self.skips_in_a_row = _told(found, "skips", 0), _told(found, "skips_in_a_row", 0)
+            self.best, self.since_best = _told(found, "best", float("inf")), _told(found, "since_best", 0)
+            self.expected = expected
             assert found.cursor is not None
             self.source.cursor = found.cursor
         self.steps = iter(self.source)
@@ -237,6 +236,12 @@ class Run:
         if self.recipe.eval.patience and self.since_best >= self.recipe.eval.patience:
             return "no improvement"
         return None
+
+
+def _told(found: Manifest, key: str, otherwise: Any) -> Any:
+    """A number that a run left in its checkpoint; one that a program saved may lack it, or mean something else."""
+    value = found.state.get("extra", {}).get(key)
+    return value if isinstance(value, int | float) else otherwise
 
 
 def refuse_run(directory: Path) -> None:

@@ -3,17 +3,26 @@
 import contextlib
 import hashlib
 import os
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.place import Local
 from fullshard.on_torch.checkpoint import Checkpointer
 from fullshard.on_torch.models import GPT
 from fullshard.on_torch.named import model_tensors, needed_bytes, optimizer_tensors
 from fullshard.presets import GPTSize
 from tests.cpu import parity
+from tests.pure import test_checkpoint as pure
 
 
 def make_state(strategy: str = "zero3", kind: str = "plain", seed: int = 3, optimizer=None, **choices):
@@ -68,8 +77,72 @@ def load(shelf: str, strategy: str, kind: str = "plain", optimizer=None, **choic
 
 
 def refusal(shelf: str, kind: str = "plain", optimizer=None, **options) -> str:
+    return said_to_load(shelf, make_state("zero3", kind, optimizer=optimizer), **options)
+
+
+def load_flipped(shelf: str) -> list[tuple[str, int, str]]:
+    """What a load says to each flipped byte; the state stays as it was."""
+    state = make_state("zero3", seed=5)
+    before, found = digests(state), []
+    where = Path(str(commit.find(shelf)))
+    draw = random.Random(0)
+    for file in sorted(where.iterdir()):
+        whole = file.read_bytes()
+        dist.barrier()
+        end = len(whole) - 1
+        edges = {0, 1, 7, 8, 9, 4095, 4096, 4097, end // 2, end - 4096, end - 1, end}
+        for offset in sorted(o for o in edges | {draw.randrange(end) for _ in range(100)} if 0 <= o <= end):
+            flipped = bytes([whole[offset] ^ (1 << draw.randrange(8))])
+            _alone(partial(file.write_bytes, whole[:offset] + flipped + whole[offset + 1 :]))
+            found.append((file.name, offset, said_to_load(shelf, state)))
+        _alone(partial(file.write_bytes, whole))
+    assert digests(state) == before
+    assert said_to_load(shelf, state) == "accepted"
+    assert digests(state) != before
+    return found
+
+
+FORGED: dict[str, dict] = {
+    "slots": {"slots": 5},
+    "slot": {"slots": {"model.norm.weight": {"step": [1]}}},
+    "without": {"without_slots": [1]},
+    "scale": {"loss_scale": {"value": "x"}},
+}  # of a manifest's `state`, sealed with a right checksum
+
+
+def load_damaged(shelf: str) -> dict[str, str]:
+    """What a load says to files that are cut, swapped, missing …, and to manifests that somebody crafted."""
+    state, found = make_state("zero3", seed=5), {}
+    before = digests(state)
+    whole, place = Path(str(commit.find(shelf))), Local(Path(shelf, "other/step-00000002"))
+
+    def forge(change: Callable[[dict], dict]) -> None:
+        (place.path / MANIFEST).write_bytes(pure.sealed(change(pure.tree_of(place))))
+
+    def state_of(values: dict) -> Callable[[dict], dict]:
+        return lambda tree: tree | {"state": tree["state"] | values}
+
+    cases: dict[str, Callable] = {f"damage {kind}": partial(pure.damage, place, kind) for kind in pure.DAMAGES}
+    cases |= {f"crafted {kind}": partial(forge, partial(pure.crafted, kind=kind)) for kind in pure.CRAFTED}
+    cases |= {f"forged {kind}": partial(forge, state_of(values)) for kind, values in FORGED.items()}
+    for kind, change in cases.items():
+        _alone(lambda change=change: (shutil.rmtree(place.path.parent, True), shutil.copytree(whole, place.path), change()))
+        found[kind] = said_to_load(str(place), state)
+        assert digests(state) == before, kind
+    return found | {"whole": said_to_load(str(whole), state)}
+
+
+def _alone(act: Callable[[], object]) -> None:
+    """The first rank does it, while no other reads."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def said_to_load(shelf: str, state, **options) -> str:
     try:
-        fs.checkpoint.load(shelf, make_state("zero3", kind, optimizer=optimizer), **options)
+        fs.checkpoint.load(shelf, state, **options)
     except fs.FullshardError as error:
         return str(error)
     return "accepted"

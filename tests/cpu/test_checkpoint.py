@@ -10,15 +10,32 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from tests.cpu import checkpoint
+from tests.pure.test_checkpoint import CRAFTED, DAMAGES
 
-FROM = [(4, "zero3", {}), (2, "ddp", {}), (4, "hybrid", {}), (4, "zero1", {"tensor": 2}), (4, "mixed", {"replicate_below": 2000})]
-TO = [(1, "zero3", {}), (2, "zero2", {}), (4, "ddp", {}), (4, "hybrid", {"tensor": 2}), (4, "hpz", {"reshard": 2})]
+LAYOUTS = [
+    (1, "zero3", {}),
+    (2, "ddp", {}),
+    (2, "zero2", {}),
+    (2, "zero3", {"tensor": 2}),
+    (3, "zero3", {}),  # does not divide: parts of different sizes
+    (4, "zero1", {"tensor": 2}),
+    (4, "zero3", {}),
+    (4, "ddp", {}),
+    (4, "hybrid", {}),
+    (4, "hybrid", {"tensor": 2}),
+    (4, "hpz", {"reshard": 2}),
+    (4, "mixed", {"replicate_below": 2000}),
+]
 full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     ("origin", "targets"),
-    [(FROM[0], [TO[1], TO[3]]), (FROM[3], [TO[0]]), *(pytest.param(origin, TO, marks=full) for origin in FROM)],
+    [
+        (LAYOUTS[6], [LAYOUTS[2], LAYOUTS[9]]),
+        (LAYOUTS[5], [LAYOUTS[0]]),
+        *(pytest.param(origin, LAYOUTS, marks=full) for origin in LAYOUTS),
+    ],
     ids=str,
 )
 def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, origin, targets):
@@ -75,15 +92,21 @@ def test_strict_keys(ranks, tmp_path, kind, optimizer, options, said):
         assert said in sentence
 
 
-def test_a_damaged_checkpoint_is_refused_by_load(ranks, tmp_path):
-    where = Path(ranks(2).run(checkpoint.save, str(tmp_path), "zero3")[0]["where"])
-    for file in sorted(where.iterdir()):
-        whole = file.read_bytes()
-        for offset in (0, 9, len(whole) // 2, len(whole) - 1):
-            file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 16]) + whole[offset + 1 :])
-            assert all(file.name in s for s in ranks(2).run(checkpoint.refusal, str(tmp_path))), (file.name, offset)
-        file.write_bytes(whole)
-    assert ranks(2).run(checkpoint.refusal, str(tmp_path)) == ["accepted"] * 2
+def test_every_flipped_byte_is_refused_by_load(ranks, tmp_path):
+    """All files; the first and last bytes, those around the header's end, and as many more at random."""
+    ranks(2).run(checkpoint.save, str(tmp_path), "zero3")
+    for found in ranks(2).run(checkpoint.load_flipped, str(tmp_path)):
+        assert {name for name, _, _ in found} == {"manifest.json", *(f"shard-0000{i}-of-00002.safetensors" for i in (0, 1))}
+        assert len(found) > 300
+        assert [f for f in found if f[0] not in f[2] or "\n" in f[2]] == []  # the sentence names the file
+
+
+def test_damage_to_whole_files_and_crafted_manifests_are_refused_by_load(ranks, tmp_path):
+    ranks(2).run(checkpoint.save, str(tmp_path), "zero3")
+    for found in ranks(2).run(checkpoint.load_damaged, str(tmp_path)):
+        assert len(found) == len(DAMAGES) + len(CRAFTED) + len(checkpoint.FORGED) + 1
+        assert found.pop("whole") == "accepted"
+        assert [kind for kind, said in found.items() if said == "accepted" or "\n" in said or "Error" in said] == []
 
 
 def test_copies_are_written_once_and_the_work_is_spread(ranks, tmp_path):

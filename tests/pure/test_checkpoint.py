@@ -88,9 +88,10 @@ def damage(place: Local, kind: str) -> None:
             files[0].symlink_to(target)
 
 
-@pytest.mark.parametrize(
-    "kind", ["cut", "longer", "missing", "extra", "extra directory", "swapped", "no manifest", "empty manifest", "link"]
-)
+DAMAGES = ["cut", "longer", "missing", "extra", "extra directory", "swapped", "no manifest", "empty manifest", "link"]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_to_whole_files_is_found(place, kind):
     damage(place, kind)
     assert problems(place)
@@ -149,6 +150,8 @@ def crafted(tree: dict, kind: str) -> dict:
                 tree["state"] = {"x": tree["state"]}
         case "null":
             tree["tensors"] = None
+        case "extra":
+            tree["state"]["extra"] = 5
     return tree
 
 
@@ -167,6 +170,7 @@ CRAFTED = {
     "float": "has an odd shape",
     "newer": "this fullshard reads up to",
     "null": "makes no sense",
+    "extra": "its extra is no table",
 }
 
 
@@ -177,6 +181,14 @@ def test_a_crafted_manifest_does_nothing_but_fail_with_a_sentence(place, kind):
         Checkpoint(place)
     assert CRAFTED[kind] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_sealed_manifest_that_changes_two_names_disagrees_with_the_files(tmp_path):
+    place = make(tmp_path, found={"model.a": np.zeros((2, 2), "<f4"), "model.b": np.ones((2, 2), "<f4")})
+    tree = tree_of(place)
+    tree["tensors"] = dict(zip(tree["tensors"], reversed(tree["tensors"].values()), strict=True))
+    (place.path / MANIFEST).write_bytes(sealed(tree))
+    assert "its header and the manifest disagree" in problems(place)[0]
 
 
 @given(st.data())
