@@ -4,11 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fullshard import FullshardError, presets
+from fullshard import FullshardError, Plan, presets
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
 from fullshard.train.checkpoints import resumable
@@ -43,9 +45,7 @@ def cut(here: Path, name: str, step: int) -> None:
     """A copy of the whole run as if it had died after `step`, a line half written."""
     shutil.copytree(here / "runs/whole", here / "runs" / name)
     shelf = Local(here / "runs" / name / "checkpoints")
-    for found in commit.committed(shelf):
-        if commit.step_of(found) > step:
-            commit.remove(shelf, found)
+    forget(shelf, step)
     (shelf.path / ".step-00000099.ab.partial").mkdir()
     with (here / "runs" / name / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
@@ -65,22 +65,44 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(here, ranks, uninterr
     assert sorted(p.name for p in (here / "runs/again/checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
 
 
+CHAIN = [(2, ["plan.strategy=ddp"], "2×1×1"), (1, [], "1×1×1"), (4, ["plan.strategy=hybrid", "plan.replicate=2"], "2×2×1")]
+
+
 def test_other_ranks_and_strategies_go_on_to_rounding(here, ranks, uninterrupted):
-    """zero3 on 4 ranks, ddp on 2, 1 rank, hybrid on 4: two steps each."""
-    common = ["checkpoint.every=2", "checkpoint.keep=0", "train.micro_batch=2"]
-    ranks(4).run(loop.run, str(here), [*common, "train.steps=8", "checkpoint.final=false"], "long")
+    """zero3 on 4 ranks, ddp on 2, 1 rank, hybrid on 4: two steps each, the last checkpoint of one the first of the next."""
+    options = ["checkpoint.every=2", "checkpoint.keep=0", "train.micro_batch=2", "train.steps=8"]
+    ranks(4).run(loop.run, str(here), options, "long")
     wanted = losses(metrics(here / "runs/long"))
     assert wanted == pytest.approx(losses(uninterrupted), rel=1e-6)
     shelf = Local(here / "runs/long/checkpoints")
-    for name in commit.committed(shelf)[1:]:
-        commit.remove(shelf, name)
-    for step, world, plan in ((4, 2, ["plan.strategy=ddp"]), (6, 1, []), (8, 4, ["plan.strategy=hybrid", "plan.replicate=2"])):
+    whole = tensors(shelf)
+    forget(shelf, 2)
+    meshes = [mesh(shelf)]
+    for step, (world, plan, _) in zip((4, 6, 8), CHAIN, strict=True):
         # steps stays 8, so that the schedule does: the run is ended by removing later checkpoints
-        ranks(world).run(loop.resume, str(here), [*common, "train.steps=8", *plan], "long")
+        ranks(world).run(loop.resume, str(here), [*options, *plan], "long")
         assert losses(metrics(here / "runs/long")) == pytest.approx(wanted, rel=2e-6)
-        for name in commit.committed(shelf):
-            if commit.step_of(name) > step:
-                commit.remove(shelf, name)
+        forget(shelf, step)
+        meshes.append(mesh(shelf))
+    assert meshes == ["1×4×1", *(m for _, _, m in CHAIN)]
+    for name, tensor in tensors(shelf).items():  # weights and moments of the end
+        np.testing.assert_allclose(tensor, whole[name], rtol=1e-4, atol=1e-5 * np.abs(whole[name]).max(), err_msg=name)
+
+
+def forget(shelf: Local, after: int) -> None:
+    for name in commit.committed(shelf):
+        if commit.step_of(name) > after:
+            commit.remove(shelf, name)
+
+
+def mesh(shelf: Local) -> str:
+    """Of the run that made the newest checkpoint."""
+    return str(Plan.from_dict(commit.read_manifest(commit.find(str(shelf))).plan).mesh)
+
+
+def tensors(shelf: Local) -> dict[str, np.ndarray]:
+    found = Checkpoint(commit.find(str(shelf)))
+    return {n: found.tensor(n) for n in found.manifest.tensors if not n.startswith("rng.")}
 
 
 def test_a_damaged_checkpoint_is_passed_over(here, ranks, uninterrupted):
