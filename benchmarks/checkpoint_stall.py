@@ -2,15 +2,17 @@
 
     python benchmarks/checkpoint_stall.py                                       # 2 gloo ranks, CPU, the demo's size
     python benchmarks/checkpoint_stall.py --ranks 1 --preset llama-3.6b --batch 4 --sequence 2048 --compute bf16 \\
-        --shelf /disk/checkpoints --rounds 3                                    # one GPU
+        --shelf /disk/checkpoints --rounds 1 --warm stage --alone 1             # one GPU
 
 Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
-to the same disk, and no save at all as a fourth. The save and the steps after it, until it is durable, are timed as one
-window; what it took beyond as many steps of the windows without a save is lost. Of all numbers the lower quartile is
-told: other work on the machine only ever adds. The raw rate is that of O_DIRECT writes of as many bytes.
+to the same disk, which needs room for one checkpoint: each is removed before the next. A save and the steps after
+it, until it is durable, are timed as one window; what it took beyond as many steps of the windows without a save is
+lost. Of all numbers the lower quartile is told: other work on the machine only ever adds. The raw rate is that of
+O_DIRECT writes. Every window is told as soon as it is over, one JSON object a line; the last object sums up.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,28 +32,53 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import fullshard as fs
-import fullshard.presets
 from fullshard import on_torch
 from fullshard.checkpoint import direct
 from fullshard.direct import aligned, write_exactly
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.on_torch.models import GPT, Llama
+from fullshard.presets import LlamaSize, preset
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+KINDS = ["fullshard", "dcp.async_save", "dcp.save"]
+SPARE = 1 << 30  # bytes of the disk that are left alone
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama-bytes")
+    parser.add_argument("--layers", type=int, help="as many layers instead of the preset's: a smaller state")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compute", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--shelf", type=Path, default=Path("runs/benchmark-checkpoints"))
+    parser.add_argument("--shelf", type=Path, default=Path("runs"), help="`stall` in it is made, and removed at the end")
     parser.add_argument("--rounds", type=int, default=16, help="saves of each kind")
     parser.add_argument("--steady", type=int, default=2, help="steps between the end of one window and the next")
     parser.add_argument("--after", type=int, default=4, help="steps timed after each save, at least")
-    parser.add_argument("--only", nargs="+", choices=["fullshard", "dcp.async_save", "dcp.save"])
-    return parser.parse_args()
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--warm", default="save", choices=["save", "stage"], help="before the first round: one save of each kind,"
+                        " or fullshard's arena alone")  # fmt: skip
+    parser.add_argument("--alone", type=int, default=4, help="saves while nothing trains, for the rate; 0: none")
+    found = parser.parse_args()
+    found.shelf /= "stall"
+    return found
+
+
+def tell(**found: Any) -> None:
+    """At once: what is known is not lost when a later part fails."""
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+
+
+class Saved:
+    """A save that was over when it returned, or none at all."""
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None:
+        return None
 
 
 class Bench:
@@ -58,7 +86,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.device = args, on_torch.start()
-        model = on_torch.load_model(args.preset)
+        size = preset(args.preset)
+        size = dataclasses.replace(size, layers=args.layers or size.layers)
+        with torch.device("meta"):
+            model = Llama(size) if isinstance(size, LlamaSize) else GPT(size)
         plan = fs.zero3(
             on_torch.describe(model),
             devices=dist.get_world_size(),
@@ -67,53 +98,92 @@ class Bench:
             remat="full" if args.compute == "bf16" else "none",
         )
         self.state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4), device=self.device.type)
-        vocab = fs.presets.preset(args.preset).vocab
         draw = torch.Generator().manual_seed(dist.get_rank())
-        ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), generator=draw).to(self.device)
+        ids = torch.randint(0, size.vocab, (args.batch, args.sequence + 1), generator=draw).to(self.device)
         self.batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         self.step(), self.step()
-        self.writer = on_torch.Checkpointer(args.shelf / "ours", self.state, overlap=True)
-        self.group = dist.new_group(backend="gloo")
         self.written = sum(self.state.held_bytes()[k] for k in ("params", "optimizer"))
+        self.refuse_small()
+        self.writer = on_torch.Checkpointer(args.shelf / "fullshard", self.state, overlap=True)
+        self.group = dist.new_group(backend="gloo")
+
+    def refuse_small(self) -> None:
+        shelf = self.args.shelf
+        shelf.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(shelf).free, self.written * dist.get_world_size() + SPARE
+        tell(bytes_a_rank=self.written, disk_free=free, host_free=host_free())
+        if free < needed:
+            raise fs.FullshardError(f"{shelf} has {free} bytes free, a save needs {needed}; give a smaller --layers")
 
     def step(self) -> float:
         start = time.perf_counter()
         on_torch.train_step(self.state, [self.batch], loss=on_torch.chunked_loss, clip=1.0).numbers()
         return time.perf_counter() - start
 
-    def save(self, kind: str) -> Callable[[], bool]:
-        """Start one; whether it is done, as far as this rank knows."""
+    def save(self, kind: str) -> Any:
+        """Start one; what has `done`, as far as this rank knows, and `result`, which raises what went wrong."""
         if kind == "nothing":
-            return lambda: True
+            return Saved()
         if kind == "fullshard":
-            return self.writer.save().done
+            return self.writer.save()
         model, optimizer = get_state_dict(self.state.model, self.state.optimizer, options=FLAT)
-        where = str(self.args.shelf / kind)
+        where, both = str(self.args.shelf / kind), {"model": model, "optimizer": optimizer}
         if kind == "dcp.save":
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=where)
-            return lambda: True
-        return dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=where, process_group=self.group).done
+            dcp.save(both, checkpoint_id=where)
+            return Saved()
+        return dcp.async_save(both, checkpoint_id=where, process_group=self.group)
 
     def all_done(self, done: bool) -> bool:
         total = torch.tensor(int(done))
         dist.all_reduce(total, group=self.group)
         return int(total) == dist.get_world_size()
 
+    def remove(self, kind: str) -> None:
+        """A checkpoint is as large as half a disk: one at a time. Its blocks are free before the next is timed."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.args.shelf / kind, ignore_errors=True)
+            os.sync()
+        dist.barrier()
 
-def one_round(bench: Bench, kind: str) -> dict[str, float]:
+    def warm(self) -> None:
+        """What the first save of each kind makes, for all that come: an arena, a plan."""
+        if self.args.warm == "save":
+            for kind in ("nothing", *self.args.only):
+                one_round(self, kind, self.args.after)
+        elif "fullshard" in self.args.only:
+            with torch.no_grad():
+                self.writer._stage()
+        synchronize()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def host_free() -> int:
+    """Bytes of memory that this machine can still give."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
     """Seconds of a save with the steps after it, how many these were, and until the save was durable."""
     for _ in range(bench.args.steady):
         bench.step()
     dist.barrier()
     start = time.perf_counter()
-    done = bench.save(kind)
+    saving = bench.save(kind)
     blocked = time.perf_counter() - start
     window, steps, finished = blocked, 0, 0.0
-    while steps < bench.args.after or not finished:
+    while steps < after or not finished:
         window += bench.step()
         steps += 1
-        if not finished and bench.all_done(done()):
+        if not finished and bench.all_done(saving.done()):
             finished = time.perf_counter() - start
+    saving.result()
+    bench.remove(kind)
     return {"window": window, "steps": steps, "blocked": blocked, "durable": finished}
 
 
@@ -127,7 +197,6 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     memory = aligned(direct.PIECE)
     memory[:] = os.urandom(1 << 16) * (direct.PIECE >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
-    path.parent.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     start = time.perf_counter()
     try:
@@ -144,53 +213,86 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     return length / seconds
 
 
-def measure(args: argparse.Namespace) -> dict:
-    bench = Bench(args)
-    kinds = ["nothing", *(args.only or ["fullshard", "dcp.async_save", "dcp.save"])]
-    for kind in kinds:  # the first of each makes its arena or its plan
-        one_round(bench, kind)
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    raw = []
+def measure(bench: Bench) -> dict:
+    args, found = bench.args, {kind: [] for kind in ("nothing", *bench.args.only)}
+    bench.warm()
+    tell(warm=True, host_free=host_free(), device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    longest = args.after
     for i in range(args.rounds):
-        for kind in kinds if i % 2 == 0 else kinds[::-1]:
-            found[kind].append(one_round(bench, kind))
-        raw.append(raw_rate(args, bench.written))
-    bench.writer.close()
-    step = quartile([r["window"] / r["steps"] for r in found["nothing"]])
-    result: dict = {"step_seconds": step}
-    for kind in kinds[1:]:
-        lost = quartile([r["window"] - r["steps"] * step for r in found[kind]])
-        told = {key: quartile([r[key] for r in found[kind]]) for key in ("blocked", "durable")}
-        result[kind] = {"lost_seconds": lost, "lost_of_a_step": lost / step, **told}
-    rate = {"bytes_a_rank": bench.written, "raw_o_direct_bytes_per_second": statistics.median(raw)}
-    if "fullshard" in kinds and statistics.median(raw):
-        rate |= alone(bench)
-        rate["write_of_raw"] = rate["write_bytes_per_second"] / statistics.median(raw)
-    return {"saves": result, "rate": rate}
+        for kind in args.only if i % 2 == 0 else args.only[::-1]:
+            # As many steps without a save: over a long window a step's length must be known well.
+            for each, after in ((kind, args.after), ("nothing", longest)):
+                one = one_round(bench, each, after)
+                longest = max(longest, int(one["steps"])) if each == kind else longest
+                found[each].append(one)
+                tell(kind=each, **one, **lost_of(found, each))
+    told = {kind: summary(found, kind) for kind in args.only}
+    return {"saves": {"step_seconds": step_seconds(found), **told}, "rate": rates(bench)}
 
 
-def alone(bench: Bench) -> dict[str, float]:
-    """Bytes a second of a save while nothing trains: of all of it, and of what comes after staging."""
-    writer = on_torch.Checkpointer(bench.args.shelf / "alone", bench.state)
-    whole, writing = [], []
-    for _ in range(4):
+def step_seconds(found: dict[str, list[dict[str, float]]]) -> float:
+    return quartile([r["window"] / r["steps"] for r in found["nothing"]])
+
+
+def lost_of(found: dict[str, list[dict[str, float]]], kind: str) -> dict[str, float]:
+    """What saves of a kind have cost so far; unknown before there is a window without a save."""
+    if not found["nothing"]:
+        return {}
+    step = step_seconds(found)
+    lost = quartile([r["window"] - r["steps"] * step for r in found[kind]])
+    return {"lost_seconds": lost, "lost_of_a_step": lost / step}
+
+
+def summary(found: dict[str, list[dict[str, float]]], kind: str) -> dict[str, float]:
+    return lost_of(found, kind) | {key: quartile([r[key] for r in found[kind]]) for key in ("blocked", "durable")}
+
+
+def rates(bench: Bench) -> dict[str, float]:
+    """Bytes a second of a save while nothing trains, of all of it and of what comes after staging, beside raw writes."""
+    rate: dict[str, float] = {"bytes_a_rank": bench.written}
+    if "fullshard" not in bench.args.only or not bench.args.alone:
+        return rate
+    raw, whole, writing = [], [], []
+    for _ in range(bench.args.alone):
+        raw.append(raw_rate(bench.args, bench.written))
         dist.barrier()
         start = time.perf_counter()
-        saving = writer.save()
+        saving = bench.writer.save()
+        synchronize()
         staged = time.perf_counter()
         saving.result()
         end = time.perf_counter()
         whole.append(bench.written / (end - start))
         writing.append(bench.written / (end - staged))
-    writer.close()
-    return {"save_bytes_per_second": statistics.median(whole[1:]), "write_bytes_per_second": statistics.median(writing[1:])}
+        bench.remove("fullshard")
+        tell(raw=raw[-1], save=whole[-1], write=writing[-1])
+    rate |= {"save_bytes_per_second": statistics.median(whole), "write_bytes_per_second": statistics.median(writing)}
+    if statistics.median(raw):  # a disk that takes O_DIRECT
+        rate["raw_o_direct_bytes_per_second"] = statistics.median(raw)
+        rate["write_of_raw"] = rate["write_bytes_per_second"] / rate["raw_o_direct_bytes_per_second"]
+    return rate
+
+
+def guarded(args: argparse.Namespace, act: Callable[[Bench], dict]) -> dict:
+    """What failed is told where the results are, and the disk is left as it was."""
+    try:
+        bench = Bench(args)
+        found = act(bench)
+        bench.writer.close()
+        return found
+    except BaseException as error:
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
+        raise
+    finally:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(args.shelf, ignore_errors=True)
 
 
 def main() -> None:
     args = arguments()
     if args.ranks > 1 and not inside_ranks():
         torchrun(args.ranks, [__file__, *sys.argv[1:]])
-    found = measure(args)
+    found = guarded(args, measure)
     if on_torch.is_first():
         about = {
             "date": date.today().isoformat(),
@@ -199,8 +301,7 @@ def main() -> None:
         }
         if torch.cuda.is_available():
             about["device"] = torch.cuda.get_device_name()
-        print(json.dumps({**about, "arguments": {k: str(v) for k, v in vars(args).items()}, **found}, indent=1))
-        shutil.rmtree(args.shelf, ignore_errors=True)
+        print(json.dumps({**about, "arguments": {k: str(v) for k, v in vars(args).items()}, **found}, indent=1), flush=True)
     on_torch.finish()
 
 

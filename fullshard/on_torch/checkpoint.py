@@ -84,8 +84,7 @@ class Checkpointer:
         self.layout: Any = None  # what the plan below was made for
         self.saving: Saving | None = None
         self.copied: torch.cuda.Event | None = None  # when the arena holds what left the GPU
-        if overlap and state.optimizer:
-            state.optimizer.register_step_pre_hook(self._hold_update)
+        self.hook = state.optimizer.register_step_pre_hook(self._hold_update) if overlap and state.optimizer else None
 
     # -- staging ---------------------------------------------------------------------------------------
 
@@ -115,7 +114,13 @@ class Checkpointer:
             self.saving.thread.join()
 
     def close(self) -> None:
+        """Give back what a save holds: the arena above all, which is as large as this rank's part of the state."""
         self.wait()
+        if self.hook:
+            self.hook.remove()
+        if self.layout is not None:
+            del self.image, self.planner  # their views would keep the arena's memory
+            self.layout = None
         self.memory.close()
         give_group(self.group)
 

@@ -2,6 +2,7 @@
 Weights & Biases where asked. Written by the first rank; on the others nothing happens."""
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -95,7 +96,7 @@ class TensorBoard:
     def __init__(self, directory: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -106,15 +107,34 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project, named after the run's directory; WANDB_MODE=offline keeps it local."""
+    """A run of a Weights & Biases project, named after the run's directory; WANDB_MODE=offline keeps it local.
+
+    RUN/wandb-id names it, so that a resumed run goes on in the same one. What that has already, it does not take twice.
+    """
 
     def __init__(self, directory: Path, recipe: Recipe):
         import wandb
 
-        self.run = wandb.init(project=recipe.log.wandb, name=directory.name, dir=str(directory), config=recipe.model_dump())
+        self.run = wandb.init(
+            project=recipe.log.wandb,
+            id=_own_id(directory / "wandb-id"),
+            resume="allow",
+            name=directory.name,
+            dir=str(directory),
+            config=recipe.model_dump(),
+            allow_val_change=True,  # a resumed run may have other ranks, or more steps
+        )
+        self.first = self.run.step  # of a resumed run: the first that it lacks
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log(numbers, step=step)
+        if step >= self.first:
+            self.run.log(numbers, step=step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _own_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()

@@ -9,6 +9,8 @@ import torch
 
 import fullshard as fs
 from fullshard import FullshardError
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.place import Local
 from fullshard.data.pack import pack
 from fullshard.on_torch import initialize, load_model, summed_loss
 from fullshard.train.prepare import prepare
@@ -84,7 +86,9 @@ def check_tensorboard(directory: Path, found: list[dict]) -> None:
     events = EventAccumulator(str(directory)).Reload()
     losses = [m["loss"] for m in found if "loss" in m]
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses)
-    assert [e.step for e in events.Scalars("eval_loss")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("loss")] == [m["step"] for m in found if "loss" in m]
+    if any("eval_loss" in m for m in found):
+        assert [e.step for e in events.Scalars("eval_loss")] == [1, 2, 3]
 
 
 def test_numbers_of_a_step(here, ranks):
@@ -99,9 +103,17 @@ def test_numbers_of_a_step(here, ranks):
         assert line["memory_allocated"] > 0
 
 
-def test_weights_and_biases_offline(here, ranks):
-    ranks(1).run(loop.run_offline, str(here), ["train.steps=2", "log.wandb=fullshard-test"], "wandb")
-    assert list((here / "runs/wandb").rglob("*.wandb"))
+def test_a_resumed_run_goes_on_in_the_same_log(here, ranks):
+    """Weights & Biases, offline: one id. TensorBoard: each step once, what was logged after the checkpoint but once too."""
+    options = ["train.steps=4", "checkpoint.every=2", "log.wandb=fullshard-test", "log.tensorboard=true"]
+    ranks(1).run(loop.run_offline, str(here), options, "logged")
+    run = here / "runs/logged"
+    commit.remove(Local(run / "checkpoints"), "step-00000004")
+    ranks(1).run(loop.resume, str(here), options, "logged")
+    files = [p.name for p in run.rglob("*.wandb")]
+    assert files == [f"run-{(run / 'wandb-id').read_text().strip()}.wandb"] * 2  # a file a session, one id
+    assert [m["step"] for m in metrics(run)] == [1, 2, 3, 4]
+    check_tensorboard(run / "tensorboard", metrics(run))
 
 
 @pytest.mark.parametrize("name", ["llama-nano", "gpt-nano"])
