@@ -217,12 +217,12 @@ def _kind(where: Any) -> str:
     return next((kind for head, kind in heads.items() if name.startswith(head)), name)
 
 
-def kills(draw: random.Random, world: int, phases: tuple[str, ...], seconds: tuple[float, float]) -> Iterator[Kill]:
-    """Every phase in turn, in a random order, and every third time the clock."""
+def kills(draw: random.Random, world: int, phases: tuple[str, ...]) -> Iterator[Kill]:
+    """Every phase in turn, in a random order; on a filesystem, every third time the clock."""
     while True:
         for i, phase in enumerate(draw.sample(phases, len(phases))):
-            if i % 2 == 0:
-                yield Kill(draw.choice([None, *range(world)]), seconds=draw.uniform(*seconds))
+            if i % 2 == 0 and phases is PHASES:
+                yield Kill(draw.choice([None, *range(world)]), seconds=draw.uniform(0.3, 2.0))
             rank = draw.choice([None, *range(world)]) if phase in EVERYBODY else 0
             yield Kill(rank, phase, draw.choice([1, 2]), draw.choice(["before", "half", "after"]))
 
@@ -255,7 +255,7 @@ def main(here: str, count: int, seed: int, world: int, options: list[str]) -> di
     judge = Judge(here, world, [*BASE, *options])
     began = time.monotonic()
     met: dict[str, int] = {}
-    planned = kills(draw, world, STORE_PHASES if store else PHASES, (0.3, 2.0))
+    planned = kills(draw, world, STORE_PHASES if store else PHASES)
     for number in range(count):
         kill = next(planned)
         attempt = Attempt(here, "chaos", world, [*judge.options, "train.steps=100000"], f"{here}/chaos-{number}", kill)

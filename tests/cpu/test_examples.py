@@ -60,6 +60,7 @@ def test_the_transformer_learns_in_bf16_with_every_option_on(here: Path):
     assert "it continues 'def ': 'def " in text
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_uninterrupted_one_and_the_export_is_the_model(here: Path):
     text = output("checkpointing.py", "--save=point", "--steps=6", cwd=here)
     saved = step_losses(text)

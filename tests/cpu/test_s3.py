@@ -39,12 +39,12 @@ def shelf(s3, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(48, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_while_it_saves_to_s3_goes_on_to_the_bit(s3, shelf, tmp_path, kills):
     """Ranks die by SIGKILL before, within and after each request that a save or retention makes; what must hold then is
     in `tests/cpu/judge.py`."""
     write_recipe(tmp_path, MODEL.replace("layers=2", "layers=1").replace("dim=32", "dim=16"))
-    found = carry_out(tmp_path, kills, 0, 2, [f"checkpoint.path={shelf}"], **s3)
+    found = carry_out(tmp_path, kills, 0, 2, [f"checkpoint.path={shelf}", "checkpoint.every=5"], **s3)
     assert {m.split(" ", 2)[2] for m in found["met"]} >= {*STORE_PHASES}
     assert len(commit.committed(shelf)) == 2  # keep = 2
 

@@ -99,7 +99,14 @@ def by_hand(here: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, []), (2, ["plan.strategy=ddp"]), (4, ["plan.remat=full"])])
+full = pytest.mark.full
+
+
+# In `make test`, test_resume.py compares the losses of 1, 2 and 4 ranks, without the seconds that launchers take.
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [pytest.param(1, [], marks=full), pytest.param(2, ["plan.strategy=ddp"], marks=full), (4, ["plan.remat=full"])],
+)
 def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
     run = here / f"runs/{ranks}"
     done = train(here, *options, "--ranks", str(ranks), "--run", str(run))
@@ -132,7 +139,11 @@ def as_a_terminal_does(process: subprocess.Popen, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("send", "number", "code"),
-    [(alone, signal.SIGTERM, 143), (alone, signal.SIGINT, 130), (as_a_terminal_does, signal.SIGINT, 130)],
+    [
+        (alone, signal.SIGTERM, 143),
+        pytest.param(alone, signal.SIGINT, 130, marks=full),
+        (as_a_terminal_does, signal.SIGINT, 130),
+    ],
     ids=["SIGTERM", "SIGINT", "Ctrl-C"],
 )
 def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
