@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from fullshard.checkpoint.commit import hold_run
 from fullshard.cli import app
 from fullshard.errors import FullshardError
 from tests.pure.checkpoints import arrays, make
@@ -98,3 +99,16 @@ def test_none_of_it_needs_torch(run, fullshard, without):  # noqa: F811
     for line in ("ls", "show", "verify", "gc"):
         done = fullshard("checkpoint", line, str(run), PYTHONPATH=without)
         assert (done.returncode, "TRIED" in done.stderr) == (0, False), done.stderr
+
+
+def test_gc_takes_what_a_kill_left_in_the_runs_directory_unless_the_run_lives(run):
+    (run / ".metrics.jsonl.partial").write_text("{")
+    (run / ".export.0a1b2c3d.partial").mkdir()
+    (run / ".export.0a1b2c3d.partial/model.safetensors").write_bytes(b"half")
+    (run / ".mine.partial").write_text("a file of the user's own")
+    with hold_run(run):
+        assert invoke("gc", str(run)) == (0, "")
+    said = ".metrics.jsonl.partial\n.export.0a1b2c3d.partial\n"
+    assert invoke("gc", str(run), "--dry-run") == (0, said)
+    assert invoke("gc", str(run)) == (0, said)
+    assert sorted(p.name for p in run.iterdir()) == [".mine.partial", "checkpoints"]
