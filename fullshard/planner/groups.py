@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from fullshard.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.errors import FullshardError
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Home, Plan, Unit
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Group:
     copies: int  # ranks that reduce together on top of that
     reshard: bool | int
     keeps: bool  # stays whole between micro-batches
+    home: Home = Home()  # noqa: RUF009  (frozen)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -32,6 +33,16 @@ class Group:
     def trained(self) -> tuple[int, ...]:
         """Which parameters get gradients."""
         return tuple(i for i, p in enumerate(self.parameters) if p.trainable)
+
+    @property
+    def moving(self) -> int:
+        """Elements of this rank's trained shards."""
+        return sum(self.shards[i] for i in self.trained)
+
+    @property
+    def away(self) -> bool:
+        """Whether the shard that is gathered from is a copy of a master elsewhere, in the compute dtype."""
+        return self.home.params != "device" or self.home.optimizer != "device"
 
 
 def groups(plan: Plan, description: Description) -> dict[str, Group]:
@@ -51,7 +62,7 @@ def _group(plan: Plan, unit: Unit, described: UnitDescription) -> Group:
     copies = plan.mesh.data if whole else plan.mesh.replicate
     shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in described.parameters)
     reshard = unit.reshard if unit.layout == "sharded" else False
-    return Group(unit.name, described.parameters, shards, world, copies, reshard, unit.layout == "optimizer")
+    return Group(unit.name, described.parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home)
 
 
 @lru_cache

@@ -1,13 +1,14 @@
 """The peak of a step: what is allocated, when, and of what; what the allocator reserves for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fullshard.description import ITEM_BYTES, Description
-from fullshard.optimizer import SGD, AdamW, Optimizer
+from fullshard.description import Description
+from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.allocator import GRAIN, replay
 from fullshard.planner.groups import groups
+from fullshard.planner.homes import SHARE, Away, slots_of
 from fullshard.planner.replay import Replay, Tape
 from fullshard.planner.schedule import Operation, schedule
 
@@ -17,7 +18,7 @@ class Peak:
     """The most that is allocated at once in a steady step, in bytes. `moment`: when; `terms`: of what.
 
     `reserved`: what the allocator has taken from the device by then, if it was asked for. `at_rest`: what
-    stays between steps, by tier and kind.
+    stays between steps, by tier and kind. `host` and `disk`: bytes there by term, all of them at once.
     """
 
     allocated: int
@@ -25,33 +26,44 @@ class Peak:
     moment: str
     terms: dict[str, int]
     at_rest: dict[str, dict[str, int]]
+    host: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
 
 
 def predict(
-    plan: Plan, description: Description, *, loss: str = "chunked", optimizer: Optimizer | None = None, reserved: bool = True
+    plan: Plan,
+    description: Description,
+    *,
+    loss: str = "chunked",
+    optimizer: Optimizer | None = None,
+    reserved: bool = True,
+    clip: bool = True,
+    cpu_share: float = SHARE,
 ) -> Peak:
-    """What a steady step of `plan` takes on a rank's device.
+    """What a steady step of `plan` takes on a rank's device, in its host's memory and on disk.
 
     Without `reserved`, the allocator is left out: ten times as fast, and `allocated` then lacks the ends of
-    blocks that were not worth splitting, a few MiB.
+    blocks that were not worth splitting, a few MiB. `clip` and `cpu_share`, the part of the pieces that the CPU updates,
+    matter to units whose optimizer state rests away; their gradients count until the unit's next forward, which is
+    later than they go where updates are quicker than the device.
     """
-    slots = _slots(optimizer or AdamW())
-    operations = schedule(plan, description, loss=loss, micros=_different(plan))
-    tape = steady(plan, description, operations, slots)
-    allocated, where = _highest(tape)
+    slots = slots_of(optimizer or AdamW())
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
+    player = _steady(Replay(plan, description, slots, clip=clip, cpu_share=cpu_share), description, operations)
+    allocated, where = _highest(player.tape)
     taken = None
     if reserved:
-        allocated, taken = _with_allocator(plan, description, operations, slots)
+        fresh = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
+        allocated, taken = _with_allocator(fresh, description, operations)
     return Peak(
-        allocated, taken, _moment(operations, tape.operations[where]), _terms(tape, where), at_rest(plan, description, slots)
+        allocated,
+        taken,
+        _moment(operations, player.tape.operations[where]),
+        _terms(player.tape, where),
+        at_rest(plan, description, slots),
+        player.away.host(player.most_spilled),
+        player.away.disk(),
     )
-
-
-def _slots(optimizer: Optimizer) -> int:
-    """Tensors of state for each parameter."""
-    if isinstance(optimizer, SGD):
-        return 1 if optimizer.momentum else 0
-    return 2
 
 
 def _different(plan: Plan) -> tuple[int, ...]:
@@ -62,17 +74,20 @@ def _different(plan: Plan) -> tuple[int, ...]:
 
 def steady(plan: Plan, description: Description, operations: tuple[Operation, ...], slots: int) -> Tape:
     """The tape of a step that is not the first."""
-    player = Replay(plan, description, slots)
+    return _steady(Replay(plan, description, slots), description, operations).tape
+
+
+def _steady(player: Replay, description: Description, operations: tuple[Operation, ...]) -> Replay:
     player.rest(description)
     player.states()
+    player.left_over()
     player.workspaces()
     player.play(operations)
-    return player.tape
+    return player
 
 
-def _with_allocator(plan: Plan, description: Description, operations: tuple[Operation, ...], slots: int) -> tuple[int, int]:
+def _with_allocator(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[int, int]:
     """Peaks of (allocated, reserved) over three steps: the allocator remembers how it began."""
-    player = Replay(plan, description, slots)
     player.rest(description)
     starts = [0]
     for _ in range(3):
@@ -106,15 +121,16 @@ def _moment(operations: tuple[Operation, ...], index: int) -> str:
 
 def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[str, int]]:
     """Bytes between steps, by tier and kind."""
-    master = ITEM_BYTES[plan.precision.master]
     held = groups(plan, description)
+    away = Away(plan, held, slots)
     found: dict[str, dict[str, int]] = {}
-    for unit in plan.units:
-        group = held[unit.name]
-        for kind, place, n in (
-            ("params", unit.home.params, sum(group.shards)),
-            ("optimizer", unit.home.optimizer, slots * sum(group.shards[i] for i in group.trained)),
+    for group in held.values():
+        shard = away.compute if group.away else away.master
+        state = away.resting(group) if group.away else slots * group.moving * away.master
+        for kind, place, nbytes in (
+            ("params", group.home.params, sum(group.shards) * shard),
+            ("optimizer", group.home.optimizer, state),
         ):
             tier = found.setdefault(place, {})
-            tier[kind] = tier.get(kind, 0) + n * master
+            tier[kind] = tier.get(kind, 0) + nbytes
     return found

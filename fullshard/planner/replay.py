@@ -14,6 +14,7 @@ from fullshard.description import Description
 from fullshard.kernels import HIDDEN, WORKSPACE
 from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
+from fullshard.planner.homes import SHARE, Away
 from fullshard.planner.schedule import Operation
 
 Term = Literal[
@@ -28,8 +29,10 @@ Term = Literal[
     "reduce",
     "workspace",
     "batch",
+    "staging",
+    "fetched",
 ]
-COMPUTE, GATHER, REDUCE, ALL_REDUCE = 0, 1, 2, 3  # FSDP's streams; each has its own memory pool
+COMPUTE, GATHER, REDUCE, ALL_REDUCE, TRANSFER = 0, 1, 2, 3, 4  # FSDP's streams and ours; each has its own memory pool
 
 
 @dataclass
@@ -80,12 +83,14 @@ class Tape:
 class Replay:
     """Plays operations onto a tape."""
 
-    def __init__(self, plan: Plan, description: Description, slots: int):
+    def __init__(self, plan: Plan, description: Description, slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.tape, self.slots = plan, Tape(), slots
         self.groups = groups(plan, description)
+        self.away = Away(plan, self.groups, slots, clip=clip, cpu_share=cpu_share)
+        self.hosted: dict[tuple[str, str], tuple[int, Term]] = {}  # activations that are on the host
+        self.spilled = self.most_spilled = 0  # their bytes, now and at most
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
-        self.casts = p.compute != p.master
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.at = 0
         self.last = ""  # the gradient that a reduction holds longest
@@ -114,7 +119,11 @@ class Replay:
             group = self.groups[unit.name]
             if unit.home.params == "device":
                 for p, n in zip(group.parameters, group.shards, strict=True):
-                    self._add("rest", f"param:{p.name}", n * self.master, "params")
+                    self._add("rest", f"param:{p.name}", n * (self.compute if group.away else self.master), "params")
+            if group.away and unit.home.optimizer == "device":  # master and moments, apart from the shard
+                self._add("rest", f"state:{unit.name}", self.away.resting(group), "optimizer")
+        for slot in range(self.plan.staging):
+            self._add("rest", f"staging{slot}", self.away.staging_slot(), "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
             self._add("rest", f"buffer:{b.name}", b.nbytes, "buffers")
 
@@ -122,7 +131,7 @@ class Replay:
         """Optimizer state; made when the first step updates."""
         for unit in self.plan.units:
             group = self.groups[unit.name]
-            for i in group.trained if unit.home.optimizer == "device" else ():
+            for i in () if group.away else group.trained:
                 name = group.parameters[i].name
                 if ("rest", f"state0:{name}") in self.tape.alive:
                     continue
@@ -130,6 +139,12 @@ class Replay:
                     self._add("rest", f"step:{name}", 4, "optimizer")
                 for slot in range(self.slots):
                     self._add("rest", f"state{slot}:{name}", group.shards[i] * self.master, "optimizer")
+
+    def left_over(self) -> None:
+        """Gradients of the step before whose updates are still under way."""
+        for group in self.groups.values():
+            if group.away and group.name in self.away.staying:
+                self._add(group.name, "gradient", group.moving * self.away.gradient, "gradients", REDUCE)
 
     def workspaces(self, *threads: str) -> None:
         """cuBLAS's: one for the thread that runs forward, one for autograd's."""
@@ -158,6 +173,7 @@ class Replay:
                 self._add(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term)
             elif action == "free":
                 self._drop(owner, tensor)
+                self._unhost((owner, tensor))
             elif action == "multiply":
                 self.workspaces(thread)
             elif (owner, f"whole:{tensor}") in self.tape.alive:
@@ -165,25 +181,31 @@ class Replay:
 
     def _gather(self, op: Operation) -> None:
         nbytes = op.nbytes
-        if self.casts:
+        if self._casts(self.groups[op.unit]):
             self._add(op.unit, "flat", nbytes // op.ranks, "gathered", GATHER)
         self._add(op.unit, "buffer", nbytes, "gathered", GATHER)
         self._drop(op.unit, "flat")
+        self._drop(op.unit, "shard")
 
     def _unpack(self, op: Operation) -> None:
         group = self.groups[op.unit]
         if group.world == 1:
             self._cast(group)
+            self._drop(op.unit, "shard")
             return
         for i, n in enumerate(group.whole):
             self._add(op.unit, f"param{i}", n * self.compute, "gathered")
         for i in range(len(group.whole)):
             self._drop(op.unit, f"part{i}")
 
+    def _casts(self, group: Group) -> bool:
+        """Whether shards are in another dtype than what is gathered."""
+        return self.compute != self.master and not group.away
+
     def _cast(self, group: Group) -> None:
         """One rank alone copies each parameter, through a cast if the dtypes differ."""
         for i, n in enumerate(group.shards):
-            if self.casts:
+            if self._casts(group):
                 self._add(group.name, f"cast{i % 2}", n * self.compute, "gathered")
                 self._drop(group.name, f"cast{(i + 1) % 2}")
             self._add(group.name, f"param{i}", n * self.compute, "gathered")
@@ -231,11 +253,15 @@ class Replay:
         last = names.pop() if op.ranks > 1 else ""  # the loop variable of FSDP's holds it until the end
         self._drop_gradients(op.unit, names)
         shard = op.nbytes // op.ranks
-        if self.reduce == self.master and op.first:
+        if self.reduce == self._kept(group) and op.first:
             self._add(op.unit, "gradient", shard, "gradients", REDUCE)
         else:
             self._add(op.unit, "reduced", shard, "reduce", REDUCE)
         self.last = last
+
+    def _kept(self, group: Group) -> int:
+        """Bytes of an element of a gradient that waits for the update."""
+        return self.away.gradient if group.away else self.master
 
     def _drop_gradients(self, unit: str, names: list[str]) -> None:
         for tensor in names[::-1]:  # as a list lets go of its items
@@ -246,13 +272,13 @@ class Replay:
         """In place."""
 
     def _settle(self, op: Operation) -> None:
-        """Reduced gradients, in the master dtype, become the shard or are added to it."""
+        """Reduced gradients, in the dtype that they are kept in, become the shard or are added to it."""
         group = self.groups[op.unit]
-        elements = sum(group.shards[i] for i in group.trained)
+        kept = self._kept(group)
         stream = ALL_REDUCE if group.copies > 1 else REDUCE
-        if self.reduce != self.master:
-            self._add(op.unit, "gradient" if op.first else "cast", elements * self.master, "gradients", stream)
-        if self.reduce == self.master or group.copies == 1:  # else the all-reduce's input is held until the end
+        if self.reduce != kept:
+            self._add(op.unit, "gradient" if op.first else "cast", group.moving * kept, "gradients", stream)
+        if self.reduce == kept or group.copies == 1:  # else the all-reduce's input is held until the end
             self._drop(op.unit, "reduced")
         self._drop(op.unit, "cast")
         self._drop_gradients(op.unit, [self.last])
@@ -267,11 +293,46 @@ class Replay:
 
     def _update(self, op: Operation) -> None:
         """Fused: in place, but for the first."""
-        self.states()
+        if not op.unit:
+            self.states()
 
     def _zero(self, op: Operation) -> None:
-        for name in self.groups:
-            self._drop(name, "gradient")
+        for name, group in self.groups.items():
+            if not group.away:
+                self._drop(name, "gradient")
+
+    # -- what rests away -------------------------------------------------------------------------------------
+
+    def _await(self, op: Operation) -> None:
+        if op.what == "update":
+            self._drop(op.unit, "gradient")
+
+    def _fetch(self, op: Operation) -> None:
+        if op.what == "params":
+            self._add(op.unit, "shard", op.nbytes, "fetched", TRANSFER)
+        for s in op.saved:
+            if found := self._unhost((s.owner, s.tensor)):
+                self._add(s.owner, s.tensor, *found, TRANSFER)
+
+    def _spill(self, op: Operation) -> None:
+        """Copied into pinned memory that is there."""
+
+    def _forget(self, op: Operation) -> None:
+        if op.what == "gradients" and op.unit not in self.away.staying:
+            self._drop(op.unit, "gradient")
+        for s in op.saved:
+            if found := self.tape.alive.get((s.owner, s.tensor)):
+                self.hosted[s.owner, s.tensor] = (found[1], found[2])
+                self.spilled += found[1]
+                self._drop(s.owner, s.tensor)
+        self.most_spilled = max(self.most_spilled, self.spilled)
+
+    def _unhost(self, key: tuple[str, str]) -> tuple[int, Term] | None:
+        """What was on the host under that name, no longer there."""
+        found = self.hosted.pop(key, None)
+        if found:
+            self.spilled -= found[0]
+        return found
 
 
 @lru_cache(maxsize=4096)

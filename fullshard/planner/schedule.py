@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.costs import Costs, Moment, Section, Trace
+from fullshard.costs import Costs, Moment, Section
 from fullshard.description import Description
 from fullshard.errors import FullshardError
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
+from fullshard.planner.homes import waits_for_norm
+from fullshard.planner.moments import moments, neighbours
+from fullshard.planner.saved import Saved, saved_tensors
 
 # on_torch/chunked.py: a chunk's logits in the compute dtype, in float32, and their gradient stay under the budget.
 CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE = 1 << 31, 8, 256
@@ -29,10 +32,15 @@ Kind = Literal[
     "all_reduce",  # reduce shards over the copies
     "drain",  # drop a reduction's input
     "settle",  # drop what a unit's reduction still holds
+    "fetch",  # bring a unit's shard, or its activations, to the device
+    "spill",  # send its activations, or the gradient of what the CPU updates, to the host
+    "forget",  # drop on the device what was spilled
+    "await",  # wait until the unit's update of the step before is done, or its activations are back
     "norm",
-    "update",
+    "update",  # of a unit whose state rests away; without a unit, of all others
     "zero",
 ]
+What = Literal["", "params", "gradients", "activations", "update"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,16 @@ class Operation:
     near: tuple[str, str] = ("", "")  # the units before and after, for the tensors that pass between them
     tokens: int = 0  # of a chunk of the loss
     first: bool = False  # of a reduction: whether no gradient shard is there yet
+    what: What = ""  # of a transfer or a wait
+    saved: tuple[Saved, ...] = ()  # the activations that are spilled, forgotten or fetched
 
 
 def schedule(
-    plan: Plan, description: Description, *, loss: str = "chunked", micros: tuple[int, ...] = ()
+    plan: Plan, description: Description, *, loss: str = "chunked", micros: tuple[int, ...] = (), clip: bool = True
 ) -> tuple[Operation, ...]:
-    """One whole step. `micros`: only these micro-batches, for those who know that the others are alike."""
-    return tuple(_Step(plan, description, loss).run(micros or tuple(range(plan.batch.accumulate))))
+    """One whole step. `micros`: only these micro-batches, for those who know that the others are alike. `clip`: whether
+    updates wait for the gradient norm."""
+    return tuple(_Step(plan, description, loss, clip).run(micros or tuple(range(plan.batch.accumulate))))
 
 
 def chunks(vocabulary: int, tokens: int) -> list[int]:
@@ -63,70 +74,6 @@ def chunks(vocabulary: int, tokens: int) -> list[int]:
     chunk = max(1, CHUNK_BUDGET // (CHUNK_BYTES * vocabulary))
     chunk -= chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0
     return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
-
-
-def moments(plan: Plan, costs: Costs, loss: str) -> list[tuple[Moment, str, Section]]:
-    """The sections of a micro-batch in order, each unit's under its own remat choice."""
-    compute = plan.precision.compute
-    base = costs.trace(compute, loss, "none")
-    choices = {u.name: _choice(plan, u) for u in plan.units}
-    remats = {name: choice for name, choice in choices.items() if choice != "none"}
-    if not remats:
-        return list(base)
-    others: dict[str, Trace] = {r: _remat_trace(costs, compute, loss, r) for r in set(remats.values())}
-    found: list[tuple[Moment, str, Section]] = []
-    for moment, unit, section in base:
-        if unit in remats:
-            section = others[remats[unit]].by_moment[moment, unit]
-        found.append((moment, unit, section))
-    return _freed_once(found)
-
-
-def _choice(plan: Plan, unit: Unit) -> str:
-    """Which trace a unit follows. Compiled are the blocks: units of one module, named after it."""
-    block = len(unit.modules) == 1 and unit.name == unit.modules[0]
-    return f"compiled {unit.remat}" if plan.compile and block else unit.remat
-
-
-def _freed_once(found: list[tuple[Moment, str, Section]]) -> list[tuple[Moment, str, Section]]:
-    """A block under remat may hold longer what others let go before: only the last free of a tensor counts."""
-    near = neighbours(found)
-    freed: set[tuple[str, str]] = set()
-    kept: list[tuple[Moment, str, Section]] = []
-    for moment, unit, section in reversed(found):
-        twice = set()
-        for i in range(len(section.events) - 1, -1, -1):
-            e = section.events[i]
-            if e.action == "free" and (e.unit or not e.tensor.isdigit()):
-                name = (owner(e.unit, unit, near), e.tensor)
-                if name in freed:
-                    twice.add(i)
-                freed.add(name)
-        if twice:
-            section = Section(tuple(e for i, e in enumerate(section.events) if i not in twice), section.ops)
-        kept.append((moment, unit, section))
-    return kept[::-1]
-
-
-def neighbours(found: list[tuple[Moment, str, Section]]) -> dict[str, tuple[str, str]]:
-    """The units before and after each, in the order of forward."""
-    order = ["", *dict.fromkeys(unit for moment, unit, _ in found if moment == "forward"), ""]
-    return {unit: (order[i - 1], order[i + 1]) for i, unit in enumerate(order) if unit}
-
-
-def owner(word: str, unit: str, near: dict[str, tuple[str, str]]) -> str:
-    """Whose tensor an event of `unit` means by `word`."""
-    if word == "":
-        return unit
-    if word in "<>":
-        return near[unit][word == ">"]
-    return "" if word == "/" else word
-
-
-def _remat_trace(costs: Costs, compute: str, loss: str, remat: str) -> Trace:
-    """Blocks do not know the loss, so that another's trace will do where there is none with this one."""
-    known = [of for _, of, choice in costs.traces if choice == remat]
-    return costs.trace(compute, loss if loss in known or not known else known[0], remat)
 
 
 def _costs(plan: Plan, description: Description) -> Costs:
@@ -140,6 +87,8 @@ def _costs(plan: Plan, description: Description) -> Costs:
         raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
     blocks = {u.name for u in description.units if u.kind == "block"}
     for unit in plan.units:
+        if unit.home.activations == "disk":
+            raise FullshardError(f"unit {unit.name}: home.activations = 'disk' is not carried out; write 'host'")
         if unit.remat != "none" and unit.name not in blocks:
             raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
     return description.costs
@@ -148,13 +97,19 @@ def _costs(plan: Plan, description: Description) -> Costs:
 class _Step:
     """FSDP's state while the schedule is written: which units are whole, which gathers are under way."""
 
-    def __init__(self, plan: Plan, description: Description, loss: str):
+    def __init__(self, plan: Plan, description: Description, loss: str, clip: bool):
         costs = _costs(plan, description)
         self.plan = plan
+        self.late = waits_for_norm(plan, clip)
         self.groups = groups(plan, description)
         self.moments = moments(plan, costs, loss)
         self.near = neighbours(self.moments)
         self.vocabulary = costs.vocabulary
+        self.saved = self._saved()
+        self.awaited: set[str] = set()  # units whose update of the step before is known to be done
+        self.fetched: set[str] = set()  # units whose shard was brought to the device and not gathered yet
+        self.spilled: list[tuple[What, str]] = []  # what is on its way to the host
+        self.returned: set[str] = set()  # units whose activations are back
         self.order = list(self.groups)
         self.whole: set[str] = set()
         self.parts: set[str] = set()  # kept over fewer ranks after forward
@@ -178,6 +133,8 @@ class _Step:
             yield from self._micro_batch(self.micro == last)
         yield Operation("norm", micro=last)
         yield self._all("all_reduce", 16)  # norm and loss
+        for group in self.groups.values() if self.late else ():
+            yield from self._update(group)
         yield Operation("update", micro=last)
         yield Operation("zero", micro=last)
 
@@ -187,6 +144,7 @@ class _Step:
     def _micro_batch(self, last: bool) -> Iterator[Operation]:
         self.done.clear()
         self.forwarded.clear()
+        self.returned.clear()
         for i, (moment, unit, section) in enumerate(self.moments):
             yield from self._before(moment, unit, last)
             if moment == "chunk":
@@ -213,14 +171,20 @@ class _Step:
             yield from self._unpack(unit, forward=True)
             for other in self.ahead.get(unit, []):
                 yield from self._gather(other)
+            yield from self._fetch(self.near[unit][1])
         elif moment == "leave":
+            yield from self._forget()
             yield from self._leave(unit)
-        elif moment == "loss" and self.held is not None:
-            yield self._op("release", self.held)
-            self.held = None
+            yield from self._spill_activations(unit)
+        elif moment == "loss":
+            if self.held is not None:
+                yield self._op("release", self.held)
+                self.held = None
+            yield from self._forget()
         elif moment == "backward":
             yield from self._gather(unit)
             yield from self._unpack(unit, forward=False)
+            yield from self._return_activations(unit)
             yield from self._prefetch_backward(unit)
         elif moment == "done":
             yield from self._done(unit, last)
@@ -233,10 +197,13 @@ class _Step:
     def _gather(self, unit: str) -> Iterator[Operation]:
         if unit in self.whole or unit in self.pending:
             return
+        yield from self._fetch(unit)
+        yield from self._await(unit)
         self.pending.add(unit)
         group = self.groups[unit]
         if group.world == 1:
             return
+        self.fetched.discard(unit)
         ranks = int(group.reshard) if unit in self.parts else group.world
         yield self._op("gather", unit, nbytes=sum(group.whole) * item(self.plan.precision.compute), ranks=ranks)
 
@@ -249,6 +216,7 @@ class _Step:
             self.held = None
         self.pending.discard(unit)
         self.parts.discard(unit)
+        self.fetched.discard(unit)
         self.whole.add(unit)
         if self.groups[unit].world == 1:
             return
@@ -296,6 +264,9 @@ class _Step:
             self.reducing = None
         if group.trained:
             yield from self._reduce(unit, group)
+            if last:
+                yield from self._forget()
+                yield from self._after_reduction(group)
 
     def _reduce(self, unit: str, group: Group) -> Iterator[Operation]:
         elements = sum(group.whole[i] for i in group.trained)
@@ -321,3 +292,65 @@ class _Step:
         if self.reducing is not None:
             yield self._op("drain", self.reducing)
             self.reducing = None
+        yield from self._forget()
+
+    # -- what rests away -------------------------------------------------------------------------------------
+
+    def _saved(self) -> dict[str, tuple[Saved, ...]]:
+        """Activations that move, by unit."""
+        away = {u.name for u in self.plan.units if u.home.activations != "device"}
+        batch = self.plan.batch
+        found = saved_tensors(self.moments, self.near, batch.micro_batch, batch.sequence) if away else {}
+        return {name: tensors for name, tensors in found.items() if name in away and tensors}
+
+    def _move(self, kind: Kind, what: What, unit: str, nbytes: int = 0) -> Operation:
+        saved = self.saved.get(unit, ()) if what == "activations" else ()
+        return Operation(kind, unit, self.micro, nbytes=nbytes or sum(s.nbytes for s in saved), what=what, saved=saved)
+
+    def _await(self, unit: str) -> Iterator[Operation]:
+        """Before a unit's parameters are used for the first time in a step."""
+        if self.groups[unit].away and unit not in self.awaited:
+            self.awaited.add(unit)
+            yield self._move("await", "update", unit)
+
+    def _fetch(self, unit: str) -> Iterator[Operation]:
+        """The shard, ahead of its gather."""
+        group = self.groups.get(unit)
+        if group is None or group.home.params == "device" or unit in self.whole | self.pending | self.parts | self.fetched:
+            return
+        yield from self._await(unit)
+        self.fetched.add(unit)
+        yield self._move("fetch", "params", unit, sum(group.shards) * item(self.plan.precision.compute))
+
+    def _after_reduction(self, group: Group) -> Iterator[Operation]:
+        """The gradient of the whole step is there."""
+        if not self.late:
+            yield from self._update(group)
+        elif group.home.optimizer != "device":
+            self.spilled.append(("gradients", group.name))
+            yield self._move("spill", "gradients", group.name)
+
+    def _update(self, group: Group) -> Iterator[Operation]:
+        if group.away and group.trained:
+            yield self._op("update", group.name)
+
+    def _spill_activations(self, unit: str) -> Iterator[Operation]:
+        if unit in self.saved:
+            self.spilled.append(("activations", unit))
+            yield self._move("spill", "activations", unit)
+
+    def _forget(self) -> Iterator[Operation]:
+        """By now another unit has computed; what was spilled before it is on the host."""
+        for what, unit in self.spilled:
+            yield self._move("forget", what, unit)
+        self.spilled.clear()
+
+    def _return_activations(self, unit: str) -> Iterator[Operation]:
+        """This unit's are waited for, the next one's are sent for."""
+        before = self.forwarded[: self.forwarded.index(unit) + 1][::-1][:2]
+        for other in before:
+            if other in self.saved and other not in self.returned:
+                self.returned.add(other)
+                yield self._move("fetch", "activations", other)
+        if unit in self.saved:
+            yield self._move("await", "activations", unit)

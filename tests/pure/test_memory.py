@@ -81,14 +81,6 @@ def test_what_cannot_be_predicted_is_refused():
         predict(fs.zero3(d, devices=2).change("head", remat="full"), d)
 
 
-def test_homes_count_in_their_tier():
-    d = fs.presets.describe("llama-nano")
-    plan = fs.zero3(d, devices=2).change("*", home=fs.Home(optimizer="host"))
-    found = predict(plan, d, reserved=False)
-    assert found.at_rest["host"]["optimizer"] == 2 * found.at_rest["device"]["params"] == 2 * 4 * d.numel // 2
-    assert "optimizer" not in found.terms
-
-
 # -- the allocator -----------------------------------------------------------------------------------------
 
 

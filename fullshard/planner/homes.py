@@ -1,0 +1,116 @@
+"""What rests away from the device, in bytes: pieces of the update and who does them, arenas, staging, files.
+
+An away unit's shard, which is gathered from, is in the compute dtype; its master and moments lie in its home; its
+gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py)
+"""
+
+from dataclasses import dataclass
+
+from fullshard.optimizer import SGD, Optimizer
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, Lane, cut, deal
+from fullshard.plan import Place, Plan
+from fullshard.planner.groups import Group, item
+
+SHARE = 0.5  # of the pieces that the CPU updates, where nobody knows the cluster
+FILE_SLOTS = 2  # pinned slots for parameters on their way from disk: one unit at work, one ahead
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a unit's update; `home` is where its state rests."""
+
+    unit: str
+    elements: int
+    lane: Lane
+    home: Place
+
+
+def slots_of(optimizer: Optimizer) -> int:
+    """Tensors of state for each parameter."""
+    if isinstance(optimizer, SGD):
+        return 1 if optimizer.momentum else 0
+    return 2
+
+
+def waits_for_norm(plan: Plan, clip: bool) -> bool:
+    """Whether updates wait for all gradients: to clip them, or to see that none is infinite."""
+    return clip or plan.precision.compute == "fp16"
+
+
+def gradient_item(plan: Plan) -> int:
+    """Bytes of an away unit's gradient: as reduced, unless the master itself is coarser."""
+    return item(plan.precision.reduce if plan.precision.master == "fp32" else plan.precision.master)
+
+
+def pieces(groups: dict[str, Group], cpu_share: float) -> list[Piece]:
+    """All pieces of all away units whose state is not on the device, in the order of forward."""
+    every = [(g, stop - start) for g in groups.values() if g.away for start, stop in cut(g.moving)]
+    dealt = zip(every, deal(len(every), cpu_share), strict=True)
+    return [Piece(g.name, n, lane, g.home.optimizer) for (g, n), lane in dealt if g.home.optimizer != "device"]
+
+
+def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: bool) -> set[str]:
+    """Units whose gradient stays on the device until their update: all, but for those that the CPU alone updates, whose
+    gradients wait for the norm in host memory."""
+    streamed = {p.unit for p in cut_up if p.lane == "gpu"}
+    resident = {g.name for g in groups.values() if g.home.optimizer == "device"}
+    return set(groups) if not waits_for_norm(plan, clip) else streamed | resident
+
+
+class Away:
+    """The bytes of a plan's away units on one rank."""
+
+    def __init__(self, plan: Plan, groups: dict[str, Group], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
+        self.plan, self.groups, self.slots, self.clip = plan, groups, slots, clip
+        p = plan.precision
+        self.compute, self.master, self.gradient = item(p.compute), item(p.master), gradient_item(plan)
+        self.pieces = pieces(groups, cpu_share)
+        self.late = waits_for_norm(plan, clip)
+        self.staying = staying(plan, groups, self.pieces, clip)
+
+    def __bool__(self) -> bool:
+        return any(g.away or g.home.activations != "device" for g in self.groups.values())
+
+    @property
+    def state(self) -> int:
+        """Bytes of master and moments, an element."""
+        return (1 + self.slots) * self.master
+
+    def resting(self, group: Group) -> int:
+        """Bytes of an away unit's master and moments; what is frozen has no moments."""
+        return self.master * (sum(group.shards) + self.slots * group.moving)
+
+    def staging_slot(self) -> int:
+        """Bytes of one device slot that state is streamed through; 0 if none is."""
+        return self.state * self._largest(lane="gpu")
+
+    def _largest(self, **like: str) -> int:
+        return max((p.elements for p in self.pieces if all(getattr(p, k) == v for k, v in like.items())), default=0)
+
+    def host(self, activations: int = 0) -> dict[str, int]:
+        """Pinned bytes by term. `activations`: those that are there at once."""
+        terms = {
+            "optimizer": self._states("host"),
+            "params": self._params("host"),
+            "gradients": self.gradient * sum(p.elements for p in self.pieces if p.lane == "cpu") if self.late else 0,
+            "activations": activations,
+            "staging": self._host_staging(),
+        }
+        return {term: nbytes for term, nbytes in terms.items() if nbytes}
+
+    def disk(self) -> dict[str, int]:
+        terms = {"optimizer": self._states("disk"), "params": self._params("disk")}
+        return {term: nbytes for term, nbytes in terms.items() if nbytes}
+
+    def _states(self, place: Place) -> int:
+        return sum(self.resting(g) for g in self.groups.values() if g.home.optimizer == place)
+
+    def _params(self, place: Place) -> int:
+        return self.compute * sum(sum(g.shards) for g in self.groups.values() if g.home.params == place)
+
+    def _host_staging(self) -> int:
+        """Gradients down and parameters up for the CPU's pieces; state and shards between disk and device."""
+        by_cpu = GRAD_SLOTS * (self.compute + (0 if self.late else self.gradient)) * self._largest(lane="cpu")
+        files = [sum(g.shards) for g in self.groups.values() if g.home.params == "disk"]
+        read = FILE_SLOTS * self.compute * max(files, default=0)
+        return by_cpu + read + DISK_SLOTS * self.state * self._largest(home="disk")

@@ -1,0 +1,70 @@
+"""The sections of a micro-batch in order, each unit's under its own remat choice, and whose tensors they speak of."""
+
+from fullshard.costs import Costs, Moment, Section, Trace
+from fullshard.plan import Plan, Unit
+
+Moments = list[tuple[Moment, str, Section]]
+
+
+def moments(plan: Plan, costs: Costs, loss: str) -> Moments:
+    """The sections of a micro-batch in order, each unit's under its own remat choice."""
+    compute = plan.precision.compute
+    base = costs.trace(compute, loss, "none")
+    choices = {u.name: _choice(plan, u) for u in plan.units}
+    remats = {name: choice for name, choice in choices.items() if choice != "none"}
+    if not remats:
+        return list(base)
+    others: dict[str, Trace] = {r: _remat_trace(costs, compute, loss, r) for r in set(remats.values())}
+    found: Moments = []
+    for moment, unit, section in base:
+        if unit in remats:
+            section = others[remats[unit]].by_moment[moment, unit]
+        found.append((moment, unit, section))
+    return _freed_once(found)
+
+
+def _choice(plan: Plan, unit: Unit) -> str:
+    """Which trace a unit follows. Compiled are the blocks: units of one module, named after it."""
+    block = len(unit.modules) == 1 and unit.name == unit.modules[0]
+    return f"compiled {unit.remat}" if plan.compile and block else unit.remat
+
+
+def _freed_once(found: Moments) -> Moments:
+    """A block under remat may hold longer what others let go before: only the last free of a tensor counts."""
+    near = neighbours(found)
+    freed: set[tuple[str, str]] = set()
+    kept: Moments = []
+    for moment, unit, section in reversed(found):
+        twice = set()
+        for i in range(len(section.events) - 1, -1, -1):
+            e = section.events[i]
+            if e.action == "free" and (e.unit or not e.tensor.isdigit()):
+                name = (owner(e.unit, unit, near), e.tensor)
+                if name in freed:
+                    twice.add(i)
+                freed.add(name)
+        if twice:
+            section = Section(tuple(e for i, e in enumerate(section.events) if i not in twice), section.ops)
+        kept.append((moment, unit, section))
+    return kept[::-1]
+
+
+def neighbours(found: Moments) -> dict[str, tuple[str, str]]:
+    """The units before and after each, in the order of forward."""
+    order = ["", *dict.fromkeys(unit for moment, unit, _ in found if moment == "forward"), ""]
+    return {unit: (order[i - 1], order[i + 1]) for i, unit in enumerate(order) if unit}
+
+
+def owner(word: str, unit: str, near: dict[str, tuple[str, str]]) -> str:
+    """Whose tensor an event of `unit` means by `word`."""
+    if word == "":
+        return unit
+    if word in "<>":
+        return near[unit][word == ">"]
+    return "" if word == "/" else word
+
+
+def _remat_trace(costs: Costs, compute: str, loss: str, remat: str) -> Trace:
+    """Blocks do not know the loss, so that another's trace will do where there is none with this one."""
+    known = [of for _, of, choice in costs.traces if choice == remat]
+    return costs.trace(compute, loss if loss in known or not known else known[0], remat)

@@ -1,0 +1,45 @@
+"""Which tensors a unit's forward leaves behind for its backward: what moves when activations rest away."""
+
+from dataclasses import dataclass
+
+from fullshard.planner.moments import Moments, owner
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor by the name that replays know it by, and its bytes."""
+
+    owner: str
+    tensor: str
+    nbytes: int
+
+
+def saved_tensors(moments: Moments, near: dict[str, tuple[str, str]], rows: int, tokens: int) -> dict[str, tuple[Saved, ...]]:
+    """By unit: its own tensors and its input, as far as they are still there when the next unit's forward is done."""
+    alive: dict[tuple[str, str], int] = {}
+    inside: dict[str, list[str]] = {}  # tensors that a unit's own forward made
+    found: dict[str, tuple[Saved, ...]] = {}
+    left: str | None = None
+    for moment, unit, section in moments:
+        if moment in ("leave", "loss", "backward") and left is not None and left != unit:
+            found[left] = _kept(left, near[left][0], inside[left], alive)
+            left = None
+        if moment in ("loss", "backward"):
+            break
+        if moment == "leave":
+            left = unit
+        made = inside.setdefault(unit, [])
+        for event in section.events:
+            key = (owner(event.unit, unit, near), event.tensor)
+            if event.action == "free":
+                alive.pop(key, None)
+            elif event.action == "allocate" and not event.rule:
+                alive[key] = event.sizes(rows, tokens)[0]
+                if moment in ("enter", "forward") and not event.unit and event.tensor.isdigit():
+                    made.append(event.tensor)
+    return found
+
+
+def _kept(unit: str, before: str, made: list[str], alive: dict[tuple[str, str], int]) -> tuple[Saved, ...]:
+    keys = [(unit, tensor) for tensor in made] + [(before, "out0")]
+    return tuple(Saved(*key, alive[key]) for key in keys if key in alive)

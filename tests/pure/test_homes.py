@@ -1,0 +1,202 @@
+"""Bytes of plans whose parameters, state or activations rest away from the device, counted by hand."""
+
+import dataclasses
+
+import pytest
+
+import fullshard as fs
+from fullshard import Home, presets
+from fullshard.pieces import PIECE
+from fullshard.planner.memory import Peak, predict
+from fullshard.planner.schedule import schedule
+
+NAME = "llama-1.5b"
+MODEL = presets.describe(NAME)
+UNITS = {u.name: u.numel for u in MODEL.units}
+SIZE = presets.preset(NAME)
+# The largest unit is the head, 128,256 × 2,048 and a norm of 2,048: eight pieces, the first two longer by 1,024.
+LARGEST = 128_256 * 2_048 // 8 + 1024
+
+
+def plan(home: Home = Home(), *, devices: int = 1, batch: fs.Batch = fs.Batch(2, 4096), remat: str = "full", **more) -> fs.Plan:  # noqa: B008
+    bf16 = fs.Precision(compute="bf16", reduce=more.pop("reduce", "fp32"))
+    return fs.zero3(MODEL, devices=devices, precision=bf16, batch=batch, remat=remat).change("*", home=home)
+
+
+def peak(made: fs.Plan, **more) -> Peak:
+    return predict(made, MODEL, reserved=False, **more)
+
+
+def rounded(*sizes: int) -> int:
+    return sum(-(-n // 512) * 512 for n in sizes)
+
+
+def test_the_largest_piece_is_what_the_tests_say():
+    assert max(UNITS.values()) == 128_257 * 2_048
+    assert LARGEST <= PIECE < 128_256 * 2_048 // 7
+
+
+def test_state_on_the_host_is_twelve_bytes_a_parameter():
+    found = peak(plan(Home(optimizer="host")), cpu_share=0)
+    assert found.host == {"optimizer": 12 * MODEL.numel}
+    assert found.disk == {}
+    shared = peak(plan(Home(optimizer="host"), devices=8), cpu_share=0)
+    assert shared.host["optimizer"] == pytest.approx(12 * MODEL.numel / 8, rel=1e-3)
+
+
+def test_at_the_end_of_backward_a_device_holds_parameters_gradients_and_staging():
+    found = peak(plan(Home(optimizer="host")), cpu_share=0)
+    assert found.moment == "reduce of embed, micro-batch 0"
+    tensors = [p.numel for u in MODEL.units for p in u.parameters]
+    assert found.terms["params"] == rounded(*[2 * n for n in tensors])
+    assert found.terms["gradients"] == rounded(*[4 * n for n in UNITS.values()])
+    assert found.terms["staging"] == 4 * 12 * LARGEST
+    assert "optimizer" not in found.terms
+    resident = peak(plan())
+    assert resident.moment == found.moment
+    saved = resident.terms["params"] + resident.terms["optimizer"] - found.terms["params"] - found.terms["staging"]
+    assert resident.allocated - found.allocated == pytest.approx(saved, abs=1 << 20)
+
+
+@pytest.mark.parametrize("staging", [1, 2, 7])
+def test_every_slot_of_staging_is_a_piece_of_state(staging):
+    made = dataclasses.replace(plan(Home(optimizer="host")), staging=staging)
+    assert peak(made, cpu_share=0).terms["staging"] == staging * 12 * LARGEST
+    momentum = fs.SGD(lr=0.1, momentum=0.9)
+    assert peak(made, cpu_share=0, optimizer=momentum).terms["staging"] == staging * 8 * LARGEST
+    assert "staging" not in peak(made, cpu_share=1).terms
+
+
+def test_gradients_that_the_cpu_updates_wait_for_the_norm_on_the_host():
+    found = peak(plan(Home(optimizer="host")), cpu_share=1)
+    assert found.host == {"optimizer": 12 * MODEL.numel, "gradients": 4 * MODEL.numel, "staging": 2 * 2 * LARGEST}
+    assert found.terms.get("gradients", 0) <= rounded(4 * max(UNITS.values()))
+    half = peak(plan(Home(optimizer="host"), reduce="bf16"), cpu_share=0.5)
+    assert half.host["gradients"] == pytest.approx(MODEL.numel, rel=0.05)  # 2 bytes of half of them
+
+
+def test_without_clipping_gradients_pass_two_slots_each():
+    found = peak(plan(Home(optimizer="host")), cpu_share=1, clip=False)
+    assert found.host == {"optimizer": 12 * MODEL.numel, "staging": 2 * (4 + 2) * LARGEST}
+
+
+def test_state_on_disk_passes_four_slots_of_the_host():
+    found = peak(plan(Home(optimizer="disk")), cpu_share=0)
+    assert found.disk == {"optimizer": 12 * MODEL.numel}
+    assert found.host == {"staging": 4 * 12 * LARGEST}
+
+
+def test_parameters_on_the_host_are_two_bytes_and_leave_the_device():
+    both, state = peak(plan(Home("host", "host")), cpu_share=0), peak(plan(Home(optimizer="host")), cpu_share=0)
+    assert both.host == {"optimizer": 12 * MODEL.numel, "params": 2 * MODEL.numel}
+    assert state.allocated - both.allocated == state.terms["params"]
+    apart = peak(plan(Home(params="host")))
+    assert apart.terms["optimizer"] == rounded(*[12 * n for n in UNITS.values()])
+    assert apart.host == {"params": 2 * MODEL.numel}
+    on_disk = peak(plan(Home("disk", "host")), cpu_share=0)
+    assert on_disk.disk == {"params": 2 * MODEL.numel}
+    assert on_disk.host["staging"] == 2 * 2 * max(UNITS.values())
+
+
+def test_under_full_remat_the_activations_that_leave_are_the_inputs_of_blocks():
+    made = plan().change("*layers*", home=Home(activations="host"))
+    found, resident = peak(made), peak(plan())
+    inputs = 2 * 4096 * SIZE.dim * 2 + 2 * 4096 * SIZE.head_dim // 2 * 2  # hidden states, and two tables of angles
+    assert found.host["activations"] == SIZE.layers * inputs
+    assert found.allocated <= resident.allocated
+    saved = [op.nbytes for op in schedule(made, MODEL) if op.kind == "spill"]
+    assert saved == [inputs] * SIZE.layers
+
+
+def test_without_remat_activations_leave_and_come_back_once():
+    made = plan(remat="none").change("*layers*", home=Home(activations="host"))
+    assert peak(made).allocated < 0.8 * peak(plan(remat="none")).allocated
+    moved = {kind: [(op.unit, op.nbytes) for op in schedule(made, MODEL) if op.kind == kind] for kind in ("spill", "fetch")}
+    assert len(moved["spill"]) == SIZE.layers
+    assert moved["fetch"] == moved["spill"][::-1]
+    per_block = moved["spill"][0][1] / (2 * 4096 * SIZE.dim * 2)
+    assert 5 < per_block < 40  # so many times a block's input
+
+
+def test_each_shard_is_fetched_once_for_forward_and_once_for_backward():
+    made = plan(Home("host", "host"), devices=4, batch=fs.Batch(1, 1024, 2))
+    operations = schedule(made, MODEL)
+    for unit, numel in UNITS.items():
+        fetched = [op.nbytes for op in operations if (op.kind, op.unit, op.what) == ("fetch", unit, "params")]
+        assert fetched == [2 * numel // 4] * len(fetched)
+        assert len(fetched) == sum((op.kind, op.unit) == ("gather", unit) for op in operations)
+    kept = schedule(plan(Home("host", "host"), devices=4).change("*", reshard=False), MODEL)
+    assert sum(op.kind == "fetch" for op in kept) == len(UNITS)
+
+
+def test_updates_come_in_the_order_of_backward_or_after_the_norm_in_the_order_of_forward():
+    made = plan(Home(optimizer="host"), batch=fs.Batch(1, 1024, 3))
+    clipped = schedule(made, MODEL)
+    order = [op.unit for op in clipped if op.kind == "update" and op.unit]
+    assert order == list(UNITS)
+    kinds = [op.kind for op in clipped]
+    assert kinds.index("norm") < kinds.index("update")
+    free = schedule(made, MODEL, clip=False)
+    under = [op for op in free if op.kind == "update" and op.unit]
+    assert [op.unit for op in under] == list(UNITS)[::-1]
+    assert {op.micro for op in under} == {2}
+    assert [op.kind for op in free].index("norm") > [op.kind for op in free].index("update")
+
+
+def test_every_unit_waits_for_its_own_update_before_it_is_gathered():
+    made = plan(Home(optimizer="host"), devices=4, batch=fs.Batch(1, 1024, 2))
+    operations = schedule(made, MODEL)
+    for unit in UNITS:
+        mine = [op.kind for op in operations if op.unit == unit and op.kind in ("await", "gather")]
+        assert mine[0] == "await"
+        assert mine.count("await") == 1
+
+
+def test_resident_units_of_a_mixture_cost_what_they_cost():
+    mixed = plan().change("*layers.1*", home=Home(optimizer="host"))
+    found, resident, away = peak(mixed, cpu_share=0), peak(plan()), peak(plan(Home(optimizer="host")), cpu_share=0)
+    assert away.allocated < found.allocated < resident.allocated
+    moved = sum(n for name, n in UNITS.items() if "layers.1" in name)
+    assert found.host == {"optimizer": 12 * moved}
+
+
+def test_frozen_parameters_have_a_master_but_no_moments_and_no_gradients():
+    frozen = dataclasses.replace(
+        MODEL,
+        units=tuple(
+            dataclasses.replace(u, parameters=tuple(dataclasses.replace(p, trainable=False) for p in u.parameters))
+            if u.name == "embed"
+            else u
+            for u in MODEL.units
+        ),
+    )
+    found = predict(plan(Home(optimizer="host")), frozen, reserved=False, cpu_share=0)
+    assert found.host["optimizer"] == 12 * (MODEL.numel - UNITS["embed"]) + 4 * UNITS["embed"]
+    assert found.terms["params"] == rounded(*[2 * p.numel for u in MODEL.units for p in u.parameters])
+
+
+def test_homes_of_the_last_units_save_more_the_more_they_are():
+    names = list(UNITS)
+    peaks = []
+    for k in range(0, len(names) + 1, 5):
+        made = plan()
+        for name in names[len(names) - k :]:
+            made = made.change(name, home=Home(optimizer="host"))
+        peaks.append(peak(made, cpu_share=1).allocated)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "ddp"])
+def test_every_strategy_takes_homes(strategy):
+    bf16 = fs.Precision(compute="bf16")
+    made = fs.strategy(strategy, MODEL, devices=8, precision=bf16, batch=fs.Batch(1, 1024, 2))
+    away = predict(made.change("*", home=Home("host", "host", "host")), MODEL)
+    resident = predict(made, MODEL)
+    assert away.allocated < resident.allocated
+    ranks = 1 if strategy == "ddp" else 8
+    assert away.host["optimizer"] == pytest.approx(12 * MODEL.numel / ranks, rel=1e-3)
+
+
+def test_activations_on_disk_are_refused():
+    with pytest.raises(fs.FullshardError, match=r"unit embed: home\.activations = 'disk' is not carried out; write 'host'"):
+        peak(plan(Home(activations="disk")))
