@@ -141,6 +141,9 @@ CAUSES = {
     "copies": "waiting for the all-reduce between copies",
     "host": "waiting for the host to launch kernels",
     "others": "waiting for the slowest rank",
+    "update": "waiting for updates of state that rests away",
+    "fetch": "waiting for what rests away to come to the device",
+    "spill": "waiting for activations to go to the host",
 }
 KINDS = {
     "gemm": "matrix products",

@@ -2,7 +2,8 @@
 
 The host issues everything in the schedule's order. The device computes on one lane while gathers, reductions and
 the all-reduces of copies run on lanes of their own; those that cross the same links share them. What compute
-waited for is what a plan exposes.
+waited for is what a plan exposes. Transfers to host and disk, and the updates of what rests there, have lanes of
+their own (`transfers`) and go on from one step into the next.
 """
 
 import math
@@ -11,11 +12,13 @@ from dataclasses import dataclass, field
 from fullshard.cluster import Cluster
 from fullshard.costs import Moment
 from fullshard.description import Description
-from fullshard.optimizer import SGD, AdamW, Optimizer
+from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
+from fullshard.planner.homes import Away, gradient_item, slots_of
 from fullshard.planner.links import axis, collective_seconds, spread_of
 from fullshard.planner.schedule import Operation, schedule
+from fullshard.planner.transfers import Transfers, balance
 from fullshard.planner.work import Machine, Work
 
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
@@ -25,6 +28,7 @@ KERNEL, DOOR, TENSOR = 4.4, 125.0, 13.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
+STEPS = 3  # until what is left over from one step to the next is the same each time
 CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer and widened on the way
 
 
@@ -46,22 +50,39 @@ def timeline(
     loss: str = "chunked",
     optimizer: Optimizer | None = None,
     spread: float = SPREAD,
+    clip: bool = True,
+    cpu_share: float | None = None,
 ) -> Timeline:
-    """One step of `plan` on `cluster`. Micro-batches between the second and the last are alike: one stands for them."""
+    """One step of `plan` on `cluster`. Micro-batches between the second and the last are alike: one stands for them.
+
+    `clip`: whether updates wait for the gradient norm; `cpu_share`: of the pieces that the host's cores update, by
+    default what the cluster's rates balance.
+    """
     last = plan.batch.accumulate - 1
     shown = tuple(sorted({0, min(1, last), last}))
-    lanes = _Lanes(plan, description, cluster, optimizer or AdamW())
-    for operation in schedule(plan, description, loss=loss, micros=shown):
-        lanes.run(operation)
+    slots = slots_of(optimizer or AdamW())
+    share = balance(cluster, gradient_item(plan), slots, item(plan.precision.compute)) if cpu_share is None else cpu_share
+    held = groups(plan, description)
+    lanes = _Lanes(plan, held, cluster, Away(plan, held, slots, clip=clip, cpu_share=share))
+    operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)
+    for _ in range(STEPS if lanes.away else 1):
+        lanes.begin()
+        for operation in operations:
+            lanes.run(operation)
     return lanes.finish(repeats=plan.batch.accumulate - len(shown), spread=spread)
 
 
 class _Lanes:
     """When each lane is free, while operations are laid onto them."""
 
-    def __init__(self, plan: Plan, description: Description, cluster: Cluster, optimizer: Optimizer):
-        self.plan, self.cluster, self.optimizer = plan, cluster, optimizer
-        self.groups = groups(plan, description)
+    def __init__(self, plan: Plan, held: dict[str, Group], cluster: Cluster, away: Away):
+        self.plan, self.cluster, self.groups, self.away = plan, cluster, held, away
+        self.transfers = Transfers(cluster, away)
+        self.updated: dict[str, float] = {}  # when a unit's update is done
+        self.arrived: dict[str, float] = {}  # when a unit's shard is on the device
+        self.returned: dict[str, float] = {}  # when its activations are
+        self.spilled: dict[str, float] = {}  # when its activations are on the host
+        self.mark = 0.0  # when the step began
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, compiled=plan.compile)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
@@ -71,27 +92,37 @@ class _Lanes:
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
         self.reduced: dict[str, float] = {}  # when a unit's reduction is done
-        self.starts: list[float] = []  # of micro-batches
+        self.starts: list[tuple[float, Timeline]] = []  # of micro-batches: when, and what was found until then
+        self.found = Timeline()
+
+    def begin(self) -> None:
+        """Another step, of which alone the result will tell."""
+        self.mark = max(*self.free.values(), self.host)
+        self.starts.clear()
         self.found = Timeline(busy=dict.fromkeys(("compute", "gather", "reduce", "copies", "host"), 0.0))
+        self.transfers.busy = self.found.busy
+        self.transfers.began = -1.0
 
     def run(self, op: Operation) -> None:
         getattr(self, f"_{op.kind}", self._nothing)(op)
 
     def finish(self, repeats: int, spread: float) -> Timeline:
-        end = max(*self.free.values(), self.host)
+        end = max(*self.free.values(), self.host) - self.mark
         if repeats > 0:  # the second micro-batch, so many times more
-            share = self.starts[2] - self.starts[1]
-            end += repeats * share
-            self._stretch(1 + repeats * share / (end - repeats * share))
+            (second, before), (third, after) = self.starts[1:3]
+            end += repeats * (third - second)
+            self._repeat(repeats, before, after)
         late = end * spread * math.sqrt(2 * math.log(self.plan.mesh.devices))
         self._expose("others", late)
         self.found.seconds = end + late
         return self.found
 
-    def _stretch(self, factor: float) -> None:
-        for table in (self.found.busy, self.found.exposed, self.found.compute):
-            for key in table:
-                table[key] *= factor
+    def _repeat(self, times: int, before: Timeline, after: Timeline) -> None:
+        """What was found between the two, so many times more."""
+        for table in ("busy", "exposed", "compute"):
+            mine, old = getattr(self.found, table), getattr(before, table)
+            for key, seconds in getattr(after, table).items():
+                mine[key] += times * (seconds - old.get(key, 0.0))
 
     # -- lanes ---------------------------------------------------------------------------------------
 
@@ -135,8 +166,12 @@ class _Lanes:
     def _compute(self, op: Operation) -> None:
         assert op.section is not None
         if op.moment == "start":
-            self.starts.append(self.free["compute"])
+            so_far = self.found
+            copied = Timeline(busy=dict(so_far.busy), exposed=dict(so_far.exposed), compute=dict(so_far.compute))
+            self.starts.append((self.free["compute"], copied))
         backward = op.moment in BACKWARD
+        if backward and self.transfers.began < 0 and op.micro == self.plan.batch.accumulate - 1:
+            self.transfers.began = self.free["compute"]
         shape = (1, op.tokens) if op.moment == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
         self._lay(self.machine.section(op.section, *shape, backward=backward))
 
@@ -150,15 +185,20 @@ class _Lanes:
     def _gather(self, op: Operation) -> None:
         group = self.groups[op.unit]
         stride = axis(self.plan.mesh, "shard")[1]
-        cast = self.machine.copy(sum(group.shards) * (self.master + self.compute))
-        end = self._collective("gather", "all_gather", op.nbytes, op.ranks, stride, self.unpacked + cast)
+        cast = 0.0 if group.away else self.machine.copy(sum(group.shards) * (self.master + self.compute))
+        there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
+        end = self._collective("gather", "all_gather", op.nbytes, op.ranks, stride, max(self.unpacked + cast, there))
         self.ready[op.unit] = end
 
     def _unpack(self, op: Operation) -> None:
         group = self.groups[op.unit]
+        updated = self.updated.pop(op.unit, 0.0)
+        self.host = max(self.host, updated)  # which learns from the cores when they are done
+        self._wait(updated, "update")
+        self._wait(self.arrived.pop(op.unit, 0.0), "fetch")
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
         elements = sum(group.whole)
-        read = self.compute if group.world > 1 else self.master
+        read = self.compute if group.world > 1 or group.away else self.master
         self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", DOOR / KERNEL)
         self.unpacked = self.free["compute"]
 
@@ -193,21 +233,79 @@ class _Lanes:
     def _norm(self, op: Operation) -> None:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
-        self._on_compute(self.machine.copy(self._shards() * self.master), "norm", TENSOR / 2 / KERNEL * self._tensors())
+        nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
+        self._on_compute(self.machine.copy(nbytes), "norm", TENSOR / 2 / KERNEL * self._tensors())
 
     def _update(self, op: Operation) -> None:
-        clip = self.machine.copy(self._shards() * 2 * self.master)
-        slots = (1 if self.optimizer.momentum else 0) if isinstance(self.optimizer, SGD) else 2
-        moved = self._shards() * self.master * (3 + 2 * slots)  # parameter and state in and out, gradient in
-        self._on_compute(self.machine.copy(moved) + clip, "update", TENSOR / 2 / KERNEL * self._tensors())
+        if op.unit:
+            self._update_away(self.groups[op.unit])
+        else:
+            self._update_resident([g for g in self.groups.values() if not g.away], clip=self.away.clip)
+
+    def _update_resident(self, resident: list[Group], *, clip: bool) -> None:
+        elements = sum(g.moving for g in resident)
+        tensors = sum(len(g.trained) for g in resident)
+        clipped = self.machine.copy(elements * 2 * self.master) if clip else 0.0
+        moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
+        self._on_compute(self.machine.copy(moved) + clipped, "update", TENSOR / 2 / KERNEL * tensors)
+
+    # -- what rests away -----------------------------------------------------------------------------
+
+    def _update_away(self, group: Group) -> None:
+        """Queued: after the norm, or as soon as the unit's gradient is there."""
+        ready = self.free["compute"] if self.away.late else max(self.reduced[group.name], self._copied(group))
+        if group.home.optimizer == "device":  # its shard alone is elsewhere
+            self._update_resident([group], clip=False)
+            nbytes = group.moving * self.compute
+            self.updated[group.name] = self.transfers.spill(nbytes, self.free["compute"], to_disk=group.home.params == "disk")
+        elif self.transfers.gpu:
+            self.updated[group.name] = self.transfers.update(group.name, ready)
+        else:
+            self._on_compute(group.moving * self.transfers.core, "update")
+            self.updated[group.name] = self._on_files(group)
+
+    def _copied(self, group: Group) -> float:
+        return self.free["copies"] if group.copies > 1 else 0.0
+
+    def _on_files(self, group: Group) -> float:
+        """When a CPU's update, whose state passed through memory, is done."""
+        if group.home.optimizer != "disk":
+            return self.free["compute"]
+        nbytes = group.moving * self.away.state
+        read = self.transfers.lay("disk", self.transfers.began, nbytes / self.transfers.read)
+        done = max(read, self.free["compute"])
+        self.transfers.lay("disk", done, nbytes / self.transfers.write)
+        return done
+
+    def _fetch(self, op: Operation) -> None:
+        """One unit ahead. A shard: after the last gather was copied out, and after the unit's own update."""
+        if op.what == "activations":
+            self.returned[op.unit] = self.transfers.fetch(op.nbytes, self.free["compute"])
+            return
+        ready = max(self.unpacked, self.updated.get(op.unit, 0.0))
+        from_disk = self.groups[op.unit].home.params == "disk"
+        self.arrived[op.unit] = self.transfers.fetch(op.nbytes, ready, from_disk=from_disk)
+
+    def _spill(self, op: Operation) -> None:
+        if op.what == "gradients":
+            group = self.groups[op.unit]
+            self.transfers.drain(op.unit, max(self.reduced[op.unit], self._copied(group)))
+        else:
+            self.spilled[op.unit] = self.transfers.spill(op.nbytes, self.free["compute"])
+
+    def _forget(self, op: Operation) -> None:
+        """Memory is given to others when it has been copied."""
+        if op.what == "activations":
+            self._wait(self.spilled.pop(op.unit), "spill")
+
+    def _await(self, op: Operation) -> None:
+        """Updates are waited for where a unit is gathered and unpacked."""
+        if op.what == "activations":
+            self._wait(self.returned.pop(op.unit), "fetch")
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""
         return sum(group.whole[i] for i in group.trained)
-
-    def _shards(self) -> int:
-        """Elements of this rank's trained shards."""
-        return sum(g.shards[i] for g in self.groups.values() for i in g.trained)
 
     def _tensors(self) -> int:
         return sum(len(g.trained) for g in self.groups.values())

@@ -1,0 +1,181 @@
+"""Lanes beside the device's own: PCIe each way, the host's cores, the disk; and updates of state that rests away, laid
+onto them piece by piece.
+
+A piece is either streamed (state up, updated by the device, state down) or updated by the cores where it lies (gradient
+down, parameter up). Pieces follow each other through a few slots of staging, so that the slowest lane sets the pace.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from fullshard.cluster import Cluster
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS
+from fullshard.planner.homes import Away, Piece
+
+Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
+LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
+# Of their rates alone, what the cores' update and PCIe reach while both read and write the host's memory (H200, 16 cores:
+# 0.24 and 0.28 ns a parameter at once, 0.20 and 0.24 alone).
+AT_ONCE = 0.85
+EIGHTHS = 8  # shares of the pieces are told in eighths
+
+
+def balance(cluster: Cluster, reduce_bytes: int, slots: int, compute_bytes: int = 2) -> float:
+    """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
+    if cluster.device.kind == "cpu":
+        return 1.0  # there is no other
+    state, both, cores = 4 * (1 + slots), cluster.of("pcie_both"), core_seconds(cluster, slots)
+
+    def longest(share: float) -> float:
+        """Seconds a parameter."""
+        wire = ((1 - share) * 2 * state + share * (reduce_bytes + compute_bytes)) / both
+        return max(wire, share * cores) / (AT_ONCE if 0 < share < 1 else 1.0)
+
+    return min((eighth / EIGHTHS for eighth in range(EIGHTHS + 1)), key=longest)
+
+
+def core_seconds(cluster: Cluster, slots: int) -> float:
+    """Seconds a parameter of an update by the cores: as long as AdamW's, by the bytes that it moves."""
+    return cluster.of("adamw") * (3 + 2 * slots) / 7
+
+
+class Calendar:
+    """When a lane is busy. Work takes the free time from when it is ready, around what was laid there before."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def take(self, ready: float, seconds: float) -> float:
+        """When work is done that may start at `ready`."""
+        if seconds <= 0:
+            return ready
+        i = bisect_left(self.ends, ready)
+        if i < len(self.starts) and self.starts[i] <= ready:
+            ready, i = self.ends[i], i + 1
+        first, begin, at, left = i, ready, ready, seconds
+        while i < len(self.starts) and self.starts[i] - at < left:
+            left -= self.starts[i] - at
+            at, i = self.ends[i], i + 1
+        done = at + left
+        self._merge(first, i, begin, done)
+        return done
+
+    def _merge(self, first: int, after: int, begin: float, done: float) -> None:
+        """Busy without a gap from `begin` to `done`, in place of the entries between; neighbours that touch join in."""
+        if first > 0 and self.ends[first - 1] >= begin:
+            first -= 1
+            begin = self.starts[first]
+        if after < len(self.starts) and self.starts[after] <= done:
+            done = self.ends[after]
+            after += 1
+        self.starts[first:after], self.ends[first:after] = [begin], [done]
+
+
+@dataclass
+class Slots:
+    """Staging: so many places, taken in turn."""
+
+    free: deque[float]
+
+    @classmethod
+    def of(cls, count: int) -> "Slots":
+        return cls(deque([0.0] * count))
+
+    def take(self) -> float:
+        """When the next place is free."""
+        return self.free.popleft()
+
+    def give(self, when: float) -> None:
+        self.free.append(when)
+
+
+class Transfers:
+    """What moves between device, host and disk, and the updates of away units."""
+
+    def __init__(self, cluster: Cluster, away: Away):
+        self.away = away
+        self.gpu = cluster.device.kind != "cpu"
+        self.lanes = {lane: Calendar() for lane in LANES}
+        self.busy: dict[str, float] = {}  # seconds of each lane
+        lanes = {p.lane for p in away.pieces}
+        shared = AT_ONCE if len(lanes) > 1 else 1.0
+        # A CPU is its own device: what would cross PCIe is copied.
+        copy = cluster.of("dram") / 2
+        self.up, self.down = (cluster.of("pcie_up"), cluster.of("pcie_down")) if self.gpu else (copy, copy)
+        self.both = shared * (cluster.of("pcie_both") / 2 if self.gpu else copy)  # each way, while both are in use
+        self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
+        self.core = core_seconds(cluster, away.slots) / shared
+        self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
+        self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
+        self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(GRAD_SLOTS)
+        self.began = 0.0  # the last backward: state may come ahead from then on
+        self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
+        self.of_unit: dict[str, list[Piece]] = {}
+        for piece in away.pieces:
+            self.of_unit.setdefault(piece.unit, []).append(piece)
+
+    def lay(self, lane: Lane, ready: float, seconds: float) -> float:
+        if seconds > 0:
+            self.busy[lane] = self.busy.get(lane, 0.0) + seconds
+        return self.lanes[lane].take(ready, seconds)
+
+    def fetch(self, nbytes: int, ready: float, *, from_disk: bool = False) -> float:
+        """When bytes are on the device."""
+        there = self.lay("disk", ready, nbytes / self.read) if from_disk else ready
+        return self.lay("pcie_up", there, nbytes / self.up)
+
+    def spill(self, nbytes: int, ready: float, *, to_disk: bool = False) -> float:
+        """When bytes are on the host, or on disk."""
+        there = self.lay("pcie_down", ready, nbytes / self.down)
+        return self.lay("disk", there, nbytes / self.write) if to_disk else there
+
+    def drain(self, unit: str, ready: float) -> float:
+        """The gradients that the cores will want; when they are on the host."""
+        elements = sum(p.elements for p in self.of_unit.get(unit, []) if p.lane == "cpu")
+        self.drained[unit] = self.spill(elements * self.away.gradient, ready)
+        return self.drained[unit]
+
+    def update(self, unit: str, ready: float) -> float:
+        """When all of a unit's parameters are updated, their gradient being there at `ready`."""
+        return max((self._piece(p, ready) for p in self.of_unit.get(unit, [])), default=ready)
+
+    def _piece(self, piece: Piece, ready: float) -> float:
+        ahead = self.began if self.away.late else ready  # when its state may be sent for
+        if piece.home == "host":
+            return self._work(piece, ready, ahead)[0]
+        state = piece.elements * self.away.state
+        read = self.lay("disk", max(self.files.take(), ahead), state / self.read)
+        updated, back = self._work(piece, max(ready, read), read)
+        self.files.give(self.lay("disk", back, state / self.write))
+        return updated
+
+    def _work(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+        """When the parameters are updated, and when the state is back on the host."""
+        return self._stream(piece, ready, ahead) if piece.lane == "gpu" else self._by_cores(piece, ready)
+
+    def _stream(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+        n, away = piece.elements, self.away
+        up = self.lay("pcie_up", max(self.staging.take(), ahead), n * away.state / self.both)
+        done = max(up, ready) + n * self.kernel
+        there = away.groups[piece.unit].home.params == "device"
+        down = self.lay("pcie_down", done, n * (away.state + (0 if there else away.compute)) / self.both)
+        self.staging.give(down)
+        return (done if there else down), down
+
+    def _by_cores(self, piece: Piece, ready: float) -> tuple[float, float]:
+        n, away = piece.elements, self.away
+        slot = self.gradients.take()
+        if away.late:
+            here = max(ready, self.drained.get(piece.unit, 0.0))
+        else:
+            here = self.lay("pcie_down", max(ready, slot), n * away.gradient / self.both)
+        done = self.lay("cpu", max(here, self.parameters.take()), n * self.core)
+        self.gradients.give(done)
+        up = done
+        if away.groups[piece.unit].home.params == "device":
+            up = self.lay("pcie_up", done, n * away.compute / self.both)
+        self.parameters.give(up)
+        return up, done
