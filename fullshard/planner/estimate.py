@@ -8,14 +8,18 @@ from fullshard.cluster import Cluster
 from fullshard.costs import evaluate
 from fullshard.description import Description
 from fullshard.errors import FullshardError
-from fullshard.optimizer import Optimizer
+from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.memory import Peak, predict
+from fullshard.planner.groups import item
+from fullshard.planner.homes import gradient_item, slots_of
+from fullshard.planner.memory import predict
 from fullshard.planner.timeline import Timeline, timeline
+from fullshard.planner.transfers import balance
 from fullshard.text import bytes_text, count_text, seconds_text, table
 
 CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator
 MARGIN = 0.03  # of a device's memory, kept free for what no model of it knows
+HOST_MARGIN = 0.1  # of the host's, for everything else that runs there
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Estimate:
     disk: Tier
     moment: str
     available: int  # bytes of the device that a plan may reserve
+    host_available: int  # bytes of a device's share of the host
+    cpu_share: float | None  # of the pieces of updates that the host's cores do; None if all state is on the device
     step_seconds: float
     lanes: dict[str, float]
     exposed: dict[str, float]
@@ -53,7 +59,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.available
+        return self.needed <= self.available and self.host.allocated_bytes <= self.host_available
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"fits": self.fits}
@@ -71,20 +77,27 @@ def estimate(
     optimizer: Optimizer | None = None,
     limit: int | None = None,
     reserved: bool = True,
+    clip: bool = True,
 ) -> Estimate:
-    """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has."""
+    """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has. `clip`: whether gradients
+    are clipped, for which updates wait."""
     refuse_other_cluster(plan, cluster)
-    peak = predict(plan, description, loss=loss, optimizer=optimizer, reserved=reserved and cluster.device.kind == "cuda")
-    time = timeline(plan, description, cluster, loss=loss, optimizer=optimizer)
+    share = cores_share(plan, cluster, optimizer)
+    with_allocator = reserved and cluster.device.kind == "cuda"
+    common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
+    peak = predict(plan, description, **common, reserved=with_allocator)
+    time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds
     price = cluster.device.price
     return Estimate(
         device=Tier(peak.allocated, peak.reserved, peak.terms),
-        host=_tier(peak, "host"),
-        disk=_tier(peak, "disk"),
+        host=Tier(sum(peak.host.values()), None, peak.host),
+        disk=Tier(sum(peak.disk.values()), None, peak.disk),
         moment=peak.moment,
         available=available(cluster, limit),
+        host_available=host_available(cluster, peak.allocated),
+        cpu_share=share if plan.stages else None,
         step_seconds=time.seconds,
         lanes=time.busy,
         exposed=time.exposed,
@@ -112,9 +125,15 @@ def available(cluster: Cluster, limit: int | None = None) -> int:
     return int(whole * (1 - MARGIN)) - (CONTEXT if cluster.device.kind == "cuda" else 0)
 
 
-def _tier(peak: Peak, place: str) -> Tier:
-    terms = peak.at_rest.get(place, {})
-    return Tier(sum(terms.values()), None, terms)
+def host_available(cluster: Cluster, allocated: int) -> int:
+    """Bytes of the host that a rank may pin; a CPU's own memory also holds what is allocated there."""
+    whole = int(cluster.of("host_memory") * (1 - HOST_MARGIN))
+    return max(0, whole - allocated) if cluster.device.kind == "cpu" else whole
+
+
+def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None) -> float:
+    """Of the pieces of updates, how many the host's cores do."""
+    return balance(cluster, gradient_item(plan), slots_of(optimizer or AdamW()), item(plan.precision.compute))
 
 
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
@@ -156,9 +175,20 @@ KINDS = {
 }
 
 
+LANES = {
+    "pcie_up": "the optimizer's state over PCIe",
+    "pcie_down": "the optimizer's state over PCIe",
+    "cpu": "the optimizer's update by the host's cores",
+    "disk": "the optimizer's state from and to disk",
+}
+
+
 def bottleneck(time: Timeline) -> str:
-    """What takes the most of a step."""
+    """What takes the most of a step; of updates that it waits for, the lane that sets their pace."""
     parts = {CAUSES[k]: s for k, s in time.exposed.items()} | {KINDS[k]: s for k, s in time.compute.items()}
+    if waited := parts.pop(CAUSES["update"], 0.0):
+        lane = max(LANES, key=lambda name: time.busy.get(name, 0.0))
+        parts[f"waiting for {LANES[lane]}"] = waited
     words, seconds = max(parts.items(), key=lambda item: item[1])
     return f"{words}: {seconds_text(seconds)} of {seconds_text(time.seconds)} ({seconds / time.seconds:.0%})"
 
@@ -170,9 +200,10 @@ def _memory_table(e: Estimate) -> str:
         rows.append(["reserved by the allocator", bytes_text(e.device.reserved_bytes)])
     rows.append(["may be used", bytes_text(e.available)])
     text = table(["a device's memory at its peak", ""], rows, right=(1,))
-    for name, tier in (("host", e.host), ("disk", e.disk)):
+    for name, tier, room in (("host", e.host, f" of {bytes_text(e.host_available)}"), ("disk", e.disk, "")):
         if tier.allocated_bytes:
-            text += f"\n{name}: {bytes_text(tier.allocated_bytes)} a rank"
+            terms = ", ".join(f"{term} {bytes_text(n)}" for term, n in sorted(tier.terms.items(), key=lambda item: -item[1]))
+            text += f"\n{name}: {bytes_text(tier.allocated_bytes)}{room} a rank ({terms})"
     return f"{text}\npeak in the {e.moment}"
 
 
