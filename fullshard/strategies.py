@@ -2,16 +2,18 @@
 
 Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. What
 every strategy accepts besides its own arguments is in `_plan`: precision, batch, prefetch, remat,
-compile, tensor.
+compile, tensor, home, staging.
 """
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fullshard.description import Description, UnitDescription
 from fullshard.errors import nearest
-from fullshard.plan import Batch, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit
+from fullshard.pieces import STAGING
+from fullshard.plan import Batch, Home, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit
 
 Choice = tuple[Layout, bool | int]  # layout, reshard
 
@@ -146,17 +148,20 @@ def _plan(
     choose: Callable[[UnitDescription], Choice],
     **common: Any,
 ) -> Plan:
-    """What every strategy accepts: tensor, precision, batch, prefetch, compile; remat for the blocks, for every
-    `remat_every`-th of them."""
-    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every"]
+    """What every strategy accepts: tensor, precision, batch, prefetch, compile, staging; remat for the blocks, for every
+    `remat_every`-th of them; a home for all units, of activations for the blocks alone."""
+    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home", "staging"]
     for key in common:
         if key not in known:
             raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(known)}){nearest(key, known)}")
     remats = _remats(description, common.get("remat", "none"), common.get("remat_every", 1))
+    home = common.get("home", Home())
+    outside = _outside_blocks(description, home)
     units = []
     for unit in description.units:
         layout, reshard = choose(unit)
-        units.append(Unit(unit.name, unit.modules, layout, reshard, remats.get(unit.name, "none")))
+        its = home if unit.kind == "block" else outside
+        units.append(Unit(unit.name, unit.modules, layout, reshard, remats.get(unit.name, "none"), its))
     return Plan(
         mesh=mesh,
         units=tuple(units),
@@ -164,7 +169,17 @@ def _plan(
         batch=common.get("batch", Batch()),
         prefetch=common.get("prefetch", Prefetch()),
         compile=common.get("compile", False),
+        staging=common.get("staging", STAGING),
     )
+
+
+def _outside_blocks(description: Description, home: Home) -> Home:
+    """The home of units that are no blocks: what they save is little, or wanted at once."""
+    if not isinstance(home, Home):
+        raise PlanError(f"home must be a Home, not {home!r}")
+    if home.activations != "device" and not any(u.kind == "block" for u in description.units):
+        raise PlanError(f"home.activations = {home.activations!r} has no effect: no repeated blocks were found")
+    return replace(home, activations="device")
 
 
 def _remats(description: Description, remat: Remat, every: int) -> dict[str, Remat]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError
-from fullshard.plan import Batch, Plan
+from fullshard.plan import Batch, Plan, Unit
+from fullshard.planner.estimate import cores_share, host_available
 from fullshard.planner.memory import predict
 from fullshard.planner.timeline import timeline
 from fullshard.text import bytes_text
@@ -25,17 +27,18 @@ class Remedy:
         return f"{self.words} ({bytes_text(self.needed)}, {cost})"
 
 
-def remedies(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked") -> list[Remedy]:
+def remedies(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked", clip: bool = True) -> list[Remedy]:
     """Single changes that need less memory, the cheapest in time first."""
-    before = predict(plan, description, loss=loss, reserved=False).allocated
-    seconds = timeline(plan, description, cluster, loss=loss).seconds
+    common: dict[str, Any] = {"clip": clip, "cpu_share": cores_share(plan, cluster)}
+    before = predict(plan, description, loss=loss, reserved=False, **common).allocated
+    seconds = timeline(plan, description, cluster, loss=loss, **common).seconds
     found = []
     blocks = {u.name for u in description.units if u.kind == "block"}
     for words, other, its_loss in _changes(plan, blocks, loss):
-        needed = predict(other, description, loss=its_loss, reserved=False).allocated
-        if needed < 0.99 * before:
-            slower = timeline(other, description, cluster, loss=its_loss).seconds / seconds - 1
-            found.append(Remedy(words, needed, slower))
+        peak = predict(other, description, loss=its_loss, reserved=False, **common)
+        if peak.allocated < 0.99 * before and sum(peak.host.values()) <= host_available(cluster, peak.allocated):
+            slower = timeline(other, description, cluster, loss=its_loss, **common).seconds / seconds - 1
+            found.append(Remedy(words, peak.allocated, slower))
     return sorted(found, key=lambda r: (round(r.slower, 2), r.needed))
 
 
@@ -53,6 +56,18 @@ def _changes(plan: Plan, blocks: set[str], loss: str) -> Iterator[tuple[str, Pla
         yield "plan.strategy = 'zero3'", replace(plan, units=units), loss
     if plan.batch.sync == "last":
         yield "plan.sync = 'every'", replace(plan, batch=replace(plan.batch, sync="every")), loss
+    for kind in ("optimizer", "activations"):
+        units = tuple(_to_host(u, kind) if kind == "optimizer" or u.name in blocks else u for u in plan.units)
+        if units != plan.units:
+            yield f"home.{kind} = 'host'", replace(plan, units=units), loss
+
+
+def _to_host(unit: Unit, kind: str) -> Unit:
+    if getattr(unit.home, kind) != "device":
+        return unit
+    return replace(
+        unit, home=replace(unit.home, optimizer="host") if kind == "optimizer" else replace(unit.home, activations="host")
+    )
 
 
 def _halved(plan: Plan) -> Plan:
@@ -60,10 +75,10 @@ def _halved(plan: Plan) -> Plan:
     return replace(plan, batch=Batch(b.micro_batch // 2, b.sequence, 2 * b.accumulate, b.sync))
 
 
-def advice(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked") -> str:
+def advice(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked", clip: bool = True) -> str:
     """The first few remedies as the end of a sentence."""
     try:
-        found = remedies(plan, description, cluster, loss=loss)
+        found = remedies(plan, description, cluster, loss=loss, clip=clip)
     except FullshardError:
         return "use remat, a smaller micro-batch or more devices"
     if not found:

@@ -1,4 +1,5 @@
-"""The best plan there is: every strategy, mesh, micro-batch and remat choice that fits, ranked by tokens a second.
+"""The best plan there is: every strategy, mesh, micro-batch and remat choice that fits, ranked by tokens a second; if
+none does, with as little as possible away from the device.
 
 Models are thinned to a few of their equal blocks while candidates are compared, and what they lack is added in
 proportion; the finalists are estimated whole.
@@ -13,17 +14,20 @@ from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError, nearest
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Batch, Plan, Precision, Prefetch
-from fullshard.planner.estimate import CAUSES, Estimate, available, estimate
+from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
+from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, estimate, host_available
+from fullshard.planner.homing import Ladder, climb, home_words, lowest
 from fullshard.planner.thin import Thin, blocks_of
 from fullshard.strategies import STRATEGIES, choose
 from fullshard.text import bytes_text, seconds_text
 
 REMATS = ("none", "selective", "full")  # from the fastest to the leanest
+MOST_HOUSED = 8  # candidates with homes elsewhere that are estimated whole
 
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
     "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
+    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int,
 }  # fmt: skip
 
 
@@ -64,6 +68,13 @@ class Wanted:
     limit: int | None = None
     loss: str = "chunked"
     optimizer: Optimizer = field(default_factory=AdamW)
+    clip: bool = True
+    disk: bool = True  # whether state may go there
+
+    @property
+    def homes(self) -> dict[str, Any]:
+        """Homes that are fixed."""
+        return {key.removeprefix("home."): value for key, value in self.fix.items() if key.startswith("home.")}
 
 
 @dataclass
@@ -75,6 +86,8 @@ class Candidate:
     needed: int
     seconds: float
     exposed: dict[str, float] = field(default_factory=dict)
+    ladder: Ladder | None = None  # if parts of it have to leave the device
+    height: float = 0.0
 
 
 def find_plan(
@@ -87,14 +100,18 @@ def find_plan(
     limit: int | None = None,
     loss: str = "chunked",
     optimizer: Optimizer | None = None,
+    clip: bool = True,
+    disk: bool = True,
 ) -> Found:
     """The fastest plan for `description` on `cluster` that fits, with its estimate and why others lost.
 
     `fix` pins any choice (`{"strategy": "zero3", "remat": "full"}`); `limit` is bytes of a device to use. Without a
-    sequence and a global batch, those the model was described with count, one micro-batch a rank.
+    sequence and a global batch, those the model was described with count, one micro-batch a rank. `clip`: whether
+    gradients are clipped; `disk`: whether optimizer state may go there if nothing else fits.
     """
     began = time.perf_counter()
     wanted = _wanted(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
+    wanted = replace(wanted, clip=clip, disk=disk)
     room = available(cluster, limit)
     thin = _thin(wanted)
     fitting: list[Candidate] = []
@@ -103,6 +120,10 @@ def find_plan(
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
+    if final is None:
+        housed = [c for family in _families(wanted) for c in _housed(wanted, thin, family, room)]
+        final = _best_housed(wanted, thin, sorted(housed, key=lambda c: c.seconds), room)
+        fitting += housed
     if final is None:
         raise FullshardError(_nothing_fits(wanted, [*failing, *fitting], room))
     best, exact = final
@@ -220,6 +241,8 @@ def _family(
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
                 compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
+                home=Home(**wanted.homes),
+                **({"staging": fix["staging"]} if "staging" in fix else {}),
             )
         except FullshardError:
             if fix:
@@ -237,7 +260,8 @@ def _precision(wanted: Wanted) -> Precision:
 def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
     mesh = f" {plan.mesh.replicate}×{plan.mesh.shard}" if name == "hybrid" else f" {own['reshard']}" if name == "hpz" else ""
     remat = next((u.remat for u in plan.units if u.remat != "none"), "none")
-    return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}"
+    away = home_words(plan)
+    return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}{f', {away}' if away else ''}"
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
@@ -262,21 +286,69 @@ def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> C
     return replace(best, seconds=found.seconds, exposed=found.exposed)
 
 
+def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: int) -> Iterator[Candidate]:
+    """What of a family fits when parts of it rest elsewhere. Strategies that keep parameters whole only make it harder,
+    and on one device all are the same."""
+    unit = family[0][1].units[0]
+    alike = unit.layout != "sharded" or (wanted.cluster.devices == 1 and not unit.reshard)
+    if alike and "strategy" not in wanted.fix:
+        return
+    for label, plan in family:
+        ladder = Ladder.of(plan, wanted.description, wanted.homes)
+        if found := lowest(ladder, thin, room, wanted.disk):
+            label = f"{label}, {home_words(ladder.at(found.height))}"
+            yield Candidate(label, plan, found.needed, found.time.seconds, found.time.exposed, ladder, found.height)
+
+
 def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
     """The first of the ranked that fits when it is estimated whole, the allocator included, after small changes
     that help it. Nobody behind it is faster."""
     for candidate in ranked:
-        for plan in _refined(wanted, thin, candidate.plan, room):
-            found = _estimate(wanted, plan)
-            if found.fits:
-                chosen = replace(candidate, plan=plan, seconds=found.step_seconds, needed=found.needed, exposed=found.exposed)
-                return chosen, found
-        candidate.needed = found.needed
+        if final := _final(wanted, thin, candidate, room):
+            return final
     return None
 
 
+def _final(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> tuple[Candidate, Estimate] | None:
+    for plan, found in _whole(wanted, thin, candidate, room):
+        candidate.needed = found.needed
+        if found.fits:
+            return replace(candidate, plan=plan, seconds=found.step_seconds, exposed=found.exposed), found
+    return None
+
+
+def _best_housed(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
+    """The fastest of the ranked: the allocator may send more away than thinned models said, so that those behind are
+    looked at until none of them promises more than what was found."""
+    best: tuple[Candidate, Estimate] | None = None
+    for candidate in ranked[:MOST_HOUSED]:
+        if best is not None and candidate.seconds >= best[1].step_seconds:
+            break
+        final = _final(wanted, thin, candidate, room)
+        if final and (best is None or final[1].step_seconds < best[1].step_seconds):
+            best = final
+    return best
+
+
+def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Iterator[tuple[Plan, Estimate]]:
+    """Plans near a candidate, estimated whole, the best first."""
+    if candidate.ladder is not None:
+        yield from climb(candidate.ladder, thin, candidate.height, lambda plan: _estimate(wanted, plan), wanted.disk)
+        return
+    for plan in _refined(wanted, thin, candidate.plan, room):
+        yield plan, _estimate(wanted, plan)
+
+
 def _estimate(wanted: Wanted, plan: Plan) -> Estimate:
-    return estimate(plan, wanted.description, wanted.cluster, loss=wanted.loss, optimizer=wanted.optimizer, limit=wanted.limit)
+    return estimate(
+        plan,
+        wanted.description,
+        wanted.cluster,
+        loss=wanted.loss,
+        optimizer=wanted.optimizer,
+        limit=wanted.limit,
+        clip=wanted.clip,
+    )
 
 
 def _refined(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> Iterator[Plan]:
@@ -308,7 +380,10 @@ def _relaxed(plan: Plan, names: list[str]) -> Plan:
 
 
 def _thin(wanted: Wanted) -> Thin:
-    return Thin(wanted.description, wanted.cluster, loss=wanted.loss, optimizer=wanted.optimizer)
+    plan = choose("zero3", wanted.description, devices=wanted.cluster.devices, precision=_precision(wanted))
+    share = cores_share(plan, wanted.cluster, wanted.optimizer)
+    common = {"loss": wanted.loss, "optimizer": wanted.optimizer, "clip": wanted.clip, "cpu_share": share}
+    return Thin(wanted.description, wanted.cluster, **common)
 
 
 def _later_sync(wanted: Wanted, plan: Plan) -> Plan | None:
@@ -353,16 +428,40 @@ def _why_slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _name(candidate: Candidate) -> str:
-    return candidate.label.split(",")[0]
+    """What is shown once: a strategy, on the device alone and with homes elsewhere."""
+    return candidate.label.split(",")[0] + (" away" if candidate.ladder else "")
 
 
 def _nothing_fits(wanted: Wanted, failing: list[Candidate], room: int) -> str:
     """What the leanest plan lacks, and the smallest change that would do."""
     leanest = min(failing, key=lambda c: c.needed)
-    ways = [way for way in (_more_devices(wanted, room), _shorter(wanted, leanest, room)) if way]
+    ways = [w for w in (_freed(wanted, leanest, room), _more_devices(wanted, room), _shorter(wanted, leanest, room)) if w]
     hint = f"; {' or '.join(ways)} would fit" if ways else ""
     lacking = f"needs {bytes_text(leanest.needed)} of {bytes_text(room)} a device"
-    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{hint}"
+    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{_with_homes(wanted, leanest)}{hint}"
+
+
+def _with_homes(wanted: Wanted, leanest: Candidate) -> str:
+    """What the leanest plan needs where when everything that may leave the device has left it."""
+    ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes)
+    if not ladder.top or wanted.fix.get("tensor", 1) > 1:
+        return ""
+    plan, thin = ladder.at(ladder.top), _thin(wanted)
+    needed = thin.needed(plan)
+    host = f"{bytes_text(thin.host(plan))} of {bytes_text(host_available(wanted.cluster, needed))} of the host"
+    return f", and with {home_words(plan)} {bytes_text(needed)} a device and {host}"
+
+
+def _freed(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
+    """Homes that were fixed and might be elsewhere."""
+    if not wanted.homes:
+        return None
+    free = replace(wanted, fix={k: v for k, v in wanted.fix.items() if not k.startswith("home.")})
+    for candidate in _housed(free, _thin(free), [(leanest.label, leanest.plan)], room):
+        for plan, found in _whole(free, _thin(free), candidate, room):
+            if found.fits:
+                return f"{home_words(plan)} ({bytes_text(found.host.allocated_bytes)} of the host)"
+    return None
 
 
 def _more_devices(wanted: Wanted, room: int) -> str | None:

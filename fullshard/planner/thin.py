@@ -18,22 +18,31 @@ class Thin:
 
     def __init__(self, description: Description, cluster: Cluster, **common: Any):
         self.description, self.cluster, self.common = description, cluster, common
-        self.known: dict[Plan, int] = {}
+        self.known: dict[Plan, tuple[int, int]] = {}
         self.models = [thinned(description, n) for n in (FEW, MORE)]
         counts = [len(blocks_of(m)) for m in self.models]
         self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
 
     def needed(self, plan: Plan) -> int:
         """Bytes allocated at the peak; for plans that cannot fit, what rests alone."""
+        return self._bytes(plan)[0]
+
+    def host(self, plan: Plan) -> int:
+        """Bytes of the host."""
+        return self._bytes(plan)[1]
+
+    def _bytes(self, plan: Plan) -> tuple[int, int]:
         if plan not in self.known:
-            self.known[plan] = self._needed(plan)
+            self.known[plan] = self._predicted(plan)
         return self.known[plan]
 
-    def _needed(self, plan: Plan) -> int:
+    def _predicted(self, plan: Plan) -> tuple[int, int]:
         ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
         lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
-        few, more = (predict(thin_plan(lean, m), m, **self.common, reserved=False).allocated for m in self.models)
-        return int(more + self.step * (more - few)) + ids
+        few, more = (predict(thin_plan(lean, m), m, **self.common, reserved=False) for m in self.models)
+        host = [sum(peak.host.values()) for peak in (few, more)]
+        device = int(more.allocated + self.step * (more.allocated - few.allocated)) + ids
+        return device, int(host[1] + self.step * (host[1] - host[0]))
 
     def timeline(self, plan: Plan) -> Timeline:
         few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)

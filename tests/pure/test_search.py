@@ -1,5 +1,6 @@
 """The search against exhaustion, and what it says."""
 
+import dataclasses
 import itertools
 import json
 
@@ -100,6 +101,10 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --limit much": "'much' is no amount of memory",
     "plan llama3-405b --cluster 8xh100 --sequence 8192": "nothing fits: the leanest plan",
     "plan llama3-8b --cluster none.json": "cannot read cluster none.json",
+    "plan llama3-8b --cluster 8xh100 --fix home.optimizer=moon": "home.optimizer must be one of device, host, disk, not 'moon'",
+    "plan llama3-8b --cluster 8xh100 --fix home.optimiser=host": "'home.optimiser' cannot be fixed",
+    "plan llama3-8b --cluster 8xh100 --fix staging=2": "staging = 2 has no effect: the optimizer state of every unit rests on",
+    "plan llama3-8b --cluster 8xh100 --fix home.activations=disk": "home.activations = 'disk' is not carried out; write 'host'",
 }
 
 
@@ -111,8 +116,90 @@ def test_bad_input_is_one_sentence(line):
 
 
 def test_nothing_fits_says_what_would():
-    with pytest.raises(FullshardError, match=r"needs .* of 75.73 GiB a device; 32 devices would fit"):
-        find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192)
+    short = (
+        r"needs .* of 75\.73 GiB a device, and with optimizer, params and activations on host .* a device and .* of 214\.58 GiB "
+        r"of the host; 4 devices would fit"
+    )
+    with pytest.raises(FullshardError, match=short):
+        find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
+    pinned = {"home.optimizer": "device", "home.params": "device", "home.activations": "device"}
+    with pytest.raises(FullshardError, match=r"; optimizer.* on host .*\(.* of the host\) or 32 devices"):
+        find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
+
+
+def test_what_does_not_fit_on_a_device_goes_to_the_host_as_little_of_it_as_needed():
+    description, where = presets.describe("llama2-13b"), Cluster.named("1xh200")
+    found = find_plan(description, where, sequence=4096)
+    away = [u.home.optimizer == "host" for u in found.plan.units]
+    assert found.estimate.fits
+    assert away == sorted(away)  # the last ones
+    assert 0 < sum(away) < len(away)
+    assert {(u.home.params, u.home.activations) for u in found.plan.units} == {("device", "device")}
+    first = away.index(True)
+    fewer = found.plan
+    for unit in fewer.units[first : first + len(away) // 5]:
+        fewer = fewer.change(unit.name, home=fs.Home())
+    assert not estimate(fewer, description, where).fits
+    assert any(a.step_seconds is None and "needs 195.32 GiB of 134.51 GiB" in a.reason for a in found.alternatives)
+
+
+def test_a_smaller_limit_sends_more_away_and_is_never_faster():
+    description, where = presets.describe("llama3-8b"), Cluster.named("1xh200")
+    seconds, away = [], []
+    for limit in (130, 60, 30):
+        found = find_plan(description, where, sequence=4096, limit=limit << 30, fix={"reduce": "bf16"})
+        assert found.estimate.needed <= limit << 30
+        seconds.append(found.estimate.step_seconds)
+        away.append(sum((u.home.optimizer != "device") + (u.home.params != "device") for u in found.plan.units))
+    assert seconds == sorted(seconds)
+    assert away == sorted(away)
+    assert 0 < away[0] < 10
+
+
+def test_homes_that_are_fixed_stay_fixed():
+    description, where = presets.describe("llama-1.5b"), Cluster.named("1xh200")
+    fix = {"home.optimizer": "host", "home.activations": "host", "staging": 2, "micro_batch": 1}
+    found = find_plan(description, where, sequence=2048, fix=fix)
+    blocks = {u.name for u in description.units if u.kind == "block"}
+    for unit in found.plan.units:
+        assert unit.home == fs.Home("device", "host", "host" if unit.name in blocks else "device")
+    assert found.plan.staging == 2
+    assert found.estimate.host.terms["optimizer"] == 12 * description.numel
+    assert found.estimate.cpu_share == 0.5
+
+
+def small_host(nbytes: int) -> Cluster:
+    where = Cluster.named("1xh100")
+    host = dataclasses.replace(where.node.host, memory=nbytes)
+    return dataclasses.replace(where, node=dataclasses.replace(where.node, host=host))
+
+
+def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
+    description = presets.describe("llama3-8b")
+    roomy, tight = (find_plan(description, small_host(n << 30), sequence=4096) for n in (200, 60))
+    assert roomy.estimate.disk.allocated_bytes == 0
+    assert tight.estimate.disk.allocated_bytes > 0
+    assert tight.estimate.host.allocated_bytes <= tight.estimate.host_available == int(0.9 * (60 << 30))
+    assert tight.estimate.step_seconds > 2 * roomy.estimate.step_seconds
+    assert "disk" in tight.estimate.bottleneck
+    with pytest.raises(FullshardError, match="nothing fits"):
+        find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
+
+
+def test_the_host_bounds_what_may_be_there():
+    description = presets.describe("llama3-8b")
+    plan = fs.zero3(
+        description,
+        devices=1,
+        batch=fs.Batch(1, 4096),
+        precision=fs.Precision(compute="bf16"),
+        remat="full",
+        home=fs.Home(optimizer="host"),
+    )
+    roomy, tight = (estimate(plan, description, small_host(n << 30)) for n in (200, 90))
+    assert (roomy.fits, tight.fits) == (True, False)
+    assert sum(roomy.host.terms.values()) == roomy.host.allocated_bytes
+    assert "the optimizer's" in roomy.bottleneck
 
 
 def test_the_commands_json_has_what_programs_read(tmp_path):
@@ -135,6 +222,7 @@ def test_remedies_save_memory_and_are_ranked_by_time():
     words = [r.words for r in found]
     assert {"train.loss = 'chunked'", "plan.remat = 'full'", "train.micro_batch = 2", "plan.strategy = 'zero3'"} <= set(words)
     assert [round(r.slower, 2) for r in found] == sorted(round(r.slower, 2) for r in found)
+    assert {"home.optimizer = 'host'", "home.activations = 'host'"} <= set(words)
     full = next(r for r in found if r.words == "plan.remat = 'full'")
     assert full.slower > 0.1
     assert full.needed < 0.7 * max(r.needed for r in found)

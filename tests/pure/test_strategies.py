@@ -149,3 +149,17 @@ def test_a_misspelt_argument_is_refused(name):
     rule = {"replicate_below": 50} if name == "mixed" else {}
     with pytest.raises(fs.PlanError, match=r"^a strategy has no argument 'precison' .*; did you mean 'precision'\?$"):
         fs.strategy(name, TOY, **own, **rule, precison=fs.Precision())
+
+
+def test_a_home_is_every_units_but_activations_leave_blocks_alone():
+    plan = fs.zero3(TOY, devices=2, home=fs.Home("host", "disk", "host"), staging=2)
+    assert [u.home for u in plan.units] == [
+        fs.Home("host", "disk"),
+        *[fs.Home("host", "disk", "host")] * 4,
+        fs.Home("host", "disk"),
+    ]
+    assert plan.staging == 2
+    with pytest.raises(fs.PlanError, match="home must be a Home, not 'host'"):
+        fs.zero3(TOY, devices=2, home="host")
+    with pytest.raises(fs.PlanError, match="no repeated blocks were found"):
+        fs.zero3(NO_BLOCKS, devices=2, home=fs.Home(activations="host"))
