@@ -43,18 +43,17 @@ def gradient_item(plan: Plan) -> int:
 
 
 def pieces(groups: dict[str, Group], cpu_share: float) -> list[Piece]:
-    """All pieces of all away units whose state is not on the device, in the order of forward."""
+    """All pieces of all away units in the order of forward; state that is on the device anyway is never the CPU's."""
     every = [(g, stop - start) for g in groups.values() if g.away for start, stop in cut(g.moving)]
     dealt = zip(every, deal(len(every), cpu_share), strict=True)
-    return [Piece(g.name, n, lane, g.home.optimizer) for (g, n), lane in dealt if g.home.optimizer != "device"]
+    return [Piece(g.name, n, "gpu" if g.home.optimizer == "device" else lane, g.home.optimizer) for (g, n), lane in dealt]
 
 
 def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: bool) -> set[str]:
     """Units whose gradient stays on the device until their update: all, but for those that the CPU alone updates, whose
     gradients wait for the norm in host memory."""
-    streamed = {p.unit for p in cut_up if p.lane == "gpu"}
-    resident = {g.name for g in groups.values() if g.home.optimizer == "device"}
-    return set(groups) if not waits_for_norm(plan, clip) else streamed | resident
+    by_cores = {p.unit for p in cut_up} - {p.unit for p in cut_up if p.lane == "gpu"}
+    return set(groups) - (by_cores if waits_for_norm(plan, clip) else set())
 
 
 class Away:
@@ -80,12 +79,22 @@ class Away:
         """Bytes of an away unit's master and moments; what is frozen has no moments."""
         return self.master * (sum(group.shards) + self.slots * group.moving)
 
-    def staging_slot(self) -> int:
-        """Bytes of one device slot that state is streamed through; 0 if none is."""
-        return self.state * self._largest(lane="gpu")
+    @property
+    def largest(self) -> int:
+        """Elements of the largest piece: what every slot of staging is made for."""
+        return max((p.elements for p in self.pieces), default=0)
 
-    def _largest(self, **like: str) -> int:
-        return max((p.elements for p in self.pieces if all(getattr(p, k) == v for k, v in like.items())), default=0)
+    def staging(self) -> list[int]:
+        """Bytes of each device slot that state is streamed through: the state, the gradient in the master dtype, and the
+        parameters where they go on to the host."""
+        streamed = sum(p.lane == "gpu" for p in self.pieces)
+        files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
+        out = self.compute if any(g.home.params != "device" for g in self.groups.values()) else 0
+        slot = self.largest * (self.state + self.master + out)
+        return [slot] * min(self.plan.staging, streamed, files)
+
+    def _on_disk(self) -> bool:
+        return any(p.home == "disk" for p in self.pieces)
 
     def host(self, activations: int = 0) -> dict[str, int]:
         """Pinned bytes by term. `activations`: those that are there at once."""
@@ -110,7 +119,7 @@ class Away:
 
     def _host_staging(self) -> int:
         """Gradients down and parameters up for the CPU's pieces; state and shards between disk and device."""
-        by_cpu = GRAD_SLOTS * (self.compute + (0 if self.late else self.gradient)) * self._largest(lane="cpu")
-        files = [sum(g.shards) for g in self.groups.values() if g.home.params == "disk"]
-        read = FILE_SLOTS * self.compute * max(files, default=0)
-        return by_cpu + read + DISK_SLOTS * self.state * self._largest(home="disk")
+        cores = GRAD_SLOTS * (self.compute + self.gradient) if any(p.lane == "cpu" for p in self.pieces) else 0
+        files = DISK_SLOTS * self.state if self._on_disk() else 0
+        shards = [sum(g.shards) for g in self.groups.values() if g.home.params == "disk"]
+        return (cores + files) * self.largest + FILE_SLOTS * self.compute * max(shards, default=0)

@@ -122,8 +122,8 @@ class Replay:
                     self._add("rest", f"param:{p.name}", n * (self.compute if group.away else self.master), "params")
             if group.away and unit.home.optimizer == "device":  # master and moments, apart from the shard
                 self._add("rest", f"state:{unit.name}", self.away.resting(group), "optimizer")
-        for slot in range(self.plan.staging):
-            self._add("rest", f"staging{slot}", self.away.staging_slot(), "staging")
+        for slot, nbytes in enumerate(self.away.staging()):
+            self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
             self._add("rest", f"buffer:{b.name}", b.nbytes, "buffers")
 

@@ -107,7 +107,6 @@ class _Step:
         self.vocabulary = costs.vocabulary
         self.saved = self._saved()
         self.awaited: set[str] = set()  # units whose update of the step before is known to be done
-        self.fetched: set[str] = set()  # units whose shard was brought to the device and not gathered yet
         self.spilled: list[tuple[What, str]] = []  # what is on its way to the host
         self.returned: set[str] = set()  # units whose activations are back
         self.order = list(self.groups)
@@ -171,7 +170,6 @@ class _Step:
             yield from self._unpack(unit, forward=True)
             for other in self.ahead.get(unit, []):
                 yield from self._gather(other)
-            yield from self._fetch(self.near[unit][1])
         elif moment == "leave":
             yield from self._forget()
             yield from self._leave(unit)
@@ -197,13 +195,12 @@ class _Step:
     def _gather(self, unit: str) -> Iterator[Operation]:
         if unit in self.whole or unit in self.pending:
             return
-        yield from self._fetch(unit)
         yield from self._await(unit)
+        yield from self._fetch(unit)
         self.pending.add(unit)
         group = self.groups[unit]
         if group.world == 1:
             return
-        self.fetched.discard(unit)
         ranks = int(group.reshard) if unit in self.parts else group.world
         yield self._op("gather", unit, nbytes=sum(group.whole) * item(self.plan.precision.compute), ranks=ranks)
 
@@ -216,7 +213,6 @@ class _Step:
             self.held = None
         self.pending.discard(unit)
         self.parts.discard(unit)
-        self.fetched.discard(unit)
         self.whole.add(unit)
         if self.groups[unit].world == 1:
             return
@@ -314,13 +310,10 @@ class _Step:
             yield self._move("await", "update", unit)
 
     def _fetch(self, unit: str) -> Iterator[Operation]:
-        """The shard, ahead of its gather."""
-        group = self.groups.get(unit)
-        if group is None or group.home.params == "device" or unit in self.whole | self.pending | self.parts | self.fetched:
-            return
-        yield from self._await(unit)
-        self.fetched.add(unit)
-        yield self._move("fetch", "params", unit, sum(group.shards) * item(self.plan.precision.compute))
+        """The shard, for one gather; what is kept of an earlier one needs none."""
+        group = self.groups[unit]
+        if group.home.params != "device" and unit not in self.parts:
+            yield self._move("fetch", "params", unit, sum(group.shards) * item(self.plan.precision.compute))
 
     def _after_reduction(self, group: Group) -> Iterator[Operation]:
         """The gradient of the whole step is there."""

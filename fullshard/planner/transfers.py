@@ -25,7 +25,7 @@ EIGHTHS = 8  # shares of the pieces are told in eighths
 def balance(cluster: Cluster, reduce_bytes: int, slots: int, compute_bytes: int = 2) -> float:
     """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
     if cluster.device.kind == "cpu":
-        return 1.0  # there is no other
+        return 0.5  # the same cores do both
     state, both, cores = 4 * (1 + slots), cluster.of("pcie_both"), core_seconds(cluster, slots)
 
     def longest(share: float) -> float:
@@ -100,7 +100,7 @@ class Transfers:
         self.gpu = cluster.device.kind != "cpu"
         self.lanes = {lane: Calendar() for lane in LANES}
         self.busy: dict[str, float] = {}  # seconds of each lane
-        lanes = {p.lane for p in away.pieces}
+        lanes = {p.lane for p in away.pieces if p.home != "device"}
         shared = AT_ONCE if len(lanes) > 1 else 1.0
         # A CPU is its own device: what would cross PCIe is copied.
         copy = cluster.of("dram") / 2
