@@ -4,7 +4,7 @@ Optimizer state goes to the host unit by unit, the last units first, since forwa
 then the blocks' activations. State that the host has no room for goes on to disk.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fullshard.planner.thin import Thin
 from fullshard.planner.timeline import Timeline
 
 STAIRS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
-TRIES = 6  # whole estimates of one candidate
+CLIMBS, HALVES = 5, 3  # whole estimates of one candidate, on its way up and back
 Estimated = tuple[Plan, Estimate]
 
 
@@ -101,21 +101,46 @@ def _time(low: Timeline, high: Timeline, part: float, on_disk: float) -> Timelin
     return Timeline(_between(low.seconds, high.seconds, part) + on_disk, exposed=exposed)
 
 
-def climb(ladder: Ladder, thin: Thin, start: float, judge: Callable[[Plan], Estimate], disk: bool) -> Iterator[Estimated]:
-    """Whole estimates from a height upwards, each as much higher as the one before was too large."""
-    height = start
-    for _ in range(TRIES):
-        plan = ladder.at(height)
+def settle(ladder: Ladder, thin: Thin, start: float, judge: Callable[[Plan], Estimate], disk: bool) -> Estimated:
+    """The lowest plan from a height upwards that fits when it is judged whole, or the highest that was tried.
+
+    Each step up is as high as the one before was too large; then the way back is halved a few times.
+    """
+    low, high, tried = start, float(ladder.top), _judged(ladder, start, judge, disk)
+    for _ in range(CLIMBS):
+        if tried[1].fits or low >= high:
+            break
+        low, before = min(high, low + _lacking(ladder, thin, low, tried[1])), low
+        tried = _judged(ladder, low, judge, disk)
+        start = before
+    if not tried[1].fits:
+        return tried
+    fitting = low
+    for _ in range(HALVES if fitting > start else 0):
+        middle = (start + fitting) / 2
+        lower = _judged(ladder, middle, judge, disk)
+        if lower[1].fits:
+            tried, fitting = lower, middle
+        else:
+            start = middle
+    return tried
+
+
+def _judged(ladder: Ladder, height: float, judge: Callable[[Plan], Estimate], disk: bool) -> Estimated:
+    """The plan at a height; with state on disk if the host has no room for it."""
+    plan = ladder.at(height)
+    found = judge(plan)
+    if found.host.allocated_bytes > found.host_available and disk:
+        plan = onto_disk(plan, ladder.description, found)
         found = judge(plan)
-        if found.host.allocated_bytes > found.host_available and disk:
-            plan = onto_disk(plan, ladder.description, found)
-            found = judge(plan)
-        yield plan, found
-        if height >= ladder.top:
-            return
-        stair = min(int(height) + 1, ladder.top)
-        saved = max(thin.needed(ladder.at(stair - 1)) - thin.needed(ladder.at(stair)), 1)
-        height = min(float(ladder.top), height + max(1.1 * (found.needed - found.available) / saved, 0.02))
+    return plan, found
+
+
+def _lacking(ladder: Ladder, thin: Thin, height: float, found: Estimate) -> float:
+    """By how much a plan is too low, if the next stair saves on the whole what it saves on thinned models."""
+    stair = min(int(height) + 1, ladder.top)
+    saved = max(thin.needed(ladder.at(stair - 1)) - thin.needed(ladder.at(stair)), 1)
+    return max(1.1 * (found.needed - found.available) / saved, 0.02)
 
 
 def onto_disk(plan: Plan, description: Description, found: Estimate) -> Plan:

@@ -16,7 +16,7 @@ from fullshard.errors import FullshardError, nearest
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, estimate, host_available
-from fullshard.planner.homing import Ladder, climb, home_words, lowest
+from fullshard.planner.homing import Ladder, home_words, lowest, settle
 from fullshard.planner.thin import Thin, blocks_of
 from fullshard.strategies import STRATEGIES, choose
 from fullshard.text import bytes_text, seconds_text
@@ -333,7 +333,7 @@ def _best_housed(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int)
 def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Iterator[tuple[Plan, Estimate]]:
     """Plans near a candidate, estimated whole, the best first."""
     if candidate.ladder is not None:
-        yield from climb(candidate.ladder, thin, candidate.height, lambda plan: _estimate(wanted, plan), wanted.disk)
+        yield settle(candidate.ladder, thin, candidate.height, lambda plan: _estimate(wanted, plan), wanted.disk)
         return
     for plan in _refined(wanted, thin, candidate.plan, room):
         yield plan, _estimate(wanted, plan)

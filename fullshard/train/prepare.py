@@ -11,7 +11,7 @@ from fullshard.data import Batches, TokenFile
 from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
 from fullshard.description import Description
 from fullshard.errors import FullshardError
-from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search import find_plan
 from fullshard.presets import PRESETS
@@ -49,6 +49,7 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         on_torch.Weights(model, weights)  # the right names and shapes
     plan, expected = _plan(recipe, model, ranks)
     on_torch.refuse(model, plan)
+    disk_of(recipe, plan)
     on_torch.refuse_optimizer(make_optimizer(recipe))
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
@@ -77,6 +78,8 @@ def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
         loss=recipe.train.loss,
         optimizer=make_optimizer(recipe),
+        clip=recipe.optim.clip is not None,
+        disk=recipe.disk.path is not None,
     )
     return found.plan, found.estimate
 
@@ -85,13 +88,22 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
     """What the recipe says of the plan; the compute dtype is the recipe's own even where it is the default."""
     keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
     pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    homes = {key if key == "staging" else f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
+    pinned |= homes
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
 def _expected(recipe: Recipe, plan: Plan, description: Description | None, ranks: int) -> Estimate | None:
     if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
         return None
-    return estimate(plan, description, cluster_of(recipe, ranks), loss=recipe.train.loss, optimizer=make_optimizer(recipe))
+    return estimate(
+        plan,
+        description,
+        cluster_of(recipe, ranks),
+        loss=recipe.train.loss,
+        optimizer=make_optimizer(recipe),
+        clip=recipe.optim.clip is not None,
+    )
 
 
 def _traced(description: Description, compute: str) -> bool:
@@ -203,7 +215,19 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         remat=wanted.remat,
         remat_every=wanted.remat_every,
         compile=wanted.compile,
+        home=Home(recipe.home.params, recipe.home.optimizer, recipe.home.activations),
+        staging=recipe.home.staging,
     )
+
+
+def disk_of(recipe: Recipe, plan: Plan) -> str | None:
+    """The directory for what the plan puts on disk."""
+    on_disk = [u.name for u in plan.units if "disk" in (u.home.params, u.home.optimizer, u.home.activations)]
+    if on_disk and recipe.disk.path is None:
+        raise FullshardError(f"unit {on_disk[0]} of the plan has a home on disk; write disk.path, a directory there")
+    if recipe.disk.path is not None and not on_disk and recipe.plan.file is not None:
+        raise FullshardError("disk.path has no effect: no unit of the plan has a home on disk; leave it out")
+    return recipe.disk.path if on_disk else None
 
 
 def _spell(field: str, *value: object) -> str:

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
-from fullshard.plan import DType, Remat, Sync
+from fullshard.pieces import STAGING
+from fullshard.plan import DType, Place, Remat, Sync
 from fullshard.train.schedule import Kind
 
 
@@ -163,6 +164,28 @@ class Planned(Section):
         return self
 
 
+class Homes(Section):
+    """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
+    while those that rest elsewhere are updated."""
+
+    params: Place = "device"
+    optimizer: Place = "device"
+    activations: Literal["device", "host"] = "device"
+    staging: int = Field(STAGING, gt=0)
+
+    @model_validator(mode="after")
+    def _staging_is_of_state_elsewhere(self) -> Self:
+        if self.staging != STAGING and self.optimizer == "device":
+            raise ValueError("staging has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
+        return self
+
+
+class Disk(Section):
+    """`path`: the directory for what rests on disk."""
+
+    path: str | None = None
+
+
 class Eval(Section):
     """Every `every` steps the mean loss over `batches` micro-batches a rank of `data.valid`; with `patience`, the
     run ends after that many evaluations without a loss lower by `min_delta`."""
@@ -234,6 +257,8 @@ class Recipe(Section):
     train: Train
     schedule: Schedule = Schedule()
     plan: Planned = Planned()
+    home: Homes = Homes()
+    disk: Disk = Disk()
     lora: Lora | None = None
     eval: Eval = Eval()
     sample: Sample = Sample()
@@ -250,6 +275,19 @@ class Recipe(Section):
             raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
         if self.checkpoint.best and self.checkpoint.metric == "eval_loss" and not self.eval.every:
             raise ValueError("checkpoint.best ranks by the evaluation loss; give eval.every, or checkpoint.metric = 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _homes_are_the_plans(self) -> Self:
+        if self.plan.file is not None:
+            if given := changed(self.home):
+                raise ValueError(f"home.{min(given)} has no effect beside plan.file; change the plan file instead")
+            return self
+        on_disk = [kind for kind in ("params", "optimizer") if getattr(self.home, kind) == "disk"]
+        if on_disk and self.disk.path is None:
+            raise ValueError(f"home.{on_disk[0]} = 'disk' needs disk.path, a directory on the disk that is to hold it")
+        if self.disk.path is not None and not on_disk and self.plan.strategy != "auto":
+            raise ValueError("disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out")
         return self
 
     @property

@@ -57,5 +57,6 @@ def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
     if description is None or description.costs is None:
         helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
     else:
-        helps = advice(plan, description, cluster_of(recipe, plan.mesh.devices), loss=recipe.train.loss)
+        where, clip = cluster_of(recipe, plan.mesh.devices), recipe.optim.clip is not None
+        helps = advice(plan, description, where, loss=recipe.train.loss, clip=clip)
     return f"out of memory in step {state.step + 1}{said}; {helps}"

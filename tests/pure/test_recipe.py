@@ -39,6 +39,16 @@ def test_defaults_and_overrides(tmp_path):
     assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
 
 
+def test_homes(tmp_path):
+    recipe = load(tmp_path, SMALL, "home.optimizer=disk", "disk.path=/data", "home.staging=2", "home.activations=host")
+    assert (recipe.home.params, recipe.home.optimizer, recipe.home.activations) == ("device", "disk", "host")
+    assert (recipe.home.staging, recipe.disk.path) == (2, "/data")
+    assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
+    assert load(tmp_path, SMALL, "plan=auto", "disk.path=/data").disk.path == "/data"  # for what does not fit elsewhere
+    with pytest.raises(FullshardError, match=r"home\.optimizer has no effect beside plan\.file; change the plan file instead"):
+        load(tmp_path, SMALL, "plan=a.json", "home.optimizer=host")
+
+
 def test_tokens_are_turned_into_steps(tmp_path):
     recipe = load(tmp_path, SMALL.replace("steps = 10", "tokens = 10_000"))
     assert recipe.steps == math.ceil(10_000 / (16 * 128))
@@ -76,6 +86,13 @@ WRONG = {
     "optim.options.foo=1": "optim: options has no effect with name = 'adamw'",
     "eval.every=5": "eval.every and data.valid belong together",
     "data.shuffle=maybe": "data.shuffle = 'maybe': input should be a valid boolean",
+    "home.optimizer=moon": "home.optimizer = 'moon': input should be 'device', 'host' or 'disk'",
+    "home.optimizer=disk": "home.optimizer = 'disk' needs disk.path, a directory on the disk that is to hold it",
+    "home.activations=disk": "home.activations = 'disk': input should be 'device' or 'host'",
+    "home.optimiser=host": "did you mean 'optimizer'?",
+    "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",
+    "disk.path=/tmp": "disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out",
+    "disk.pth=/tmp": "unknown key disk.pth (known: path); did you mean 'path'?",
     "optim": "'optim' is no override; write section.key=value",
     "lr=3": "'lr=3' is no override; write section.key=value",
     "optim.lr.x=3": "'optim.lr.x=3': lr is a value, not a section",
