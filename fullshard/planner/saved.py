@@ -1,8 +1,15 @@
-"""Which tensors a unit's forward leaves behind for its backward: what moves when activations rest away."""
+"""Which tensors a unit's forward leaves behind for its backward: what moves when activations rest away.
+
+As the engine does it (on_torch/activations.py): small tensors stay, and so does what backward wants back at once.
+"""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+from fullshard.plan import Plan
 from fullshard.planner.moments import Moments, owner
+
+SMALL = 1 << 20  # bytes: less is not worth a copy
 
 
 @dataclass(frozen=True)
@@ -42,4 +49,15 @@ def saved_tensors(moments: Moments, near: dict[str, tuple[str, str]], rows: int,
 
 def _kept(unit: str, before: str, made: list[str], alive: dict[tuple[str, str], int]) -> tuple[Saved, ...]:
     keys = [(unit, tensor) for tensor in made] + [(before, "out0")]
-    return tuple(Saved(*key, alive[key]) for key in keys if key in alive)
+    return tuple(Saved(*key, alive[key]) for key in keys if alive.get(key, 0) >= SMALL)
+
+
+def leads(plan: Plan, row: list[str]) -> dict[str, int]:
+    """The units whose activations leave, and for how many units a copy may take: as many as lie before the next of
+    them. `row`: all units in the order of forward. The last of all, or the last but one, stays."""
+    away = {u.name for u in plan.units if u.home.activations != "device"}
+    places = [i for i, name in enumerate(row) if name in away]
+    found = [after - place for place, after in pairwise(places)]
+    if places and len(row) - places[-1] > 2:
+        found.append(found[-1] if found else 1)
+    return {row[place]: lead for place, lead in zip(places, found, strict=False)}

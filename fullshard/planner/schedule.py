@@ -15,7 +15,7 @@ from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
 from fullshard.planner.homes import waits_for_norm
 from fullshard.planner.moments import moments, neighbours
-from fullshard.planner.saved import Saved, saved_tensors
+from fullshard.planner.saved import Saved, leads, saved_tensors
 
 # on_torch/chunked.py: a chunk's logits in the compute dtype, in float32, and their gradient stay under the budget.
 CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE = 1 << 31, 8, 256
@@ -105,9 +105,10 @@ class _Step:
         self.moments = moments(plan, costs, loss)
         self.near = neighbours(self.moments)
         self.vocabulary = costs.vocabulary
+        self.leads = leads(plan, list(self.near))
         self.saved = self._saved()
         self.awaited: set[str] = set()  # units whose update of the step before is known to be done
-        self.spilled: list[tuple[What, str]] = []  # what is on its way to the host
+        self.spilled: list[tuple[What, str, int]] = []  # what is on its way to the host, for so many units more
         self.returned: set[str] = set()  # units whose activations are back
         self.order = list(self.groups)
         self.whole: set[str] = set()
@@ -178,7 +179,7 @@ class _Step:
             if self.held is not None:
                 yield self._op("release", self.held)
                 self.held = None
-            yield from self._forget()
+            yield from self._forget(everything=True)
         elif moment == "backward":
             yield from self._gather(unit)
             yield from self._unpack(unit, forward=False)
@@ -288,16 +289,15 @@ class _Step:
         if self.reducing is not None:
             yield self._op("drain", self.reducing)
             self.reducing = None
-        yield from self._forget()
+        yield from self._forget(everything=True)
 
     # -- what rests away -------------------------------------------------------------------------------------
 
     def _saved(self) -> dict[str, tuple[Saved, ...]]:
         """Activations that move, by unit."""
-        away = {u.name for u in self.plan.units if u.home.activations != "device"}
         batch = self.plan.batch
-        found = saved_tensors(self.moments, self.near, batch.micro_batch, batch.sequence) if away else {}
-        return {name: tensors for name, tensors in found.items() if name in away and tensors}
+        found = saved_tensors(self.moments, self.near, batch.micro_batch, batch.sequence) if self.leads else {}
+        return {name: found[name] for name in self.leads if found.get(name)}
 
     def _move(self, kind: Kind, what: What, unit: str, nbytes: int = 0) -> Operation:
         saved = self.saved.get(unit, ()) if what == "activations" else ()
@@ -320,7 +320,7 @@ class _Step:
         if not self.late:
             yield from self._update(group)
         elif group.home.optimizer != "device":
-            self.spilled.append(("gradients", group.name))
+            self.spilled.append(("gradients", group.name, 1))
             yield self._move("spill", "gradients", group.name)
 
     def _update(self, group: Group) -> Iterator[Operation]:
@@ -329,20 +329,23 @@ class _Step:
 
     def _spill_activations(self, unit: str) -> Iterator[Operation]:
         if unit in self.saved:
-            self.spilled.append(("activations", unit))
+            self.spilled.append(("activations", unit, self.leads[unit]))
             yield self._move("spill", "activations", unit)
 
-    def _forget(self) -> Iterator[Operation]:
-        """By now another unit has computed; what was spilled before it is on the host."""
-        for what, unit in self.spilled:
-            yield self._move("forget", what, unit)
-        self.spilled.clear()
+    def _forget(self, *, everything: bool = False) -> Iterator[Operation]:
+        """Another unit has computed; what was spilled long enough before it is on the host."""
+        flying = [(what, unit, 0 if everything else left - 1) for what, unit, left in self.spilled]
+        self.spilled = [spilled for spilled in flying if spilled[2] > 0]
+        for what, unit, left in flying:
+            if left <= 0:
+                yield self._move("forget", what, unit)
 
     def _return_activations(self, unit: str) -> Iterator[Operation]:
-        """This unit's are waited for, the next one's are sent for."""
-        before = self.forwarded[: self.forwarded.index(unit) + 1][::-1][:2]
-        for other in before:
-            if other in self.saved and other not in self.returned:
+        """This unit's are waited for; those of units that are as near as their copies need are sent for."""
+        place = self.forwarded.index(unit)
+        for i in range(place, -1, -1):
+            other = self.forwarded[i]
+            if other in self.saved and other not in self.returned and place - i <= self.leads[other]:
                 self.returned.add(other)
                 yield self._move("fetch", "activations", other)
         if unit in self.saved:
