@@ -56,7 +56,7 @@ def plan(
         int | None, typer.Option(metavar="N", help="--cluster: sequences in a step, over all devices.", show_default="1 a device")
     ] = None,
     fix: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="--cluster: pin a choice (strategy=zero3, remat=full …).")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="--cluster: pin a choice (remat=full, home.optimizer=host …).")
     ] = None,
     limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="--cluster: memory of a device to use, such as 24GiB.")
