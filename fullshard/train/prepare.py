@@ -48,8 +48,7 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
     plan, expected = _plan(recipe, model, ranks)
-    on_torch.refuse(model, plan)
-    disk_of(recipe, plan)
+    on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     on_torch.refuse_optimizer(make_optimizer(recipe))
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")

@@ -22,7 +22,7 @@ from fullshard.data import Batches
 from fullshard.errors import FullshardError
 from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export, shelf_of
 from fullshard.train.metrics import Metrics, open_metrics, rewind
-from fullshard.train.prepare import Prepared, batches, make_optimizer
+from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer
 from fullshard.train.progress import Bar
 from fullshard.train.schedule import factor
 from fullshard.train.verdict import Verdict, explain_out_of_memory
@@ -57,7 +57,10 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
     recipe, first = prepared.recipe, on_torch.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
-    state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights)
+    disk = disk_of(recipe, prepared.plan)
+    state = on_torch.shard(
+        prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
+    )
     metrics = open_metrics(None, recipe)
     with Bar(recipe.steps, visible=first) as bar, Signals() as signals:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar)

@@ -1,0 +1,35 @@
+"""Host bytes and staging of away units: what the planner counts is what the engine takes."""
+
+import pytest
+import torch
+
+import fullshard as fs
+from fullshard import Home, on_torch
+from fullshard.planner.memory import predict
+from tests.cpu import live
+from tests.cpu.test_planner import BF16, ROWS, TOKENS, VOCAB, build, description
+
+HOMES = [Home(optimizer="host"), Home("host", "host"), Home(params="host"), Home(optimizer="disk")]
+
+
+@pytest.mark.parametrize(("share", "clip"), [(0.0, 1.0), (0.5, 1.0), (0.5, None), (1.0, 1.0)])
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
+    found = description("plain")
+    plan = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS)).change("*", home=home)
+    expected = predict(plan, found, reserved=False, clip=clip is not None, cpu_share=share)
+    with live.ranks(4):
+        disk = tmp_path if home.optimizer == "disk" else None
+        state = on_torch.shard(
+            build("plain"), plan, fs.AdamW(lr=1e-5), device="cpu", first_step_checks=False, cpu_share=share, disk=disk
+        )
+        ids = torch.randint(0, VOCAB, (ROWS, TOKENS + 1))
+        on_torch.train_step(state, [{"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}], clip=clip)
+        state.flush()
+        tiers = state.tiers
+        drained = sum(t.nbytes for t in tiers.drains.values())
+        slots = [[*s.state, s.gradient, *([] if s.out is None else [s.out])] for s in tiers.streamed.slots]
+        tiers.gpu.close()
+        tiers.cpu.close()
+    assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
+    assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)
