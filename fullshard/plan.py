@@ -234,6 +234,13 @@ class Plan:
                     best = (len(module), unit)
         return best[1]
 
+    @property
+    def away_gradients(self) -> DType:
+        """In which dtype the gradients of units away from the device wait for their update: as they were reduced, or as
+        coarse as the master; but where several reductions are added up, in the master's, as on the device."""
+        adds_up = self.batch.accumulate > 1 and self.batch.sync == "every"
+        return self.precision.master if adds_up or self.precision.master != "fp32" else self.precision.reduce
+
     # -- the other forms of a plan ---------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata
 
 from fullshard.checkpoint import commit, verify
-from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.checkpoint.retention import Candidate, Kept, to_remove
@@ -99,10 +99,10 @@ class Checkpointer:
         """Stage the state as it is now and start to write it."""
         self.wait()
         state = self.state
-        numbers = named.numbers_of(state) | {"extra": extra or {}}
-        about = About(state.step, cursor, state.plan.to_dict(), recipe, numbers, metrics or {})
-        with torch.no_grad():
-            copied = self._stage()
+        with torch.no_grad(), state.values() as values:
+            numbers = named.numbers_of(state) | {"extra": extra or {}}
+            about = About(state.step, cursor, state.plan.to_dict(), recipe, numbers, metrics or {})
+            copied = self._stage(values)
         self.saving = saving = Saving(state.step)
         saving.thread = threading.Thread(target=self._write, args=(saving, about, copied), daemon=True, name="checkpoint")
         saving.thread.start()
@@ -124,8 +124,8 @@ class Checkpointer:
         self.memory.close()
         give_group(self.group)
 
-    def _stage(self) -> torch.cuda.Event | None:
-        tensors = named.model_tensors(self.state.model) | named.optimizer_tensors(self.state)
+    def _stage(self, values: dict[str, Tensor]) -> torch.cuda.Event | None:
+        tensors = named.model_tensors(self.state.model, values) | named.optimizer_tensors(self.state)
         tensors |= named.rng_tensors(self.state, dist.get_rank())
         tensors = dict(sorted(tensors.items()))  # the same state gives the same bytes, whoever made its entries
         layout = [(n, t.shape, t.dtype) for n, t in tensors.items()]
@@ -341,7 +341,25 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
     named.refuse_odd_numbers(saved)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
-    own = named.model_tensors(state.model)
+    with state.values(changed=True) as values:
+        _fill_tensors(checkpoint, state, values, tensors, allow_missing)
+    state.step, state.checks = manifest.step, True
+    if state.loss_scale and saved.get("loss_scale"):
+        state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
+    _restore_rng(checkpoint, state)
+    free_gathered(state.model)  # units that a forward left whole would keep the old values
+    return manifest
+
+
+def _fill_tensors(
+    checkpoint: Checkpoint,
+    state: State,
+    values: dict[str, Tensor],
+    tensors: dict[str, TensorRecord],
+    allow_missing: Sequence[str],
+) -> None:
+    saved = checkpoint.manifest.state
+    own = named.model_tensors(state.model, values)
     wanted = named.described(own)
     wanted |= {n: (tuple(s), WORD[d]) for n, (s, d) in named.wanted_slots(state, saved.get("without_slots", [])).items()}
     if state.optimizer is None:  # to evaluate or export, the weights are enough
@@ -352,12 +370,6 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     with torch.no_grad():
         _read(checkpoint, {n: t for n, t in own.items() if n in tensors})
     named.set_slots(state, made, saved.get("slots", {}))
-    state.step, state.checks = manifest.step, True
-    if state.loss_scale and saved.get("loss_scale"):
-        state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
-    _restore_rng(checkpoint, state)
-    free_gathered(state.model)  # units that a forward left whole would keep the old values
-    return manifest
 
 
 def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:

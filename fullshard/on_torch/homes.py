@@ -123,5 +123,5 @@ def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
 
 
 def gradient_dtype(plan: Plan) -> torch.dtype:
-    """Of the gradients of an away unit: as reduced, unless the master itself is coarser."""
-    return TORCH[plan.precision.reduce] if plan.precision.master == "fp32" else TORCH[plan.precision.master]
+    """Of the gradients of an away unit."""
+    return TORCH[plan.away_gradients]

@@ -221,6 +221,14 @@ def segment_views(flat: Tensor, piece: Piece) -> list[Tensor]:
     return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]
 
 
+@dataclass
+class Moved:
+    """Bytes that a lane has taken to the device and from it, since the start."""
+
+    up: int = 0
+    down: int = 0
+
+
 class Streamed:
     """The GPU's lane: state up, update, state down, on three streams. On a CPU the same by copies."""
 
@@ -228,6 +236,7 @@ class Streamed:
         self.rule, self.store, self.slots, self.emit = rule, store, slots, emit
         self.up, self.work, self.down = Stream(device), Stream(device, first=True), Stream(device)
         self.turn = 0
+        self.moved = Moved()
         self.rising: deque[Moment] = deque(maxlen=FLYING)
         self.falling: deque[Moment] = deque(maxlen=FLYING)
 
@@ -240,6 +249,7 @@ class Streamed:
             self.up.after(slot.free, there)
             torch._foreach_copy_(slot.of(piece).state, resting, non_blocking=True)
             slot.filled = self.up.moment()
+        self.moved.up += sum(t.nbytes for t in resting)
         self.rising.append(slot.filled)
         return slot, resting
 
@@ -259,7 +269,7 @@ class Streamed:
                 part = [t[start:stop] for t in views.state]
                 gradient = views.gradient[start:stop]
                 apply_rule(self.rule, part[0], gradient, part[1:], job.steps[index], job.groups[index])
-            new = self.emit(piece, views.state[0], slot, self.work)
+            new = self.emit(piece, views.state[0], slot.out, self.work)
             updated = self.work.moment()
         if job.now:
             _hold(self.falling)
@@ -267,6 +277,7 @@ class Streamed:
             self.down.after(updated)
             torch._foreach_copy_(resting, views.state, non_blocking=True)
             slot.free = self.down.moment()
+        self.moved.down += sum(t.nbytes for t in resting)
         self.falling.append(slot.free)
         self.store.close(piece, slot.free)
         return new
@@ -281,13 +292,14 @@ def _hold(flying: deque[Moment]) -> None:
 class Cores:
     """The CPU's lane: the gradient down, the update in place where the state rests, the new master up."""
 
-    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", threads: int):
+    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", *, threads: int):
         self.rule, self.store, self.slots, self.emit, self.threads = rule, store, slots, emit, threads
         self.down, self.up = Stream(device), Stream(device)
+        self.moved = Moved()
         self.turn = 0
 
     def stage(self, job: Job, piece: Piece) -> Slot:
-        if self.turn == 0 and self.threads:
+        if self.turn == 0:
             torch.set_num_threads(self.threads)  # of this thread's own pool
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
@@ -296,6 +308,7 @@ class Cores:
                 self.down.after(job.ready)
                 job.collect(piece, slot.of(piece).gradients)
                 slot.filled = self.down.moment()
+            self.moved.down += slot.of(piece).gradient.nbytes
         return slot
 
     def apply(self, job: Job, piece: Piece, slot: Slot) -> Moment:
@@ -321,12 +334,14 @@ class Cores:
             if piece.away.unit.home.params == "device":  # narrowed there: the cores are scarcer than the bus
                 assert slot.out is not None
                 wide = slot.out[: piece.elements].copy_(wide, non_blocking=True)
-            new = self.emit(piece, wide, slot, self.up)
+                self.moved.up += wide.nbytes
+            new = self.emit(piece, wide, None, self.up)
         self.store.close(piece, new)
         return new
 
 
 class Emit(Protocol):
-    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`."""
+    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`. `out`: memory to
+    narrow them in on the way from the device."""
 
-    def __call__(self, piece: Piece, values: Tensor, slot: Slot, stream: Stream) -> Moment: ...
+    def __call__(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment: ...

@@ -19,9 +19,11 @@ from fullshard.on_torch.storage import TORCH, WORD
 from fullshard.plan import Plan
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """`values`: the parameters, where they are not the model's own (`State.values`)."""
     persistent = model.state_dict(keep_vars=True).keys()
-    named = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
+    parameters = dict(model.named_parameters()) if values is None else values
+    named = {**parameters, **{n: b for n, b in model.named_buffers() if n in persistent}}
     return {f"model.{name}": tensor for name, tensor in named.items()}
 
 
@@ -87,11 +89,11 @@ def _is_number(value: Any) -> bool:
 # -- what a state expects -----------------------------------------------------------------------------------
 
 
-def expected_slots(optimizer: torch.optim.Optimizer) -> dict[str, tuple[bool, torch.dtype | None]]:
+def expected_slots(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dict[str, tuple[bool, torch.dtype | None]]:
     """For each key of the optimizer's state whether it is as large as its parameter, and its dtype if it is a
     tensor: found out by one step on a parameter of two elements."""
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    probe = nn.Parameter(torch.zeros(2, dtype=optimizer.param_groups[0]["params"][0].dtype))
+    probe = nn.Parameter(torch.zeros(2, dtype=master))
     settings |= {"fused": False} if "fused" in settings else {}
     trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
     probe.grad = torch.ones_like(probe)
@@ -104,7 +106,7 @@ def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torc
     """The optimizer's tensors as they will be after a step, without those of the parameters `without`: names, or `all`."""
     if state.optimizer is None or without == "all":
         return {}
-    kinds = expected_slots(state.optimizer)
+    kinds = expected_slots(state.optimizer, MASTER[state.plan.precision.master])
     found = {}
     for name, p in _trained(state).items():
         for key, (as_large, dtype) in kinds.items() if name not in without else ():
@@ -115,7 +117,8 @@ def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torc
 
 def needed_bytes(state: State) -> int:
     """The bytes of a whole checkpoint of this state, but for headers and the manifest."""
-    sizes = [t.numel() * t.element_size() for t in model_tensors(state.model).values()]
+    wide = MASTER[state.plan.precision.master].itemsize
+    sizes = [t.numel() * (wide if isinstance(t, nn.Parameter) else t.element_size()) for t in model_tensors(state.model).values()]
     return sum(sizes) + sum(shape.numel() * dtype.itemsize for shape, dtype in wanted_slots(state, []).values())
 
 
@@ -140,12 +143,15 @@ def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, d
     for full, record in tensors.items():
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         if full.startswith("optimizer.") and name in trained:
-            made.setdefault(name, {})[key] = _slot(state, trained[name], record)
+            made.setdefault(name, {})[key] = _slot(state, trained[name], key, record)
     return made
 
 
-def _slot(state: State, p: nn.Parameter, record: TensorRecord) -> Tensor:
+def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tensor:
     assert state.optimizer is not None
+    if state.tiers and state.tiers.holds(p):  # its moments have their place already
+        shown = slots(state, p).get(key)
+        return shown if isinstance(shown, Tensor) else torch.zeros(record.shape, dtype=TORCH[record.dtype])
     if tuple(record.shape) == tuple(p.shape) and p.ndim:
         return torch.zeros_like(p, dtype=TORCH[record.dtype], requires_grad=False)
     group = next(g for g in state.optimizer.param_groups if any(q is p for q in g["params"]))
@@ -157,6 +163,10 @@ def set_slots(state: State, made: Mapping[str, dict[str, Tensor]], other: Mappin
     """Give the optimizer these tensors, and the plain numbers beside them."""
     if state.optimizer is None:
         return
+    for name, p in _trained(state).items():
+        if state.tiers and state.tiers.holds(p) and name not in made:  # they start from nothing
+            for value in slots(state, p).values():
+                value.zero_()
     state.optimizer.state.clear()
     for name, p in _trained(state).items():
         if name in made or name in other:

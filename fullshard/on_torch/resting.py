@@ -62,6 +62,7 @@ class Resting:
         self.targets: dict[int, list[Tensor]] = {}  # by piece: where its segments' new parameters go
         self.up = Stream(device)
         self.fetched: dict[int, Moment] = {}
+        self.fetched_bytes = self.emitted_bytes = 0  # shards up, new parameters down
         self.consumed = DONE  # the last shard that was brought up has been gathered from
 
     # -- memory ------------------------------------------------------------------------------------------
@@ -75,9 +76,8 @@ class Resting:
                 sizes += [a.elements * master, *[a.moving * master] * self.rule.slots]
             if a.unit.home.params == "host":
                 sizes.append(sum(a.padded) * compute)
-        if any(p.lane == "cpu" for a in self.units for p in a.pieces):
-            gradient = gradient_dtype(self.plan).itemsize
-            sizes += [self.largest * gradient] * GRAD_SLOTS
+        cores = min(GRAD_SLOTS, sum(p.lane == "cpu" for a in self.units for p in a.pieces))
+        sizes += [self.largest * gradient_dtype(self.plan).itemsize] * cores
         if any(a.unit.home.optimizer == "disk" for a in self.units):
             sizes += [self.largest * master] * DISK_SLOTS * (1 + self.rule.slots)
         return sizes
@@ -127,6 +127,7 @@ class Resting:
         if piece.away.unit.home.params != "device" and values.is_cuda:  # narrow on the device: half the bytes over the bus
             assert out is not None
             values = out[: piece.elements].copy_(values)
+            self.emitted_bytes += values.nbytes
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
         torch._foreach_copy_(self.targets[piece.number], sources, non_blocking=True)
         return stream.moment()
@@ -148,6 +149,7 @@ class Resting:
                 at = starts[id(p)]
                 memory.untyped_storage().resize_(memory.numel() * memory.element_size())
                 memory.copy_(source[at : at + memory.numel()], non_blocking=True)
+                self.fetched_bytes += memory.nbytes
             self.fetched[id(away)] = self.up.moment()
         return self.fetched[id(away)]
 

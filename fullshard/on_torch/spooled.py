@@ -51,6 +51,7 @@ class Spooled:
         self.behind = ThreadPoolExecutor(1, "write-behind")
         self.flats: dict[int, list[Tensor]] = {}  # whole units, while somebody looks at them
         self.read_bytes = self.written_bytes = 0
+        self.failed: Exception | None = None
 
     # -- pieces --------------------------------------------------------------------------------------------
 
@@ -85,31 +86,39 @@ class Spooled:
 
     def open(self, piece: Piece) -> tuple[list[Tensor], Moment]:
         with self.lock:
-            self.lock.wait_for(lambda: piece.number in self.open_now)
+            self.lock.wait_for(lambda: self.failed or piece.number in self.open_now)
+            if self.failed:
+                raise self.failed
             window, reads = self.open_now[piece.number]
         for read in reads:
             read.result()
         return [memory[: piece.elements * self.dtype.itemsize].view(self.dtype) for memory in window], DONE
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
+        with self.lock:  # from here on, who opens the piece waits for another read
+            window, _ = self.open_now.pop(piece.number)
         if changed is None:
-            self._let_go(piece)
+            self._let_go(window)
         else:
-            self.writing[piece.number] = self.behind.submit(self._write, piece, changed)
+            self.writing[piece.number] = self.behind.submit(self._write, piece, window, changed)
 
-    def _write(self, piece: Piece, changed: Moment) -> None:
+    def _write(self, piece: Piece, window: Window, changed: Moment) -> None:
         changed.wait()
-        window, _ = self.open_now[piece.number]
         size = aligned_size(piece.elements * self.dtype.itemsize)
         starts = self.offsets[piece.number]
-        for write in [self.spool.write(at, bytes_of(memory[:size])) for at, memory in zip(starts, window, strict=True)]:
-            write.result()
+        try:
+            for write in [self.spool.write(at, bytes_of(memory[:size])) for at, memory in zip(starts, window, strict=True)]:
+                write.result()
+        except Exception as error:
+            with self.lock:  # nobody may wait for a slot that does not come back
+                self.failed = error
+                self.lock.notify_all()
+            raise
         self.written_bytes += len(starts) * size
-        self._let_go(piece)
+        self._let_go(window)
 
-    def _let_go(self, piece: Piece) -> None:
+    def _let_go(self, window: Window) -> None:
         with self.lock:
-            window, _ = self.open_now.pop(piece.number)
             self.free.append(window)
         self._read_ahead()
 

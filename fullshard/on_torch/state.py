@@ -59,8 +59,7 @@ class State:
 
     def resident(self) -> list[nn.Parameter]:
         """The parameters that torch's own optimizer updates."""
-        away = {id(p) for a in self.tiers.units for p in a.params} if self.tiers else set()
-        return [p for p in self.model.parameters() if id(p) not in away]
+        return [p for p in self.model.parameters() if not (self.tiers and self.tiers.holds(p))]
 
     @contextmanager
     def values(self, *, changed: bool = False) -> Iterator[dict[str, torch.Tensor]]:

@@ -5,7 +5,8 @@ global norm; until then the CPU's share of the gradients drains to the host and 
 way the next gather of a unit waits for that unit's own update and for nothing else.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.homes import Away, Piece, gradient_dtype, local
+from fullshard.on_torch.homes import Away, gradient_dtype, local
 from fullshard.on_torch.lanes import Cores, Go, Job, Lane, Slot, Streamed, segment_views
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.resting import Resting
@@ -40,6 +41,7 @@ class Tiered:
     ):
         self.plan, self.device, self.rule, self.resting, self.optimizer = plan, device, resting.rule, resting, optimizer
         self.units, self.groups = resting.units, resting.groups
+        self.held = {id(p) for a in self.units for p in a.params}
         self.dtype = gradient_dtype(plan)
         self.steps = {id(a): [0] * a.trained for a in self.units}
         self.jobs: dict[int, Job] = {}  # the last one of each unit
@@ -58,6 +60,8 @@ class Tiered:
         self.drains: dict[int, Tensor] = {}
         self._lanes()
         self._hook()
+        # The lanes' threads must have ended before the interpreter does, and go when the state goes.
+        self.close = weakref.finalize(self, _end, self.gpu, self.cpu)
 
     # -- made once -----------------------------------------------------------------------------------
 
@@ -79,12 +83,17 @@ class Tiered:
             )
             for _ in range(ring)
         ]
-        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self._emit)
+        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self.resting.emit)
         self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
         count = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in pieces))
         staging = [Slot([], self._pinned(largest, self.dtype), make(dtype=master, device=self.device)) for _ in range(count)]
         self.cores = cores = Cores(
-            self.device, self.rule, self.resting, staging, self._emit, update_threads() if self.device.type == "cuda" else 0
+            self.device,
+            self.rule,
+            self.resting,
+            staging,
+            self.resting.emit,
+            threads=update_threads(),
         )
         self.cpu = Lane("cores", max(1, count), cores.stage, cores.apply, in_turn=in_turn)
 
@@ -94,9 +103,9 @@ class Tiered:
     def _hook(self) -> None:
         for away in self.units:
             for i, p in enumerate(away.params[: away.trained]):
-                p.register_post_accumulate_grad_hook(partial(self._arrive, away, i))
-            group = self.groups[away.unit.name]
-            group.around_gather(partial(self._before_gather, away), partial(self._at_copy, away), partial(self._after_copy, away))
+                p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive), away, i))
+            doors = [partial(_weakly(m), away) for m in (self._before_gather, self._at_copy, self._after_copy)]
+            self.groups[away.unit.name].around_gather(*doors)
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class Tiered:
         found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
         there = [(p, g) for p, g in zip(away.params, found, strict=False) if g is not None]
         if there:
-            norms = torch._foreach_norm([g for _, g in there], 2.0, torch.float32)
+            norms = torch._foreach_norm([g for _, g in there], 2.0, TORCH[self.plan.precision.master])
             self.norms |= {id(p): norm for (p, _), norm in zip(there, norms, strict=True)}
             self.received[away.unit.name] = list(norms)
         job = self._job(away) if self.eager else self.coming[id(away)]
@@ -196,8 +205,11 @@ class Tiered:
                     target = self.drains[piece.number]
                     job.collect(piece, self.drain_views[piece.number])
                     job.drained[piece.number] = (target, self.drain.moment())
+                    self.cores.moved.down += target.nbytes
         for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
             self.drain.keep(g)
+        if all(piece.lane == "cpu" for piece in job.away.pieces):
+            job.gradients = []  # all of them are on the host
 
     def backward_done(self) -> None:
         """Units of which some parameters had no gradient are complete now."""
@@ -268,9 +280,6 @@ class Tiered:
                 pairs = zip(before, job.steps, job.had, strict=True)
                 self.steps[id(job.away)] = [new if had else old for old, new, had in pairs]
 
-    def _emit(self, piece: Piece, values: Tensor, slot: Slot, stream: Stream) -> Moment:
-        return self.resting.emit(piece, values, slot.out, stream)
-
     # -- at rest -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -295,15 +304,29 @@ class Tiered:
             found |= {n: t["master"] for n, t in zip(away.names, tensors, strict=True)}
             for p, own in zip(away.params[: away.trained], tensors, strict=False):
                 self._state(p).update({k: t for k, t in own.items() if k != "master"})
-        yield found
-        for away in self.units:
-            if changed:
+        try:
+            yield found
+            for away in self.units if changed else ():
                 self._read_steps(away)
                 self.resting.publish(away)
-            for p in away.params[: away.trained]:
+        except BaseException:
+            changed = False  # what was half written stays as it was on disk; in memory the caller has to load again
+            raise
+        finally:
+            for p in (p for a in self.units for p in a.params[: a.trained]):
                 for key in self.rule.keys:
                     self._state(p).pop(key, None)
-        self.resting.give_back(changed=changed)
+            self.resting.give_back(changed=changed)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes over the bus each way, and from and to the disk, since the start."""
+        lanes, spooled = (self.streamed.moved, self.cores.moved), self.resting.spooled
+        found = {"up": sum(m.up for m in lanes) + self.resting.fetched_bytes, "down": sum(m.down for m in lanes)}
+        found["down"] += self.resting.emitted_bytes
+        return found | {"read": spooled.read_bytes if spooled else 0, "written": spooled.written_bytes if spooled else 0}
+
+    def holds(self, p: nn.Parameter) -> bool:
+        return id(p) in self.held
 
     def _state(self, p: nn.Parameter) -> dict[str, Any]:
         return self.optimizer.state[p] if self.optimizer else {}
@@ -335,6 +358,18 @@ class Tiered:
                 "go on from the last checkpoint, with optim.clip set so that such steps are skipped"
             )
 
-    def close(self) -> None:
-        self.gpu.close()
-        self.cpu.close()
+
+def _end(*lanes: Lane) -> None:
+    for lane in lanes:
+        lane.close()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not keep what it calls alive: the lanes' threads hold on to parameters, and these to their hooks."""
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*arguments)
+
+    return call

@@ -11,7 +11,7 @@ from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.groups import item
-from fullshard.planner.homes import gradient_item, slots_of
+from fullshard.planner.homes import slots_of
 from fullshard.planner.memory import predict
 from fullshard.planner.timeline import Timeline, timeline
 from fullshard.planner.transfers import balance
@@ -133,7 +133,7 @@ def host_available(cluster: Cluster, allocated: int) -> int:
 
 def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None) -> float:
     """Of the pieces of updates, how many the host's cores do."""
-    return balance(cluster, gradient_item(plan), slots_of(optimizer or AdamW()), item(plan.precision.compute))
+    return balance(cluster, item(plan.away_gradients), slots_of(optimizer or AdamW()), item(plan.precision.master))
 
 
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:

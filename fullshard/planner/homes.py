@@ -37,11 +37,6 @@ def waits_for_norm(plan: Plan, clip: bool) -> bool:
     return clip or plan.precision.compute == "fp16"
 
 
-def gradient_item(plan: Plan) -> int:
-    """Bytes of an away unit's gradient: as reduced, unless the master itself is coarser."""
-    return item(plan.precision.reduce if plan.precision.master == "fp32" else plan.precision.master)
-
-
 def pieces(groups: dict[str, Group], cpu_share: float) -> list[Piece]:
     """All pieces of all away units in the order of forward; state that is on the device anyway is never the CPU's."""
     every = [(g, stop - start) for g in groups.values() if g.away for start, stop in cut(g.moving)]
@@ -62,7 +57,7 @@ class Away:
     def __init__(self, plan: Plan, groups: dict[str, Group], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.groups, self.slots, self.clip = plan, groups, slots, clip
         p = plan.precision
-        self.compute, self.master, self.gradient = item(p.compute), item(p.master), gradient_item(plan)
+        self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.away_gradients)
         self.pieces = pieces(groups, cpu_share)
         self.late = waits_for_norm(plan, clip)
         self.staying = staying(plan, groups, self.pieces, clip)
@@ -85,13 +80,14 @@ class Away:
         return max((p.elements for p in self.pieces), default=0)
 
     def staging(self) -> list[int]:
-        """Bytes of each device slot that state is streamed through: the state, the gradient in the master dtype, and the
-        parameters where they go on to the host."""
+        """Bytes of each device slot: those that state is streamed through hold it, the gradient in the master dtype, and
+        the parameters where they go on to the host; those of the CPU's pieces the new master, to be narrowed."""
         streamed = sum(p.lane == "gpu" for p in self.pieces)
+        cores = min(GRAD_SLOTS, len(self.pieces) - streamed)
         files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
         out = self.compute if any(g.home.params != "device" for g in self.groups.values()) else 0
         slot = self.largest * (self.state + self.master + out)
-        return [slot] * min(self.plan.staging, streamed, files)
+        return [slot] * min(self.plan.staging, streamed, files) + [self.largest * self.master] * cores
 
     def _on_disk(self) -> bool:
         return any(p.home == "disk" for p in self.pieces)
@@ -118,8 +114,8 @@ class Away:
         return self.compute * sum(sum(g.shards) for g in self.groups.values() if g.home.params == place)
 
     def _host_staging(self) -> int:
-        """Gradients down and parameters up for the CPU's pieces; state and shards between disk and device."""
-        cores = GRAD_SLOTS * (self.compute + self.gradient) if any(p.lane == "cpu" for p in self.pieces) else 0
+        """Gradients down for the CPU's pieces; state and shards between disk and device."""
+        cores = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in self.pieces)) * self.gradient
         files = DISK_SLOTS * self.state if self._on_disk() else 0
         shards = [sum(g.shards) for g in self.groups.values() if g.home.params == "disk"]
         return (cores + files) * self.largest + FILE_SLOTS * self.compute * max(shards, default=0)

@@ -15,7 +15,7 @@ from fullshard.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
-from fullshard.planner.homes import Away, gradient_item, slots_of
+from fullshard.planner.homes import Away, slots_of
 from fullshard.planner.links import axis, collective_seconds, spread_of
 from fullshard.planner.schedule import Operation, schedule
 from fullshard.planner.transfers import Transfers, balance
@@ -61,7 +61,7 @@ def timeline(
     last = plan.batch.accumulate - 1
     shown = tuple(sorted({0, min(1, last), last}))
     slots = slots_of(optimizer or AdamW())
-    share = balance(cluster, gradient_item(plan), slots, item(plan.precision.compute)) if cpu_share is None else cpu_share
+    share = balance(cluster, item(plan.away_gradients), slots, item(plan.precision.master)) if cpu_share is None else cpu_share
     held = groups(plan, description)
     lanes = _Lanes(plan, held, cluster, Away(plan, held, slots, clip=clip, cpu_share=share))
     operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)

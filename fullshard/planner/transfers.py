@@ -22,7 +22,7 @@ AT_ONCE = 0.85
 EIGHTHS = 8  # shares of the pieces are told in eighths
 
 
-def balance(cluster: Cluster, reduce_bytes: int, slots: int, compute_bytes: int = 2) -> float:
+def balance(cluster: Cluster, gradient_bytes: int, slots: int, master_bytes: int = 4) -> float:
     """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
@@ -30,7 +30,7 @@ def balance(cluster: Cluster, reduce_bytes: int, slots: int, compute_bytes: int 
 
     def longest(share: float) -> float:
         """Seconds a parameter."""
-        wire = ((1 - share) * 2 * state + share * (reduce_bytes + compute_bytes)) / both
+        wire = ((1 - share) * 2 * state + share * (gradient_bytes + master_bytes)) / both
         return max(wire, share * cores) / (AT_ONCE if 0 < share < 1 else 1.0)
 
     return min((eighth / EIGHTHS for eighth in range(EIGHTHS + 1)), key=longest)
@@ -176,6 +176,6 @@ class Transfers:
         self.gradients.give(done)
         up = done
         if away.groups[piece.unit].home.params == "device":
-            up = self.lay("pcie_up", done, n * away.compute / self.both)
+            up = self.lay("pcie_up", done, n * away.master / self.both)  # narrowed on the device
         self.parameters.give(up)
         return up, done

@@ -29,7 +29,9 @@ def here(tmp_path) -> Path:
     return tmp_path
 
 
+AWAY = ["home.optimizer=disk", "home.params=host", "disk.path=."]
 WHOLE = [
+    (6, 2, AWAY),
     (1, 2, []),
     (2, 4, ["plan.strategy=hybrid", "plan.replicate=2"]),
     (3, 2, ["plan.strategy=ddp", "checkpoint.background=false"]),
@@ -39,7 +41,7 @@ WHOLE = [
 
 @pytest.mark.parametrize(
     ("kills", "seed", "world", "options"),
-    [(10, 0, 2, []), *(pytest.param(50, *case, marks=pytest.mark.full) for case in WHOLE)],
+    [(10, 0, 2, []), (3, 5, 2, AWAY), *(pytest.param(50, *case, marks=pytest.mark.full) for case in WHOLE)],
     ids=str,
 )
 def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed, world, options):

@@ -1,0 +1,214 @@
+"""Runs on ranks for `test_homes`: training with state in other homes, and what it is held against."""
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard import on_torch, pieces
+from fullshard.on_torch.homes import local
+from fullshard.plan import Home
+from fullshard.strategies import choose
+
+ROWS, LENGTH, VOCABULARY = 2, 16, 64
+ADAMW = fs.AdamW(lr=1e-2, weight_decay=0.1, decay_all=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`homes`: of the units in turn."""
+
+    homes: tuple[Home, ...] = (Home(),)
+    share: float = 0.5
+    clip: float | None = 1.0
+    accumulate: int = 2
+    sync: str = "every"
+    strategy: str = "zero3"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    compute: str = "fp32"
+    reduce: str = "fp32"
+    master: str = "fp32"
+    optimizer: Any = ADAMW
+    model: str = "llama-nano"
+    frozen: str = ""
+    remat: str = "none"
+    steps: int = 20
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k) and k not in ("homes", "optimizer")]
+        kind = [type(self.optimizer).__name__] if self.optimizer != Case().optimizer else []
+        return " ".join([*(str(h) for h in self.homes), *changed, *kind])
+
+
+def make(case: Case, disk: str) -> on_torch.State:
+    pieces.PIECE = 1 << 10  # so that a unit of a small model has several
+    model = on_torch.load_model(case.model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (case.frozen and case.frozen in name))
+    plan = choose(
+        case.strategy,
+        on_torch.describe(model),
+        devices=dist.get_world_size(),
+        batch=fs.Batch(ROWS, LENGTH, case.accumulate, case.sync),
+        precision=fs.Precision(case.compute, case.reduce, case.master),
+        remat=case.remat,
+        **dict(case.arguments),
+    )
+    for i, unit in enumerate(plan.units):
+        home = case.homes[i % len(case.homes)]
+        block = unit.name.startswith(("model.layers", "transformer.h", "blocks"))
+        plan = plan.change(unit.name, home=home if block else replace(home, activations="device"))
+    on_disk = any(u.home.optimizer == "disk" for u in plan.units)
+    away = any(u.home != replace(Home(), activations=u.home.activations) for u in plan.units)
+    share = case.share if away else None
+    return on_torch.shard(model, plan, case.optimizer, disk=disk if on_disk else None, cpu_share=share)
+
+
+def batches(state: on_torch.State, step: int) -> list[dict[str, torch.Tensor]]:
+    """A step's own, so that a resumed run sees what the first one would have seen."""
+    draw = torch.Generator().manual_seed(1000 * step + on_torch.data_rank(state.plan.mesh))
+    ids = [torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=draw) for _ in range(state.plan.batch.accumulate)]
+    return [{"input_ids": i[:, :-1], "labels": i[:, 1:]} for i in ids]
+
+
+def train(case: Case, disk: str) -> dict[str, Any]:
+    state = make(case, disk)
+    numbers = [
+        on_torch.train_step(state, batches(state, s), clip=case.clip, lr=1e-2 / (1 + s)).numbers()[:2] for s in range(case.steps)
+    ]
+    return {"numbers": numbers, "values": values(state), "state": state}
+
+
+def values(state: on_torch.State) -> dict[str, torch.Tensor]:
+    """Parameters and moments, by name."""
+    with state.values() as found:
+        tensors = {n: local(t).double().clone() for n, t in found.items()}
+        for name, p in state.model.named_parameters():
+            for key, slot in state.optimizer.state.get(p, {}).items():
+                if isinstance(slot, torch.Tensor):
+                    tensors[f"{name}.{key}"] = local(slot).double().clone()
+    return tensors
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return max(float((one[n] - other[n]).abs().max()) for n in one if one[n].numel())
+
+
+def compare(cases: list[Case]) -> list[tuple[float, float]]:
+    """How far each case is from the same run with everything on the device: numbers of steps, and all state."""
+    found, known = [], {}
+    with tempfile.TemporaryDirectory() as disk:
+        for case in cases:
+            plain = replace(case, homes=(Home(),))
+            if plain not in known:
+                known[plain] = train(plain, disk)
+            own, reference = train(case, disk), known[plain]
+            pairs = zip(own["numbers"], reference["numbers"], strict=True)
+            numbers = max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+            found.append((numbers, apart(own["values"], reference["values"])))
+    return found
+
+
+def moved(case: Case) -> dict[str, Any]:
+    """Bytes that the third step moved, and what the byte count by hand is made of."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(case, disk)
+        for s in range(3):
+            if s == 2:
+                state.flush()
+                before = state.tiers.moved()
+            on_torch.train_step(state, batches(state, s), clip=case.clip)
+        state.flush()
+        after = state.tiers.moved()
+        lanes = {"cpu": 0, "gpu": 0}
+        for piece in (p for a in state.tiers.units for p in a.pieces):
+            lanes[piece.lane] += piece.elements
+        shards = sum(sum(a.padded) for a in state.tiers.units)
+        own = sum(local(p).numel() for p in state.model.parameters())
+        return {"moved": {k: after[k] - before[k] for k in after}, "lanes": lanes, "shards": shards, "own": own}
+
+
+def skip(case: Case) -> dict[str, Any]:
+    """A step whose loss is not a number, between steps that are fine."""
+    with tempfile.TemporaryDirectory() as disk:
+        state, plain = make(case, disk), make(replace(case, homes=(Home(),)), disk)
+        skipped = []
+        for s in range(4):
+            poison = (lambda m, b: on_torch.summed_loss(m, b) * float("nan")) if s == 2 else on_torch.summed_loss
+            for one in (state, plain):
+                skipped.append(bool(on_torch.train_step(one, batches(one, s), clip=case.clip, loss=poison).skipped))
+        return {"skipped": skipped, "apart": apart(values(state), values(plain))}
+
+
+def late_nan(case: Case) -> str:
+    """A finite loss whose gradient is not, without clipping: what the next step says."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(case, disk)
+        bad = lambda m, b: on_torch.summed_loss(m, b) + (m(b["input_ids"]).float().sum() * 0).sqrt()
+        on_torch.train_step(state, batches(state, 0), clip=None)
+        on_torch.train_step(state, batches(state, 1), clip=None, loss=bad)
+        try:
+            state.flush()
+        except fs.FullshardError as error:
+            return str(error)
+    return ""
+
+
+def carried(one: Case, other: Case, shelf: str) -> float:
+    """Save under one plan, load under another, train on in both: how far apart they end."""
+    with tempfile.TemporaryDirectory() as disk:
+        first = train(replace(one, steps=3), disk)["state"]
+        fs.checkpoint.save(shelf, first)
+        second = make(other, disk)
+        fs.checkpoint.load(shelf, second)
+        for s in range(3, 6):
+            for state in (first, second):
+                on_torch.train_step(state, batches(state, s), clip=one.clip, lr=1e-3)
+        return apart(values(first), values(second))
+
+
+def refusals(cases: list[Case], disks: list[str | None]) -> list[str]:
+    said = []
+    for case, disk in zip(cases, disks, strict=True):
+        try:
+            model = on_torch.load_model(case.model)
+            plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(ROWS, LENGTH))
+            for i, unit in enumerate(plan.units):
+                plan = plan.change(unit.name, home=case.homes[i % len(case.homes)])
+            on_torch.shard(model, plan, case.optimizer, disk=disk)
+            said.append("")
+        except fs.FullshardError as error:
+            said.append(str(error))
+    return said
+
+
+def broken() -> str:
+    """A disk that fills up in the middle of a run: what is said."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(Case((Home(optimizer="disk"),)), disk)
+        on_torch.train_step(state, batches(state, 0), clip=1.0)
+        state.flush()
+        full = os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, state.tiers.resting.spooled.spool.file)
+        os.close(full)
+        try:
+            for s in range(1, 4):
+                on_torch.train_step(state, batches(state, s), clip=1.0)
+            state.flush()
+        except fs.FullshardError as error:
+            return str(error)
+    return ""
+
+
+def leftovers() -> list[str]:
+    """Names in the disk's directory while a run uses it: none."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(Case((Home(optimizer="disk"),)), disk)
+        on_torch.train_step(state, batches(state, 0), clip=1.0)
+        return [p.name for p in Path(disk).iterdir()]

@@ -1,0 +1,129 @@
+"""State in other homes: the same training, no byte moved more than must be, and checkpoints that any home reads."""
+
+from itertools import product
+
+import pytest
+
+import fullshard as fs
+from fullshard.plan import Home
+from tests.cpu import homes
+from tests.cpu.homes import Case
+
+HOST, DISK = Home(optimizer="host"), Home(optimizer="disk")
+EVERY = [Home(p, o, a) for p, o, a in product(("device", "host"), ("device", "host", "disk"), ("device", "host"))][1:]
+
+
+def close(ranks, cases: list[Case], world: int = 2) -> None:
+    for rank in ranks(world).run(homes.compare, cases):
+        for case, (numbers, state) in zip(cases, rank, strict=True):
+            assert numbers < 1e-6, case
+            assert state < 1e-6, case
+
+
+def test_every_home_trains_as_the_device_does(ranks):
+    """20 steps on 2 ranks with clipping and accumulation, against everything on the device."""
+    close(ranks, [Case((home,)) for home in EVERY])
+
+
+def test_mixtures_of_homes_train_as_the_device_does(ranks):
+    third = (Home(), HOST, DISK)
+    close(ranks, [Case(third, clip=None), Case((*third, Home("host", "host")), compute="bf16", accumulate=3, sync="last")])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_streamed_and_all_on_the_cores(ranks, share):
+    close(ranks, [Case((HOST,), share=share, clip=clip, compute="bf16", steps=8) for clip in (None, 1.0)])
+
+
+CASES = [
+    *(Case((HOST, DISK), strategy=s, clip=None, steps=6) for s in ("ddp", "zero1", "zero2")),
+    Case((HOST, Home("host", "host")), optimizer=fs.SGD(lr=0.1, momentum=0.9, nesterov=True), steps=6),
+    Case((HOST,), optimizer=fs.SGD(lr=0.1), clip=None, steps=6),
+    Case((HOST, DISK), optimizer=fs.Adam(lr=1e-2, weight_decay=0.1), steps=6),
+    Case((HOST, Home("host", "disk")), frozen="layers.0.", steps=6),
+    Case((HOST, Home()), model="gpt-nano", steps=6),
+    Case((HOST,), compute="bf16", reduce="bf16", steps=6),
+    Case((HOST,), compute="bf16", reduce="bf16", master="bf16", steps=6),
+    Case((Home("host", "host"),), remat="full", compute="bf16", clip=None, steps=6),
+]
+
+
+def test_homes_on_a_hybrid_mesh(ranks):
+    close(ranks, [Case((HOST, DISK), strategy="hybrid", arguments=(("replicate", 2),), steps=4)], world=4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_homes_go_with_everything_else(ranks, case):
+    close(ranks, [case])
+
+
+def test_the_bytes_that_move_are_those_that_must(ranks):
+    """A streamed piece: master and two moments, 12 bytes, up and down. One on the cores: the gradient down, the new
+    master up. On disk: 12 bytes read and written, to whole pages."""
+    for clip in (None, 1.0):
+        found = ranks(2).run(homes.moved, Case((HOST,), clip=clip))[0]
+        lanes = found["lanes"]
+        assert all(lanes.values())
+        assert sum(lanes.values()) == found["own"]
+        assert found["moved"] == {"up": 12 * lanes["gpu"] + 4 * lanes["cpu"], "down": 12 * lanes["gpu"] + 4 * lanes["cpu"],
+                                  "read": 0, "written": 0}  # fmt: skip
+
+
+def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
+    """Two micro-batches, forward and backward: four gathers of every shard, two bytes an element; backward finds the last
+    units as forward left them where nothing is freed between."""
+    found = ranks(2).run(homes.moved, Case((Home("host", "host"),), share=1.0, compute="bf16"))[0]
+    assert found["moved"]["up"] <= 4 * 2 * found["shards"]
+    assert found["moved"]["up"] > 2 * 2 * found["shards"]
+    assert found["moved"]["down"] == 4 * found["own"]  # fp32 gradients; parameters are narrowed where they rest
+
+
+def test_state_on_disk_is_read_and_written_once_a_step(ranks):
+    found = ranks(2).run(homes.moved, Case((DISK,)))[0]["moved"]
+    assert found["read"] == found["written"]
+    assert found["read"] % 4096 == 0
+    own = ranks(2).run(homes.moved, Case((DISK,)))[0]["own"]
+    assert 12 * own <= found["read"] <= 12 * own + 3 * 4096 * (own // 512)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_loss_that_is_no_number_changes_nothing(ranks, clip):
+    for found in ranks(2).run(homes.skip, Case((HOST, DISK), clip=clip)):
+        assert found["skipped"] == [False] * 4 + [True] * 2 + [False] * 2
+        assert found["apart"] < 1e-6
+
+
+def test_a_gradient_that_is_found_bad_too_late_is_said(ranks):
+    said = ranks(2).run(homes.late_nan, Case((HOST,), clip=None))
+    assert all("not finite" in s and "optim.clip" in s for s in said), said
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((HOST, DISK), (Home(),)), ((Home(),), (DISK, Home("host", "host"))), ((DISK,), (HOST,))],
+    ids=["away to device", "device to away", "disk to host"],
+)
+def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other):
+    assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "shelf"))) < 1e-6
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
+    cases = [
+        (Case((DISK,)), None, "needs a directory"),
+        (Case((HOST,)), str(tmp_path), "has no effect"),
+        (Case((DISK,)), str(tmp_path / "none"), "is no directory"),
+        (Case((HOST,), optimizer=fs.TorchOptimizer("RAdam", 1e-3)), None, "use AdamW, Adam or SGD"),
+    ]
+    said = ranks(2).run(homes.refusals, [c for c, _, _ in cases], [d for _, d, _ in cases])[0]
+    for (case, _, expected), found in zip(cases, said, strict=True):
+        assert expected in found, case
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(ranks):
+    said = ranks(1).run(homes.broken)[0]
+    assert "cannot write" in said
+    assert "No space left" in said
+
+
+def test_nothing_of_a_run_is_seen_in_the_disks_directory(ranks):
+    assert ranks(2).run(homes.leftovers) == [[], []]
