@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_grid.py                 # 2 gloo ranks, about two minutes
 
-The machine is measured first, by the ranks that then train. Every plan of a small grid takes turns in one process
-group, so that noise hits all alike; a plan's time is the mean of its fastest third.
+The ranks that train also measure the machine, before, between and after, and of every number the fastest counts. Every
+plan of a small grid takes turns in one process group, so that noise hits all alike; a plan's time is the mean of its
+fastest third.
 """
 
 import argparse
@@ -14,8 +15,10 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,12 +41,11 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(args.ranks, [__file__, *sys.argv[1:]])
     on_torch.start("cpu")
-    cluster = on_torch.measure()
     description = presets.describe(args.preset)
     plans = grid(description, args)
-    measured = run(plans, args)
+    measured, clusters = run(plans, args)
     if on_torch.is_first():
-        report(plans, measured, description, cluster, args)
+        report(plans, measured, description, quietest(clusters), args)
     on_torch.finish()
 
 
@@ -62,19 +64,40 @@ def grid(description: fs.Description, args: argparse.Namespace) -> dict[str, fs.
     }
 
 
-def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> dict[str, float]:
+def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, float], list[fs.Cluster]]:
+    """Seconds of each plan's steps, and what the machine was like in the meantime."""
     states = {
         name: on_torch.shard(on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-4), first_step_checks=False)
         for name, plan in plans.items()
     }
     times: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(args.rounds + 1):
+    clusters = []
+    for i in range(args.rounds + 1):
+        if i % (args.rounds // 2) == 0:
+            clusters.append(on_torch.measure())
         for name, state in states.items():
             batches = [batch(args, plans[name]) for _ in range(plans[name].batch.accumulate)]
             start = time.perf_counter()
             float(on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0).loss)
             times[name].append(time.perf_counter() - start)
-    return {name: fastest(found[1:]) for name, found in times.items()}
+    return {name: fastest(found[1:]) for name, found in times.items()}, clusters
+
+
+def quietest(clusters: list[fs.Cluster]) -> fs.Cluster:
+    """Of every number the fastest: what else ran on the machine only ever added."""
+    found = [c.measured for c in clusters if c.measured]
+    best: dict[str, Any] = {n: max(getattr(m, n) for m in found) for n in ("hbm", "pointwise", "dram")}
+    best |= {n: min(getattr(m, n) for m in found) for n in ("launch", "adamw")}
+    best["gemms"] = tuple(min(same, key=lambda g: g.seconds) for same in zip(*[m.gemms for m in found], strict=True))
+    best["attention"] = tuple(
+        replace(same[0], forward=max(a.forward for a in same), backward=max(a.backward for a in same))
+        for same in zip(*[m.attention for m in found], strict=True)
+    )
+    size = 1 << 20  # bytes, about a unit of the grid's model
+    best["collectives"] = tuple(
+        min(same, key=lambda c: c.latency + size / c.bandwidth) for same in zip(*[m.collectives for m in found], strict=True)
+    )
+    return replace(clusters[0], measured=replace(found[0], **best))
 
 
 def batch(args: argparse.Namespace, plan: fs.Plan) -> dict[str, torch.Tensor]:
@@ -106,6 +129,7 @@ def report(
     if args.out:
         about = {"hardware": f"{os.cpu_count()} cores", "torch": torch.__version__, "python": platform.python_version()}
         found = {**about, "date": str(date.today()), "rows": rows, "pick": pick["plan"], "over_best": over}
+        found["cluster"] = cluster.to_dict()
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

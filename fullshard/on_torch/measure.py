@@ -20,7 +20,7 @@ from fullshard.cluster import Cluster, Measured
 from fullshard.errors import FullshardError
 from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
-from fullshard.on_torch import timings
+from fullshard.on_torch import small_change, timings
 from fullshard.on_torch.ranks import start
 from fullshard.tiers.disk import Spool
 from fullshard.tiers.limits import limits
@@ -140,13 +140,15 @@ def _attention(device: torch.device, budget: float) -> dict[str, Any]:
         lengths = (1024, 2048, 4096, 8192, 16384)
         shapes = [(max(1, 8192 // s), 32, s, width) for width in (64, 128) for s in lengths]
     else:
-        shapes = [(1, 4, s, 64) for s in (128, 256, 512)]
+        shapes = [(4, 4, s, width) for width in (32, 64, 128) for s in (128, 256, 512)]
     rates = [(s[3], s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
     return {"attention": tuple(Attention(*r) for r in rates)}
 
 
 def _pointwise(device: torch.device, budget: float) -> float:
-    return timings.pointwise(16384 if device.type == "cuda" else 1024, device, _dtype(device), budget)
+    if device.type == "cuda":
+        return timings.pointwise(16384, device, _dtype(device), budget)
+    return small_change.rate(4 * budget)
 
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Stopwatches for one machine: each function times one thing and returns a number in plain units.
 
-Small, warmed up, medians. Knows nothing of clusters; `measure` decides what to ask and puts the answers together.
+Small, warmed up; medians on a device of its own, on the host the fastest third: whatever else runs there only ever
+adds. Knows nothing of clusters; `measure` decides what to ask and puts the answers together.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,16 +14,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 KERNELS = 500
+COLD = 1 << 25  # bytes of operands that calls on a CPU take turns with: more than a core's own caches
 BURST, WRITES = 2e-3, 8  # seconds of calls, and writes of half a GiB (about a millisecond in all) before them
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float = 0.2) -> float:
-    """The median of repeated calls after two to warm up, within about `budget` seconds."""
+    """Seconds of a call after two to warm up, from repetitions within about `budget` seconds."""
     if device.type == "cuda":
         return _device_seconds(call, budget)
     call()
     repeats = max(3, min(50, int(budget / max(_host_clock(call), 1e-9))))
-    return statistics.median(_host_clock(call) for _ in range(repeats))
+    return fastest([_host_clock(call) for _ in range(repeats)])
+
+
+def fastest(times: list[float]) -> float:
+    """The mean of the fastest third."""
+    return statistics.mean(sorted(times)[: max(1, len(times) // 3)])
 
 
 def _host_clock(call: Callable[[], object]) -> float:
@@ -56,30 +64,48 @@ def _device_seconds(call: Callable[[], object], budget: float) -> float:
     return statistics.median(clock(calls, max(3, min(100, int(budget / (one * calls))))))
 
 
+def in_turn(make: Callable[[], Callable[[], object]], nbytes: int, device: torch.device) -> Callable[[], object]:
+    """A call of `nbytes` of operands; on a CPU one of several in turn, so that no cache holds them, as in a step. On a
+    GPU the writes between bursts do that."""
+    if device.type == "cuda":
+        return make()
+    calls = itertools.cycle([make() for _ in range(max(1, COLD // nbytes))])
+    return lambda: next(calls)()
+
+
 # -- compute ------------------------------------------------------------------------------------------
 
 
 def gemm(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
     """Seconds of an m × k by k × n product."""
-    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-    out = torch.empty(m, n, device=device, dtype=dtype)
-    return seconds(lambda: torch.mm(a, b, out=out), device, budget)
+
+    def product() -> Callable[[], object]:
+        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+        if device.type == "cpu":  # where memory for results is found anew each time, and that takes its time
+            return lambda: torch.mm(a, b)
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        return lambda: torch.mm(a, b, out=out)
+
+    return seconds(in_turn(product, 4 * (m * k + k * n), device), device, budget)
 
 
 def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, budget: float) -> tuple[float, float]:
     """Flops a second of causal attention forward and backward; `shape` is batch, heads, sequence, head width."""
     batch, heads, sequence, width = shape
     flops = 2.0 * batch * heads * sequence * sequence * width  # two products, of which causal attention needs half
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def forward() -> Callable[[], object]:
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    with torch.no_grad():
-        ahead = seconds(forward, device, budget)
-    out = forward()
-    gradient = torch.randn_like(out)
-    back = seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device, budget)
+    def backward() -> Callable[[], object]:
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    nbytes = 12 * batch * heads * sequence * width
+    ahead, back = (seconds(in_turn(make, nbytes, device), device, budget) for make in (forward, backward))
     return flops / ahead, 2.5 * flops / back  # backward has five products to forward's two
 
 
@@ -116,7 +142,7 @@ def launch(device: torch.device) -> float:
             torch.cuda.synchronize()
 
     burst()
-    return statistics.median(_host_clock(burst) for _ in range(5)) / KERNELS
+    return fastest([_host_clock(burst) for _ in range(9)]) / KERNELS
 
 
 # -- memory and links ---------------------------------------------------------------------------------
@@ -163,12 +189,12 @@ def adamw(parameters: int, budget: float) -> float:
 
 
 def collective(kind: str, nbytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of one collective over all ranks, whole tensor `nbytes`: the median over calls of the slowest rank."""
+    """Seconds of one collective over all ranks, whole tensor `nbytes`, as the slowest rank sees it."""
     call = _collective(kind, nbytes // 4, device)
     call()
     times = torch.tensor([_together(call, device) for _ in range(repeats)], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.median())
+    return float(times.median()) if device.type == "cuda" else fastest(times.tolist())
 
 
 def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], object]:

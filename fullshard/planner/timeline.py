@@ -4,6 +4,7 @@ The host issues everything in the schedule's order. The device computes on one l
 the all-reduces of copies run on lanes of their own; those that cross the same links share them. What compute
 waited for is what a plan exposes. Transfers to host and disk, and the updates of what rests there, have lanes of
 their own (`transfers`) and go on from one step into the next.
+A CPU is its own host, and its collectives return when they are done: there everything happens one after the other.
 """
 
 import math
@@ -23,8 +24,8 @@ from fullshard.planner.work import Machine, Work
 
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 # The host's time in units of one bare launch: a kernel of a model comes with its module and autograd's part; a unit's
-# door with FSDP's hooks; every parameter with the optimizer's and the norm's bookkeeping.
-KERNEL, DOOR, TENSOR = 4.4, 125.0, 13.0
+# door with FSDP's hooks; every parameter with FSDP's bookkeeping at each door, and with the optimizer's and the norm's.
+KERNEL, DOOR, TENSOR = 3.2, 100.0, 8.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
@@ -89,6 +90,7 @@ class _Lanes:
         self.free = dict.fromkeys(("compute", "gather", "reduce", "copies"), 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
+        self.serial = cluster.device.kind == "cpu"
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
         self.reduced: dict[str, float] = {}  # when a unit's reduction is done
@@ -137,8 +139,9 @@ class _Lanes:
         """Work on the compute lane; it cannot end before the host has issued its last kernel."""
         before = self.host
         self._issue(kernels)
-        start = max(self.free["compute"], before)
+        start = max(self.free["compute"], self.host if self.serial else before)
         end = max(start + seconds, self.host)
+        self.host = end if self.serial else self.host
         self._expose("host", end - seconds - self.free["compute"])
         self.free["compute"] = end
         self.found.busy["compute"] += seconds
@@ -159,6 +162,9 @@ class _Lanes:
         start = max(self.free[lane], self.links[link], earliest, self.host)
         self.free[lane] = self.links[link] = start + seconds
         self.found.busy[lane] += seconds
+        if self.serial:
+            self._wait(start + seconds, lane)
+            self.host = start + seconds
         return start + seconds
 
     # -- operations ----------------------------------------------------------------------------------
@@ -186,6 +192,8 @@ class _Lanes:
         group = self.groups[op.unit]
         stride = axis(self.plan.mesh, "shard")[1]
         cast = 0.0 if group.away else self.machine.copy(sum(group.shards) * (self.master + self.compute))
+        if self.serial:
+            self._on_compute(cast, "copies")
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
         end = self._collective("gather", "all_gather", op.nbytes, op.ranks, stride, max(self.unpacked + cast, there))
         self.ready[op.unit] = end
@@ -199,18 +207,20 @@ class _Lanes:
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
         elements = sum(group.whole)
         read = self.compute if group.world > 1 or group.away else self.master
-        self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", DOOR / KERNEL)
+        self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", self._door(len(group.whole)))
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:
-        elements = self._trained(self.groups[op.unit])
-        self._on_compute(self.machine.copy(elements * (self.compute + 2 * self.reduce_item)), "copies")
+        group = self.groups[op.unit]
+        seconds = self.machine.copy(self._trained(group) * (self.compute + 2 * self.reduce_item))
+        reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
+        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(len(group.trained)))
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]
         elements = self._trained(group)
         widen = self.machine.copy(elements * (self.compute + self.reduce_item)) / CONCATENATE
-        self._on_compute(widen, "copies", DOOR / KERNEL)
+        self._on_compute(widen, "copies", self._door(len(group.trained)))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1]
@@ -302,6 +312,10 @@ class _Lanes:
         """Updates are waited for where a unit is gathered and unpacked."""
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
+
+    def _door(self, tensors: int) -> float:
+        """Kernels' worth of the host's time at a unit's door."""
+        return (DOOR + TENSOR * tensors) / KERNEL
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""

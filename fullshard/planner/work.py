@@ -1,6 +1,6 @@
 """Seconds that a section of a trace keeps a device busy: a roofline for each operation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.cluster import Cluster
 from fullshard.costs import Op, Section, evaluate
@@ -50,10 +50,24 @@ class Machine:
         totals = {"gemm": 0.0, "attention": 0.0, "pointwise": 0.0}
         kernels = 0.0
         for op in section.ops:
+            op = self._here(op, backward)
             fused = self.compiled and op.kind == "pointwise"
             totals[op.kind] += self._seconds(op, rows, tokens, backward) * (FUSED_BYTES if fused else 1.0)
             kernels += op.count * (FUSED_KERNELS if fused else 1.0)
         return Work(**{kind: seconds / self.together for kind, seconds in totals.items()}, kernels=kernels)
+
+    def _here(self, op: Op, backward: bool) -> Op:
+        """CPUs have fused attention for every dtype and head. Where the trace, which is of CUDA's kernels, has products
+        and a softmax instead, they are what grows with the square of the sequence."""
+        if self.cluster.device.kind != "cpu" or op.kind == "attention" or not (op.flops[5] or op.moved[5]):
+            return op
+        linear = (*op.moved[:5], 0)
+        if op.kind == "pointwise":
+            return replace(op, moved=linear)
+        products = 5 if backward else 4  # fused, backward computes one of its four again
+        flops = (0, 0, 0, 0, 0, op.flops[5] * products // 4)
+        width = next((s for s in op.shape if not any(s[1:])), op.shape[-1])
+        return Op("attention", flops, linear, (width, *op.shape[1:]), op.count)
 
     def _seconds(self, op: Op, rows: int, tokens: int, backward: bool) -> float:
         flops, moved = evaluate(op.flops, rows, tokens), evaluate(op.moved, rows, tokens)

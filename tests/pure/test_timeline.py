@@ -98,6 +98,34 @@ def test_a_small_model_waits_for_its_host():
     assert found.exposed["host"] > 0.5 * found.seconds
 
 
+def test_on_cpus_everything_happens_one_after_the_other():
+    """Gloo's collectives return when they are done, and who issues kernels runs them."""
+    description, where = presets.describe("llama-bytes"), Cluster.named("2xcpu")
+    made = fs.strategy("zero3", description, devices=2, batch=fs.Batch(8, 128))
+    found = timeline(made, description, where, spread=0.0)
+    assert found.seconds == pytest.approx(sum(found.busy.values()))
+    gathered = 2 * sum(collective_seconds("all_gather", u.numel * 4, 2, where) for u in description.units)
+    assert found.exposed["gather"] == pytest.approx(gathered)
+
+
+def test_cpus_fuse_attention_where_cuda_has_products():
+    """fp32 and grouped heads: the flops that count are those of the causal half, two products forward, five back."""
+    description, size = presets.describe("llama-bytes"), preset("llama-bytes")
+    made = fs.strategy("ddp", description, devices=1, batch=fs.Batch(8, 128))
+    found = timeline(made, description, Cluster.named("1xcpu"), spread=0.0).compute
+    causal = 7 * 8 * 128**2 * size.dim * size.layers
+    forward, backward = Cluster.named("1xcpu").attention_rate(128, size.dim // size.heads, "fp32")
+    assert causal / forward < found["attention"] < causal / backward
+    assert "attention" not in timeline(made, description, Cluster.named("1xh100"), spread=0.0).compute
+
+
+def test_a_door_costs_the_host_the_same_whether_it_reduces_or_waits():
+    """Measured on an H200: 16 blocks, four micro-batches, 441 ms either way."""
+    every, last = (plan("gpt2", 1, rows=1, tokens=128, accumulate=4, sync=s) for s in ("every", "last"))
+    hosts = [timeline(p, presets.describe("gpt2"), Cluster.named("1xh100")).busy["host"] for p in (every, last)]
+    assert hosts[1] == pytest.approx(hosts[0], rel=0.01)
+
+
 def test_thinned_models_tell_of_the_whole():
     whole, where = presets.describe("llama3-70b"), cluster("64xh100")
     made = plan("llama3-70b", 64, remat="full")
