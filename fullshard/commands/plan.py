@@ -1,5 +1,6 @@
 """Models, units and plans: what is sharded, and how."""
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ from fullshard import presets
 from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_costs, describe_model, print_json
 from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.planner.failures import Saving, parse_mtbf, saving
 from fullshard.strategies import STRATEGIES, choose
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ def plan(
     ] = None,
     limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="--cluster: memory of a device to use, such as 24GiB.")
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="--cluster: a device fails every 50000h, 400d, 5y: how often to save.")
     ] = None,
     loss: Annotated[Loss, typer.Option(help="--cluster: how the loss is computed.")] = Loss.chunked,  # type: ignore[attr-defined]
     strategy_name: Annotated[
@@ -114,12 +119,13 @@ def plan(
         for option, on in own.items():
             if on is not None:
                 raise FullshardError(f"{_spell(option)} has no effect with --cluster; write --fix {option}={on}")
+        failing = parse_mtbf(mtbf) if mtbf else None
         found = _search(model, cluster, sequence, global_batch, fix or [], limit, str(loss))
         if output:
             _write(output, found.plan)
-        _show_found(found, as_json)
+        _show_found(found, as_json, _saving(found, model, sequence, cluster, failing) if failing else None)
         return
-    for option, given in (("--global-batch", global_batch), ("--fix", fix), ("--limit", limit)):
+    for option, given in (("--global-batch", global_batch), ("--fix", fix), ("--limit", limit), ("--mtbf", mtbf)):
         if given:
             raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
     assert devices is not None
@@ -167,6 +173,13 @@ def _search(
     )
 
 
+def _saving(found: "Found", model: str, sequence: int, cluster: str, mtbf: float) -> Saving:
+    from fullshard.cluster import Cluster
+
+    description = describe_costs(model, sequence, found.plan.precision.compute)
+    return saving(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
+
+
 def _pin(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -176,7 +189,7 @@ def _pin(text: str) -> tuple[str, object]:
     return key.strip().replace("-", "_"), words.get(value, value if number is None else number)
 
 
-def _show_found(found: "Found", as_json: bool) -> None:
+def _show_found(found: "Found", as_json: bool, saves: Saving | None) -> None:
     from fullshard.planner.search import summary
 
     if as_json:
@@ -189,10 +202,12 @@ def _show_found(found: "Found", as_json: bool) -> None:
                     for a in found.alternatives
                 ],
                 "search_seconds": found.search_seconds,
+                **({"saving": asdict(saves)} if saves else {}),
             }
         )
     else:
-        typer.echo(f"{found.plan}\n\n{found.estimate}\n\n{summary(found)}")
+        parts = [found.plan, found.estimate, *([saves] if saves else []), summary(found)]
+        typer.echo("\n\n".join(map(str, parts)))
 
 
 def explain(

@@ -1,7 +1,7 @@
 """The numbers of one unit under a plan: what a rank holds, gathers and reduces, in elements."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from fullshard.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.errors import FullshardError
@@ -24,12 +24,12 @@ class Group:
     keeps: bool  # stays whole between micro-batches
     home: Home = Home()  # noqa: RUF009  (frozen)
 
-    @property
+    @cached_property
     def whole(self) -> tuple[int, ...]:
         """Elements when gathered, padding included."""
         return tuple(n * self.world for n in self.shards)
 
-    @property
+    @cached_property
     def trained(self) -> tuple[int, ...]:
         """Which parameters get gradients."""
         return tuple(i for i, p in enumerate(self.parameters) if p.trainable)

@@ -9,7 +9,7 @@ from fullshard.plan import Plan
 from fullshard.planner.allocator import GRAIN, replay
 from fullshard.planner.groups import groups
 from fullshard.planner.homes import SHARE, Away, slots_of
-from fullshard.planner.replay import Replay, Tape
+from fullshard.planner.replay import Replay, Tape, Term
 from fullshard.planner.schedule import Operation, schedule
 
 
@@ -66,6 +66,49 @@ def predict(
     )
 
 
+def highest(
+    plan: Plan,
+    description: Description,
+    *,
+    loss: str = "chunked",
+    optimizer: Optimizer | None = None,
+    clip: bool = True,
+    cpu_share: float = SHARE,
+) -> tuple[int, int]:
+    """Only the bytes of `predict(…, reserved=False)`, of the device and of the host: for a search, which asks by the
+    hundred."""
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
+    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
+    player.tape = level = _Level()
+    _steady(player, description, operations)
+    return level.highest, sum(player.away.host(player.most_spilled).values())
+
+
+class _Level(Tape):
+    """A tape that remembers nothing but how much there is, and was at most."""
+
+    now = highest = 0
+    folds = True
+
+    def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
+        if nbytes <= 0:
+            return
+        self.free(owner, tensor, operation)
+        self.alive[owner, tensor] = (0, nbytes, term, stream)
+        self.now += nbytes // -GRAIN * -GRAIN
+        if self.now > self.highest:
+            self.highest = self.now
+
+    def rise(self, nbytes: int) -> None:
+        if self.now + nbytes > self.highest:
+            self.highest = self.now + nbytes
+
+    def free(self, owner: str, tensor: str, operation: int) -> None:
+        found = self.alive.pop((owner, tensor), None)
+        if found is not None:
+            self.now -= found[1] // -GRAIN * -GRAIN
+
+
 def _different(plan: Plan) -> tuple[int, ...]:
     """Micro-batches that can have a peak of their own: the first, the second and the last."""
     last = plan.batch.accumulate - 1
@@ -89,11 +132,15 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
 def _with_allocator(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[int, int]:
     """Peaks of (allocated, reserved) over three steps: the allocator remembers how it began."""
     player.rest(description)
-    starts = [0]
+    tape, starts = player.tape, [0]
+    alive: dict[tuple[str, str], object] = {}
     for _ in range(3):
-        starts.append(len(player.tape.deltas))
-        player.play(operations)
-    tape = player.tape
+        alike, alive = alive == tape.alive, {**tape.alive}
+        starts.append(len(tape.deltas))
+        if alike:  # the last step left all as it found it: this one does the same
+            tape.repeat(starts[-2])
+        else:
+            player.play(operations)
     peaks = replay(tape.deltas, tape.tensors, tape.streams, starts)
     return peaks[-1][0], max(reserved for _, reserved in peaks)
 

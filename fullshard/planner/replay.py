@@ -7,7 +7,7 @@ Knows FSDP2's buffers; knows nothing of allocators.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fullshard.costs import Section
 from fullshard.description import Description
@@ -46,6 +46,7 @@ class Tape:
     operations: list[int] = field(default_factory=list)  # index of the operation that did it
     alive: dict[tuple[str, str], tuple[int, int, Term, int]] = field(default_factory=dict)
     count: int = 0
+    folds: ClassVar[bool] = False  # whether it takes a section's own temporaries as one rise
 
     def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
         if nbytes <= 0:
@@ -71,6 +72,21 @@ class Tape:
             self.tensors += [0, 0]
             self.streams += [stream, stream]
             self.operations += [operation, operation]
+
+    def repeat(self, start: int) -> None:
+        """Once more all that happened since entry `start`, if it left alive what it found."""
+        first = max(self.tensors[:start], default=0)
+        shift = self.count - first
+        self.deltas += self.deltas[start:]
+        self.terms += self.terms[start:]
+        self.tensors += [n + shift if n > first else n for n in self.tensors[start:]]
+        self.streams += self.streams[start:]
+        self.operations += self.operations[start:]
+        self.count += shift
+
+    def rise(self, nbytes: int) -> None:
+        """So much more, and at once less again."""
+        raise NotImplementedError
 
     def _write(self, delta: int, term: Term, number: int, stream: int, operation: int) -> None:
         self.deltas.append(delta)
@@ -167,13 +183,17 @@ class Replay:
         thread = "backward" if op.moment in ("backward", "done", "end") else "forward"
         owners = {"": op.unit, "<": op.near[0], ">": op.near[1], "/": ""}
         term: Term = "loss" if op.moment in ("chunk", "chunked", "loss") or not op.unit else "activations"
-        for action, tensor, unit, nbytes in _evaluated(section, rows, tokens):
+        allocate, free, at = self.tape.allocate, self.tape.free, self.at  # looked up once: there are many
+        events = _folded if self.tape.folds else _evaluated
+        for action, tensor, unit, nbytes in events(section, rows, tokens):
             owner = owners.get(unit, unit)
             if action == "allocate":
-                self._add(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term)
+                allocate(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term, COMPUTE, at)
             elif action == "free":
-                self._drop(owner, tensor)
+                free(owner, tensor, at)
                 self._unhost((owner, tensor))
+            elif action == "rise":
+                self.tape.rise(nbytes)
             elif action == "multiply":
                 self.workspaces(thread)
             elif (owner, f"whole:{tensor}") in self.tape.alive:
@@ -350,3 +370,27 @@ def _evaluated(section: Section, rows: int, tokens: int) -> tuple[tuple[str, str
         else:
             found.append((e.action, e.tensor, e.unit, e.sizes(rows, tokens)[0] if e.size else 0))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _folded(section: Section, rows: int, tokens: int) -> tuple[tuple[str, str, str, int], ...]:
+    """The same, where tensors that are born and die within the section are but the rise that they cause together
+    between two events of others."""
+    events = _evaluated(section, rows, tokens)
+    last = {e[1]: i for i, e in enumerate(events) if e[0] == "free" and not e[2]}
+    local: dict[str, int] = {}  # rounded bytes of those alive
+    found: list[tuple[str, str, str, int]] = []
+    now = most = 0
+    for i, event in enumerate(events):
+        action, tensor, unit, nbytes = event
+        if not unit and action == "allocate" and tensor[:1].isdigit() and last.get(tensor, -1) > i and tensor not in local:
+            local[tensor] = nbytes // -512 * -512
+            now += local[tensor]
+            most = max(most, now)
+        elif not unit and action == "free" and tensor in local:
+            now -= local.pop(tensor)
+        else:
+            found += [("rise", "", "", most)] if most else []
+            found.append(event)
+            most = now
+    return tuple([*found, ("rise", "", "", most)] if most else found)

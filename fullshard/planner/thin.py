@@ -7,7 +7,7 @@ from fullshard.cluster import Cluster
 from fullshard.costs import Costs, Trace
 from fullshard.description import Description
 from fullshard.plan import Plan
-from fullshard.planner.memory import predict
+from fullshard.planner.memory import highest
 from fullshard.planner.timeline import Timeline, timeline
 
 FEW, MORE = 3, 5  # blocks of a thinned model
@@ -18,7 +18,7 @@ class Thin:
 
     def __init__(self, description: Description, cluster: Cluster, **common: Any):
         self.description, self.cluster, self.common = description, cluster, common
-        self.known: dict[Plan, tuple[int, int]] = {}
+        self.known: dict[int, tuple[Plan, tuple[int, int]]] = {}  # by identity: hashing a plan takes longer than asking twice
         self.models = [thinned(description, n) for n in (FEW, MORE)]
         counts = [len(blocks_of(m)) for m in self.models]
         self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
@@ -32,17 +32,16 @@ class Thin:
         return self._bytes(plan)[1]
 
     def _bytes(self, plan: Plan) -> tuple[int, int]:
-        if plan not in self.known:
-            self.known[plan] = self._predicted(plan)
-        return self.known[plan]
+        if id(plan) not in self.known:
+            self.known[id(plan)] = (plan, self._predicted(plan))
+        return self.known[id(plan)][1]
 
     def _predicted(self, plan: Plan) -> tuple[int, int]:
         ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
         lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
-        few, more = (predict(thin_plan(lean, m), m, **self.common, reserved=False) for m in self.models)
-        host = [sum(peak.host.values()) for peak in (few, more)]
-        device = int(more.allocated + self.step * (more.allocated - few.allocated)) + ids
-        return device, int(host[1] + self.step * (host[1] - host[0]))
+        few, more = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
+        device, host = (int(m + self.step * (m - f)) for f, m in zip(few, more, strict=True))
+        return device + ids, host
 
     def timeline(self, plan: Plan) -> Timeline:
         few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)

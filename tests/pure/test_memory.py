@@ -10,7 +10,8 @@ import pytest
 import fullshard as fs
 import fullshard.presets
 from fullshard.planner.allocator import Allocator, replay
-from fullshard.planner.memory import predict
+from fullshard.planner.memory import highest, predict
+from fullshard.planner.thin import thinned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20
@@ -71,6 +72,16 @@ def test_more_ranks_hold_less_and_more_tokens_need_more():
 def _peak(d: fs.Description, devices: int = 8, batch: fs.Batch = fs.Batch(1, 4096), remat: str = "none") -> int:  # noqa: B008
     bf16 = fs.Precision(compute="bf16")
     return predict(fs.zero3(d, devices=devices, precision=bf16, batch=batch, remat=remat), d, reserved=False).allocated
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("loss", ["chunked", "plain"])
+def test_the_searchs_quick_peak_is_the_peak(strategy, remat, loss):
+    description = thinned(fs.presets.describe("llama3-8b"), 3)
+    for batch, compiled in ((fs.Batch(2, 256), False), (fs.Batch(1, 512, 3), True)):
+        made = fs.strategy(strategy, description, devices=4, batch=batch, remat=remat, compile=compiled)
+        assert highest(made, description, loss=loss) == predict(made, description, loss=loss, reserved=False).allocated
 
 
 def test_what_cannot_be_predicted_is_refused():
