@@ -33,8 +33,8 @@ class Saving:
 
     def __str__(self) -> str:
         return (
-            f"save every {self.steps} steps ({seconds_text(self.interval)}): a failure every "
-            f"{seconds_text(self.between_failures)}, a save of {bytes_text(self.nbytes)} a rank stalls for "
+            f"save every {self.steps} steps ({seconds_text(self.interval)}): something fails every "
+            f"{self.between_failures / 3600:.1f} h, a save of {bytes_text(self.nbytes)} a rank stalls for "
             f"{seconds_text(self.stall)} and is written in {seconds_text(self.write)}; {self.lost:.1%} of the time is lost"
         )
 
@@ -45,8 +45,9 @@ def saving(plan: Plan, description: Description, cluster: Cluster, *, step_secon
     copied = cluster.of("pcie_down") if cluster.device.kind != "cpu" else cluster.of("dram") / 2
     stall, write = nbytes / copied, nbytes / cluster.of("disk_write")
     between = mtbf / cluster.devices
-    interval = max(daly(stall, between), stall + write)  # one save at a time
-    steps = max(1, round(interval / step_seconds))
+    wanted = max(daly(stall, between), stall + write)  # one save at a time
+    steps = max(1, round(wanted / step_seconds))
+    interval = steps * step_seconds
     lost = min(1.0, stall / interval + (interval / 2 + write) / between)
     return Saving(nbytes, stall, write, between, interval, steps, lost)
 
