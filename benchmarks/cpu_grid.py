@@ -1,10 +1,10 @@
 """Predicted against measured seconds of a step on CPU ranks, and the search's pick against the best that was run.
 
-    python benchmarks/cpu_grid.py                 # 2 gloo ranks, about two minutes
+    python benchmarks/cpu_grid.py                 # 2 gloo ranks, about two minutes on an idle machine
 
-The ranks that train also measure the machine, before, between and after, and of every number the fastest counts. Every
-plan of a small grid takes turns in one process group, so that noise hits all alike; a plan's time is the mean of its
-fastest third.
+Rounds of a measurement of the machine and one step of every plan, all in one process group. What was timed while
+others had more than a twentieth of the cores does not count, whatever it says; rounds go on until enough does. The
+cluster is that of the quietest measurement, a plan's time the mean of its fastest third.
 """
 
 import argparse
@@ -15,17 +15,19 @@ import platform
 import statistics
 import sys
 import time
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch, presets
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.planner.timeline import timeline
+
+BUSY = 0.05  # of the cores: more for others, and what is timed does not count
 
 
 def main() -> None:
@@ -34,7 +36,8 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-bytes")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--rows", type=int, default=8, help="sequences of a rank in a step")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6, help="steps of a plan that must count")
+    parser.add_argument("--minutes", type=float, default=9.0, help="at most")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not inside_ranks():
@@ -43,9 +46,9 @@ def main() -> None:
     on_torch.start("cpu")
     description = presets.describe(args.preset)
     plans = grid(description, args)
-    measured, clusters = run(plans, args)
+    measured, cluster, about = run(plans, args)
     if on_torch.is_first():
-        report(plans, measured, description, quietest(clusters), args)
+        report(plans, measured, description, cluster, args, about)
     on_torch.finish()
 
 
@@ -64,40 +67,75 @@ def grid(description: fs.Description, args: argparse.Namespace) -> dict[str, fs.
     }
 
 
-def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, float], list[fs.Cluster]]:
-    """Seconds of each plan's steps, and what the machine was like in the meantime."""
+def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, float], fs.Cluster, dict[str, Any]]:
+    """Seconds of each plan's steps, the machine, and how much of what was timed counted."""
     states = {
         name: on_torch.shard(on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-4), first_step_checks=False)
         for name, plan in plans.items()
     }
     times: dict[str, list[float]] = {name: [] for name in plans}
-    clusters = []
-    for i in range(args.rounds + 1):
-        if i % (args.rounds // 2) == 0:
-            clusters.append(on_torch.measure())
+    clusters: list[tuple[float, fs.Cluster]] = []
+    taken, end = 0, time.monotonic() + 60 * args.minutes
+    for name, state in states.items():
+        step(state, plans[name], args)
+    while agreed(time.monotonic() < end and (quiet(clusters) == 0 or min(map(len, times.values())) < args.rounds)):
+        with Others() as others:
+            found = on_torch.measure(quick=True)
+        clusters.append((others.share, found))
         for name, state in states.items():
-            batches = [batch(args, plans[name]) for _ in range(plans[name].batch.accumulate)]
-            start = time.perf_counter()
-            float(on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0).loss)
-            times[name].append(time.perf_counter() - start)
-    return {name: fastest(found[1:]) for name, found in times.items()}, clusters
+            with Others() as others:
+                seconds = step(state, plans[name], args)
+            taken += 1
+            times[name] += [seconds] if others.share < BUSY else []
+    if not quiet(clusters) or not all(times.values()):
+        raise SystemExit(f"others were busy all the time: {quiet(clusters)} of {len(clusters)} measurements count")
+    about = {"steps": taken, "steps_that_count": sum(map(len, times.values())), "measurements": len(clusters)}
+    share, cluster = min(clusters, key=lambda c: c[0])
+    about |= {"measurements_that_count": quiet(clusters), "share_of_others": share}
+    return {name: fastest(found) for name, found in times.items()}, cluster, about
 
 
-def quietest(clusters: list[fs.Cluster]) -> fs.Cluster:
-    """Of every number the fastest: what else ran on the machine only ever added."""
-    found = [c.measured for c in clusters if c.measured]
-    best: dict[str, Any] = {n: max(getattr(m, n) for m in found) for n in ("hbm", "pointwise", "dram")}
-    best |= {n: min(getattr(m, n) for m in found) for n in ("launch", "adamw")}
-    best["gemms"] = tuple(min(same, key=lambda g: g.seconds) for same in zip(*[m.gemms for m in found], strict=True))
-    best["attention"] = tuple(
-        replace(same[0], forward=max(a.forward for a in same), backward=max(a.backward for a in same))
-        for same in zip(*[m.attention for m in found], strict=True)
-    )
-    size = 1 << 20  # bytes, about a unit of the grid's model
-    best["collectives"] = tuple(
-        min(same, key=lambda c: c.latency + size / c.bandwidth) for same in zip(*[m.collectives for m in found], strict=True)
-    )
-    return replace(clusters[0], measured=replace(found[0], **best))
+def step(state: on_torch.State, plan: fs.Plan, args: argparse.Namespace) -> float:
+    batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
+    start = time.perf_counter()
+    float(on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0).loss)
+    return time.perf_counter() - start
+
+
+class Others:
+    """How much of the machine's cores was busy with what no rank did, meanwhile; the same on all ranks."""
+
+    share = 0.0
+
+    def __enter__(self) -> "Others":
+        dist.barrier()
+        self.start = (busy(), time.process_time(), time.perf_counter())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        own = torch.tensor(time.process_time() - self.start[1], dtype=torch.float64)
+        all_busy, wall = busy() - self.start[0], time.perf_counter() - self.start[2]
+        dist.all_reduce(own)
+        found = torch.tensor((all_busy - float(own)) / (wall * (os.cpu_count() or 1)), dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self.share = float(found)
+
+
+def busy() -> float:
+    """Seconds that all cores together have not been idle."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def quiet(clusters: list[tuple[float, fs.Cluster]]) -> int:
+    return sum(share < BUSY for share, _ in clusters)
+
+
+def agreed(go: bool) -> bool:
+    """As the first rank says, whose clock it is."""
+    said = torch.tensor(int(go))
+    dist.broadcast(said, 0)
+    return bool(said)
 
 
 def batch(args: argparse.Namespace, plan: fs.Plan) -> dict[str, torch.Tensor]:
@@ -115,6 +153,7 @@ def report(
     description: fs.Description,
     cluster: fs.Cluster,
     args: argparse.Namespace,
+    counted: dict[str, Any],
 ) -> None:
     rows = []
     for name, plan in plans.items():
@@ -125,11 +164,12 @@ def report(
     pick = min(rows, key=lambda r: float(r["predicted"]))
     best = min(measured.values())
     over = measured[str(pick["plan"])] / best
+    print(counted)
     print(f"mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}; the pick, {pick['plan']}: {over:.3f} of the best")
     if args.out:
         about = {"hardware": f"{os.cpu_count()} cores", "torch": torch.__version__, "python": platform.python_version()}
         found = {**about, "date": str(date.today()), "rows": rows, "pick": pick["plan"], "over_best": over}
-        found["cluster"] = cluster.to_dict()
+        found |= {**counted, "cluster": cluster.to_dict()}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
