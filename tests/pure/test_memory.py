@@ -81,7 +81,9 @@ def test_the_searchs_quick_peak_is_the_peak(strategy, remat, loss):
     description = thinned(fs.presets.describe("llama3-8b"), 3)
     for batch, compiled in ((fs.Batch(2, 256), False), (fs.Batch(1, 512, 3), True)):
         made = fs.strategy(strategy, description, devices=4, batch=batch, remat=remat, compile=compiled)
-        assert highest(made, description, loss=loss) == predict(made, description, loss=loss, reserved=False).allocated
+        for one in (made, made.change("*", home=fs.Home("host", "host"))):
+            peak = predict(one, description, loss=loss, reserved=False)
+            assert highest(one, description, loss=loss) == (peak.allocated, sum(peak.host.values()))
 
 
 def test_what_cannot_be_predicted_is_refused():

@@ -73,7 +73,7 @@ def test_streamed_state_crosses_pcie_once_each_way():
 def test_cores_see_gradients_come_down_and_send_parameters_up(clip):
     found = run(plan(HOST), cluster(**SLOW, adamw=1e-9), cpu_share=1, clip=clip)
     assert found.busy["pcie_down"] == pytest.approx(4 * MODEL.numel / 1e9, rel=1e-9)
-    assert found.busy["pcie_up"] == pytest.approx(2 * MODEL.numel / 1e9, rel=1e-9)
+    assert found.busy["pcie_up"] == pytest.approx(4 * MODEL.numel / 1e9, rel=1e-9)  # the master, narrowed on the device
     assert found.busy["cpu"] == pytest.approx(MODEL.numel * 1e-9, rel=1e-9)
 
 
