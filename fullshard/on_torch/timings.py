@@ -189,12 +189,16 @@ def adamw(parameters: int, budget: float) -> float:
 
 
 def collective(kind: str, nbytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of one collective over all ranks, whole tensor `nbytes`, as the slowest rank sees it."""
+    """Seconds of one collective over all ranks, whole tensor `nbytes`: the median of calls, on a GPU of the slowest
+    rank, on a CPU of the ranks' mean, because there they come late by turns."""
     call = _collective(kind, nbytes // 4, device)
     call()
     times = torch.tensor([_together(call, device) for _ in range(repeats)], dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.median()) if device.type == "cuda" else fastest(times.tolist())
+    if device.type == "cuda":
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return float(times.median())
+    dist.all_reduce(times)
+    return float(times.median()) / dist.get_world_size()
 
 
 def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], object]:
@@ -204,18 +208,27 @@ def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], 
     whole = torch.ones(elements // world * world, device=device)
     part = torch.ones(elements // world, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: gather(whole, part),
-        "reduce_scatter": lambda: scatter(part, whole),
+        "all_gather": lambda: gather(torch.empty_like(whole), part),  # anew, as FSDP does
+        "reduce_scatter": lambda: scatter(torch.empty_like(part), whole),
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
     return calls[kind]
 
 
+def _work() -> None:
+    """A few milliseconds of a step: after it gloo's threads sleep, caches are others', and ranks are not in step."""
+    x = torch.ones(1 << 20)
+    for _ in range(4):
+        torch.mm(x.view(1024, 1024)[:256], x.view(1024, 1024))
+        x = x * 1.0
+
+
 def _together(call: Callable[[], object], device: torch.device) -> float:
     """One call that all ranks begin at the same time, until it is done on the device."""
     dist.barrier()
     if device.type == "cpu":
+        _work()
         return _host_clock(call)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
