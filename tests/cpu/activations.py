@@ -116,6 +116,7 @@ def saved(case: Case, blocks: list[int]) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
 
     def enter(module, args):
+        parameters.clear()  # those of the last block are freed: an activation may lie where they were
         parameters.update(p.untyped_storage().data_ptr() for p in module.parameters())
         hooks.__enter__()
 

@@ -88,7 +88,7 @@ REFUSED = {
     "another model": _another_model,
     "missing unit": _missing_unit,
     "tied apart": _tied_apart,
-    "home": lambda: _changed("model.layers.1", home=fs.Home(optimizer="disk")),
+    "home": lambda: _changed("model.layers.1", home=fs.Home(params="disk")),
     "root remat": lambda: (parity.build("plain"), fs.Plan(fs.Mesh(shard=2), (fs.Unit("root", ("",), remat="full"),))),
     "integer": lambda: _odd(torch.zeros(4, dtype=torch.int8)),
     "scalar": lambda: _odd(torch.zeros(())),
