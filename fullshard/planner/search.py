@@ -12,23 +12,17 @@ from typing import Any
 
 from fullshard.cluster import Cluster
 from fullshard.description import Description
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
+from fullshard.plan import Batch, Plan, Prefetch
+from fullshard.planner.candidates import Wanted, families, precision_of, want
 from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, estimate, host_available
 from fullshard.planner.homing import Ladder, home_words, lowest, settle
 from fullshard.planner.thin import Thin, blocks_of
-from fullshard.strategies import STRATEGIES, choose
+from fullshard.strategies import choose
 from fullshard.text import bytes_text, seconds_text
 
-REMATS = ("none", "selective", "full")  # from the fastest to the leanest
 MOST_HOUSED = 8  # candidates with homes elsewhere that are estimated whole
-
-FIXABLE = {
-    "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
-    "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
-    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,27 +48,6 @@ class Found:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.plan, self.estimate))
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be planned for."""
-
-    description: Description
-    cluster: Cluster
-    sequence: int
-    global_batch: int
-    fix: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = None
-    loss: str = "chunked"
-    optimizer: Optimizer = field(default_factory=AdamW)
-    clip: bool = True
-    disk: bool = True  # whether state may go there
-
-    @property
-    def homes(self) -> dict[str, Any]:
-        """Homes that are fixed."""
-        return {key.removeprefix("home."): value for key, value in self.fix.items() if key.startswith("home.")}
 
 
 @dataclass
@@ -110,18 +83,18 @@ def find_plan(
     gradients are clipped; `disk`: whether optimizer state may go there if nothing else fits.
     """
     began = time.perf_counter()
-    wanted = _wanted(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
+    wanted = want(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     wanted = replace(wanted, clip=clip, disk=disk)
     room = available(cluster, limit)
     thin = _thin(wanted)
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
-    for family in _families(wanted):
+    for family in families(wanted):
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
     if final is None:
-        housed = [c for family in _families(wanted) for c in _housed(wanted, thin, family, room)]
+        housed = [c for family in families(wanted) for c in _housed(wanted, thin, family, room)]
         final = _best_housed(wanted, thin, sorted(housed, key=lambda c: c.seconds), room)
         fitting += housed
     if final is None:
@@ -129,139 +102,6 @@ def find_plan(
     best, exact = final
     alternatives = _alternatives(best, fitting, failing, room)
     return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
-
-
-def _wanted(
-    description: Description,
-    cluster: Cluster,
-    sequence: int | None,
-    global_batch: int | None,
-    fix: dict[str, Any],
-    limit: int | None,
-    loss: str,
-    optimizer: Optimizer,
-) -> Wanted:
-    shape = description.costs.shape if description.costs else None
-    sequence = shape[1] if sequence is None and shape else sequence
-    if sequence is None:
-        raise FullshardError("a plan needs a sequence length; give sequence")
-    global_batch = cluster.devices * (shape[0] if shape else 1) if global_batch is None else global_batch
-    for name, value in (("sequence", sequence), ("global batch", global_batch)):
-        if value < 1:
-            raise FullshardError(f"the {name} must be at least 1, not {value}")
-    for name, value in fix.items():
-        if name not in FIXABLE:
-            raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(FIXABLE)}){nearest(name, list(FIXABLE))}")
-        if not isinstance(value, FIXABLE[name]) or isinstance(value, bool) != (FIXABLE[name] is bool):
-            raise FullshardError(
-                f"{name} = {value!r} is not {'a ' if FIXABLE[name] is not int else 'an '}{FIXABLE[name].__name__}"
-            )
-    return Wanted(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
-
-
-# -- candidates ----------------------------------------------------------------------------------------------
-
-
-def _families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
-    """Plans that differ in remat alone, the fastest first: one that fits makes the others pointless."""
-    tensor = wanted.fix.get("tensor", 1)
-    if wanted.cluster.devices % tensor:
-        raise FullshardError(f"tensor = {tensor} must divide the {wanted.cluster.devices} devices")
-    ranks = wanted.cluster.devices // tensor
-    shapes = list(_shapes(wanted, ranks))
-    if not shapes:
-        raise FullshardError(
-            f"a global batch of {wanted.global_batch} cannot be cut for {ranks} data ranks"
-            f"{_fixed(wanted, 'micro_batch', 'accumulate')}; give a multiple of {ranks * wanted.fix.get('micro_batch', 1)}"
-        )
-    made = 0
-    for name, own in _strategies(wanted, ranks):
-        for micro, accumulate in shapes:
-            family = list(_family(wanted, name, own, micro, accumulate, tensor))
-            made += len(family)
-            if family:
-                yield family
-    if not made:
-        raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
-
-
-def _fixed(wanted: Wanted, *names: str) -> str:
-    given = [f"{n} = {wanted.fix[n]!r}" for n in names if n in wanted.fix]
-    return f" ({', '.join(given)})" if given else ""
-
-
-def _shapes(wanted: Wanted, ranks: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, accumulate) whose product is each rank's share of the global batch."""
-    if wanted.global_batch % ranks:
-        return
-    share = wanted.global_batch // ranks
-    for micro in (n for n in range(1, min(share, 32) + 1) if share % n == 0):
-        accumulate = share // micro
-        if wanted.fix.get("micro_batch", micro) == micro and wanted.fix.get("accumulate", accumulate) == accumulate:
-            yield micro, accumulate
-
-
-def _strategies(wanted: Wanted, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and own arguments: hybrid and hpz by node and by a few of them."""
-    fixed = wanted.fix.get("strategy")
-    if fixed is not None and fixed not in STRATEGIES:
-        raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
-    node = wanted.cluster.node.devices // wanted.fix.get("tensor", 1) or 1
-    groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
-    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
-    options += [("hybrid", {"replicate": ranks // n}) for n in groups] + [("hpz", {"reshard": n}) for n in groups]
-    if fixed == "hybrid" and "replicate" in wanted.fix:
-        options = [("hybrid", {"replicate": wanted.fix["replicate"]})]
-    if fixed == "hpz" and "reshard" in wanted.fix:
-        options = [("hpz", {"reshard": wanted.fix["reshard"]})]
-    for name, own in options:
-        if fixed in (None, name) and all(wanted.fix.get(k, v) == v for k, v in own.items()):
-            yield name, own
-
-
-def _family(
-    wanted: Wanted, name: str, own: dict[str, Any], micro: int, accumulate: int, tensor: int
-) -> Iterator[tuple[str, Plan]]:
-    fix = wanted.fix
-    blocks = any(u.kind == "block" for u in wanted.description.units)
-    for remat in REMATS if blocks else ("none",):
-        if fix.get("remat", remat) != remat:
-            continue
-        depth = fix.get("prefetch", 1)
-        sync = fix.get("sync", "every")
-        try:
-            plan = choose(
-                name,
-                wanted.description,
-                devices=wanted.cluster.devices,
-                tensor=tensor,
-                **own,
-                precision=_precision(wanted),
-                batch=Batch(micro, wanted.sequence, accumulate, sync),
-                prefetch=Prefetch(depth, depth),
-                remat=remat,
-                compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
-                home=Home(**wanted.homes),
-                **({"staging": fix["staging"]} if "staging" in fix else {}),
-            )
-        except FullshardError:
-            if fix:
-                raise
-            continue
-        yield _label(name, own, plan), plan
-
-
-def _precision(wanted: Wanted) -> Precision:
-    gpu = wanted.cluster.device.kind != "cpu"
-    given = {k: wanted.fix[k] for k in ("compute", "reduce", "master") if k in wanted.fix}
-    return Precision(**{"compute": "bf16" if gpu else "fp32", **given})
-
-
-def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
-    mesh = f" {plan.mesh.replicate}×{plan.mesh.shard}" if name == "hybrid" else f" {own['reshard']}" if name == "hpz" else ""
-    remat = next((u.remat for u in plan.units if u.remat != "none"), "none")
-    away = home_words(plan)
-    return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}{f', {away}' if away else ''}"
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
@@ -380,7 +220,7 @@ def _relaxed(plan: Plan, names: list[str]) -> Plan:
 
 
 def _thin(wanted: Wanted) -> Thin:
-    plan = choose("zero3", wanted.description, devices=wanted.cluster.devices, precision=_precision(wanted))
+    plan = choose("zero3", wanted.description, devices=wanted.cluster.devices, precision=precision_of(wanted))
     share = cores_share(plan, wanted.cluster, wanted.optimizer)
     common = {"loss": wanted.loss, "optimizer": wanted.optimizer, "clip": wanted.clip, "cpu_share": share}
     return Thin(wanted.description, wanted.cluster, **common)
@@ -474,7 +314,7 @@ def _more_devices(wanted: Wanted, room: int) -> str | None:
             "zero3",
             wanted.description,
             devices=devices,
-            precision=_precision(more),
+            precision=precision_of(more),
             batch=Batch(1, wanted.sequence),
             remat="full" if blocks_of(wanted.description) else "none",
         )
