@@ -50,6 +50,7 @@ def test_compiled_equals_eager_and_blocks_compile_once(ranks, remat):
     assert 1 <= found["frames"] <= 2  # three blocks share one compilation; a second for changed flags is fine
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPU")
 def test_inductor(ranks):
     assert max(ranks(2).run(engine.inductor)) < 1e-5

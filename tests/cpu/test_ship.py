@@ -6,7 +6,7 @@ import fullshard.presets as presets
 from fullshard.on_torch.ship import traces
 
 
-@pytest.mark.parametrize("name", ["llama-nano", "gpt-nano"])
+@pytest.mark.parametrize("name", ["llama-nano", pytest.param("gpt-nano", marks=pytest.mark.full)])
 def test_shipped_costs_are_those_of_a_fresh_trace(name):
     shipped = presets.describe(name).costs
     assert shipped is not None

@@ -142,7 +142,7 @@ def as_a_terminal_does(process: subprocess.Popen, number: int) -> None:
     [
         (alone, signal.SIGTERM, 143),
         pytest.param(alone, signal.SIGINT, 130, marks=full),
-        (as_a_terminal_does, signal.SIGINT, 130),
+        pytest.param(as_a_terminal_does, signal.SIGINT, 130, marks=full),
     ],
     ids=["SIGTERM", "SIGINT", "Ctrl-C"],
 )
