@@ -65,7 +65,7 @@ def main() -> None:
 def _refuse(sentence: str) -> None:
     # What all ranks find is said once: the launcher ends the others when the first rank has spoken.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2)
+        time.sleep(5)
     typer.echo(f"error: {sentence}", err=True)
     sys.exit(2)
 
