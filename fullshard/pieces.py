@@ -13,7 +13,8 @@ Lane = Literal["cpu", "gpu"]
 PIECE = 1 << 25  # elements: the most in a piece
 GRAIN = 1024  # elements: pieces begin at multiples of it
 STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise
-GRAD_SLOTS = 4  # pinned slots for the gradients, and as many on the device for the new master, of the CPU's pieces
+GRAD_SLOTS = 6  # pinned slots for the gradients of the CPU's pieces
+NEW_SLOTS = 2  # device slots that their new master comes to
 DISK_SLOTS = 4  # pinned slots that state passes on its way between disk and device
 
 

@@ -1,6 +1,6 @@
 """Who updates a piece of an away unit: the GPU, with the state streamed past it, or the CPU's cores, where it rests.
 
-Each lane is a thread with a few slots of staging memory. It brings the next piece's bytes while it works on this one's,
+Each lane is a thread with a few slots of staging memory. It brings the next piece's bytes while this one is worked on,
 and tells the unit's job when the new parameters are queued. Gradients come in, parameters go out; the rest of the step
 only ever waits for those.
 
@@ -12,17 +12,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.crew import CHUNK, Crew
 from fullshard.on_torch.homes import Away, Piece
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.on_torch.streams import DONE, Moment, Stream
 
-FLYING = 3  # pieces under way in one direction: the bus serves copies in their order, and the other lane's are small
-CHUNK = 1 << 22  # elements of a narrow gradient that are widened at once, so that the wide copy stays in the caches
+FLYING = 2  # copies of pieces under way in one direction
+POSTING = 4  # cores that narrow parameters on their way to host memory
+LATER = Moment()  # of a piece that is still being worked on: it is issued by who ends it
 
 
 class Store(Protocol):
@@ -52,6 +55,12 @@ class Go:
         self.moment = Moment.here(device)
         self.known.set()
 
+    def drop(self) -> None:
+        """The step was given up: no update happens."""
+        if not self.known.is_set():
+            self.numbers = torch.ones(1)
+            self.known.set()
+
     def wait(self) -> tuple[list[float], bool]:
         self.known.wait()
         self.moment.wait()
@@ -74,7 +83,6 @@ class Job:
     moments: list[Moment] = field(default_factory=list)  # when the parameters of each piece are new
     issued: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    now: bool = False  # gradients are fetched while updates run: the bus must have room for them
     had: list[bool] = field(default_factory=list)  # whether there was a gradient, by parameter
     counted: bool = False
 
@@ -86,14 +94,19 @@ class Job:
                 self.gradients, self.drained = [], {}
                 self.issued.set()
 
-    def collect(self, piece: Piece, parts: list[Tensor]) -> None:
-        """The piece's gradients to `parts`, a segment each. Queued on the current stream."""
+    def copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What takes the piece's gradients to `parts`, a segment each: targets and sources."""
         targets, sources = [], []
         for s, part in zip(piece.segments, parts, strict=True):
             gradient = self.gradients[s.parameter]
             if gradient is not None:
                 targets.append(part)
                 sources.append(gradient if s.whole else gradient.view(-1)[s.start : s.stop])
+        return targets, sources
+
+    def collect(self, piece: Piece, parts: list[Tensor]) -> None:
+        """The piece's gradients to `parts`; queued on the current stream."""
+        targets, sources = self.copies(piece, parts)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -116,7 +129,8 @@ class Job:
 
 class Lane:
     """A thread that stages and applies pieces. `in_turn`: in the order in which they came, as they are read from a file;
-    else, of those whose gradients are there, the one that the next forward needs first."""
+    else, of those whose gradients are there, the one that the next forward needs first. `ahead`: there is something to
+    stage before the gradient is there."""
 
     def __init__(
         self,
@@ -126,9 +140,11 @@ class Lane:
         apply: Callable[[Job, Piece, Any], Moment],
         *,
         in_turn: bool,
+        ahead: bool,
     ):
-        self.depth, self.stage, self.apply, self.in_turn = depth, stage, apply, in_turn
+        self.depth, self.stage, self.apply, self.in_turn, self.ahead = depth, stage, apply, in_turn, ahead
         self.waiting: list[tuple[Job, Piece]] = []
+        self.staged: deque[tuple[Job, Piece, Any]] = deque()
         self.news = threading.Condition()
         self.ending = False
         self.error: BaseException | None = None
@@ -141,13 +157,16 @@ class Lane:
             self.news.notify()
 
     def close(self) -> None:
+        """After all that was given; what waits for a norm that will not come is dropped."""
         with self.news:
             self.ending = True
+            for job in [*(w[0] for w in self.waiting), *(s[0] for s in self.staged)]:
+                job.go.drop()
             self.news.notify()
         self.thread.join()
 
     def _run(self) -> None:
-        staged: deque[tuple[Job, Piece, Any]] = deque()
+        staged = self.staged
         with torch.no_grad():
             while True:
                 given = self._next(block=not staged)
@@ -156,23 +175,28 @@ class Lane:
                 if given is not None:
                     staged.append((*given, self._guard(self.stage, *given)))
                 if given is None or len(staged) == self.depth:
-                    job, piece, slot = staged.popleft()
-                    job.issue(self._guard(self.apply, job, piece, slot) or DONE)
+                    job, piece, slot = staged[0]
+                    moment = self._guard(self.apply, job, piece, slot)
+                    staged.popleft()
+                    if moment is not LATER:
+                        job.issue(moment or DONE)
 
     def _next(self, block: bool) -> tuple[Job, Piece] | None:
         """None: nothing waits, and if that was waited for, this is the end."""
         with self.news:
             if block:
                 self.news.wait_for(lambda: self.waiting or self.ending)
-            if not self.waiting:
-                return None
-            return self.waiting.pop(0 if self.in_turn else self._first())
+            index = 0 if self.in_turn and self.waiting else self._first(patient=block or self.ahead)
+            return None if index is None else self.waiting.pop(index)
 
-    def _first(self) -> int:
-        """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming."""
+    def _first(self, *, patient: bool) -> int | None:
+        """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming, and only
+        who is patient takes it."""
         there = {id(job): job.ready.done() for job, _ in self.waiting}
         ready = [i for i, (job, _) in enumerate(self.waiting) if there[id(job)]]
-        return min(ready, key=lambda i: self.waiting[i][1].number) if ready else 0
+        if not ready:
+            return 0 if self.waiting and patient else None
+        return min(ready, key=lambda i: self.waiting[i][1].number)
 
     def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What goes wrong here is raised where the step waits; whoever waits must not wait for ever."""
@@ -185,6 +209,12 @@ class Lane:
             return None
 
 
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Slot:
     """Staging memory for one piece; free again after `free`."""
@@ -194,6 +224,7 @@ class Slot:
     out: Tensor | None = None
     free: Moment = DONE
     filled: Moment = DONE
+    idle: threading.Event = field(default_factory=_set)  # no core works in it
     views: dict[int, "Views"] = field(default_factory=dict)  # by piece
 
     def of(self, piece: Piece) -> "Views":
@@ -221,36 +252,57 @@ def segment_views(flat: Tensor, piece: Piece) -> list[Tensor]:
     return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]
 
 
-@dataclass
-class Moved:
-    """Bytes that a lane has taken to the device and from it, since the start."""
+class Wire:
+    """One direction of the bus, for both lanes. A copy engine serves what is queued before it looks at another stream, so
+    there is one queue, it never holds more than two copies, and none that would have to wait."""
 
-    up: int = 0
-    down: int = 0
+    def __init__(self, device: torch.device):
+        self.stream = Stream(device)
+        self.turn = threading.Lock()
+        self.flying: deque[Moment] = deque()
+
+    def send(self, targets: list[Tensor], sources: list[Tensor], *after: Moment) -> Moment:
+        """Copy, once it is `after`; the calling thread waits until it is queued."""
+        for moment in after:
+            moment.wait()
+        with self.turn:
+            if len(self.flying) == FLYING:
+                self.flying.popleft().wait()
+            with self.stream:
+                if targets:
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+                self.flying.append(self.stream.moment())
+            return self.flying[-1]
+
+
+@dataclass
+class Bus:
+    """Both directions, and the bytes that the lanes have sent, since the start."""
+
+    up: Wire
+    down: Wire
+    moved_up: int = 0
+    moved_down: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Bus":
+        return cls(Wire(device), Wire(device))
 
 
 class Streamed:
-    """The GPU's lane: state up, update, state down, on three streams. On a CPU the same by copies."""
+    """The GPU's lane: state up, update, state down. On a CPU the same by copies."""
 
-    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit"):
-        self.rule, self.store, self.slots, self.emit = rule, store, slots, emit
-        self.up, self.work, self.down = Stream(device), Stream(device, first=True), Stream(device)
+    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", bus: Bus):
+        self.rule, self.store, self.slots, self.emit, self.bus = rule, store, slots, emit, bus
+        self.work = Stream(device, first=True)
         self.turn = 0
-        self.moved = Moved()
-        self.rising: deque[Moment] = deque(maxlen=FLYING)
-        self.falling: deque[Moment] = deque(maxlen=FLYING)
 
     def stage(self, job: Job, piece: Piece) -> tuple[Slot, list[Tensor]]:
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
         resting, there = self.store.open(piece)
-        _hold(self.rising)
-        with self.up:
-            self.up.after(slot.free, there)
-            torch._foreach_copy_(slot.of(piece).state, resting, non_blocking=True)
-            slot.filled = self.up.moment()
-        self.moved.up += sum(t.nbytes for t in resting)
-        self.rising.append(slot.filled)
+        slot.filled = self.bus.up.send(slot.of(piece).state, resting, slot.free, there)
+        self.bus.moved_up += sum(t.nbytes for t in resting)
         return slot, resting
 
     def apply(self, job: Job, piece: Piece, staged: tuple[Slot, list[Tensor]]) -> Moment:
@@ -271,44 +323,48 @@ class Streamed:
                 apply_rule(self.rule, part[0], gradient, part[1:], job.steps[index], job.groups[index])
             new = self.emit(piece, views.state[0], slot.out, self.work)
             updated = self.work.moment()
-        if job.now:
-            _hold(self.falling)
-        with self.down:
-            self.down.after(updated)
-            torch._foreach_copy_(resting, views.state, non_blocking=True)
-            slot.free = self.down.moment()
-        self.moved.down += sum(t.nbytes for t in resting)
-        self.falling.append(slot.free)
+        slot.free = self.bus.down.send(resting, views.state, updated)
+        self.bus.moved_down += sum(t.nbytes for t in resting)
         self.store.close(piece, slot.free)
         return new
 
 
-def _hold(flying: deque[Moment]) -> None:
-    """Wait until not more than FLYING copies are under way with the next one."""
-    if len(flying) == FLYING:
-        flying[0].wait()
-
-
 class Cores:
-    """The CPU's lane: the gradient down, the update in place where the state rests, the new master up."""
+    """The CPU's lane: the gradient down, the update in place where the state rests, the new master up.
 
-    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", *, threads: int):
-        self.rule, self.store, self.slots, self.emit, self.threads = rule, store, slots, emit, threads
-        self.down, self.up = Stream(device), Stream(device)
-        self.moved = Moved()
-        self.turn = 0
+    The lane's thread waits for gradients and shares the pieces out to the cores, and another one sends off what they have
+    updated: so the cores go on with the next piece while this one's last chunk ends. `outs`: memory of the device that a
+    new master comes to, to be narrowed there: the cores are scarcer than the bus.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rule: Rule,
+        store: Store,
+        slots: list[Slot],
+        outs: list[Tensor],
+        emit: "Emit",
+        bus: Bus,
+        *,
+        threads: int,
+    ):
+        self.rule, self.store, self.slots, self.outs, self.emit, self.bus = rule, store, slots, outs, emit, bus
+        self.work = Stream(device, first=True)
+        self.narrowed = [DONE] * len(outs)  # when each of `outs` may be written to again
+        self.turn = self.sent = 0
+        self.crew, self.post = Crew("cores", threads if slots else 0), Crew("post", 1 if slots else 0, cores=POSTING)
+        self.depth = max(1, len(slots) // 2)  # of the slots, those that gradients come to; in the others cores work
+        self.failed: Callable[[BaseException], None] = _raised
 
     def stage(self, job: Job, piece: Piece) -> Slot:
-        if self.turn == 0:
-            torch.set_num_threads(self.threads)  # of this thread's own pool
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
+        slot.idle.wait()
+        slot.idle.clear()
         if piece.number not in job.drained:
-            with self.down:
-                self.down.after(job.ready)
-                job.collect(piece, slot.of(piece).gradients)
-                slot.filled = self.down.moment()
-            self.moved.down += slot.of(piece).gradient.nbytes
+            slot.filled = self.bus.down.send(*job.copies(piece, slot.of(piece).gradients), job.ready)
+            self.bus.moved_down += slot.of(piece).gradient.nbytes
         return slot
 
     def apply(self, job: Job, piece: Piece, slot: Slot) -> Moment:
@@ -316,28 +372,62 @@ class Cores:
         resting, there = self.store.open(piece)
         if skip:
             self.store.close(piece, None)
+            slot.idle.set()
             return DONE
         gradient, filled = job.drained.get(piece.number, (slot.gradient, slot.filled))
-        filled.wait()
-        there.wait()
-        chunk = piece.elements if gradient.dtype == resting[0].dtype else CHUNK
-        for start, stop, index in job.runs(piece):
-            for a in range(start, stop, chunk):
-                part = slice(a, min(a + chunk, stop))
-                own = gradient[part].to(resting[0].dtype)
-                for factor in factors:
-                    if factor != 1.0:  # a pass over memory for nothing
-                        own.mul_(factor)
-                apply_rule(self.rule, resting[0][part], own, [m[part] for m in resting[1:]], job.steps[index], job.groups[index])
-        with self.up:
-            wide = resting[0]
-            if piece.away.unit.home.params == "device":  # narrowed there: the cores are scarcer than the bus
-                assert slot.out is not None
-                wide = slot.out[: piece.elements].copy_(wide, non_blocking=True)
-                self.moved.up += wide.nbytes
-            new = self.emit(piece, wide, None, self.up)
-        self.store.close(piece, new)
-        return new
+        for moment in (filled, there):
+            moment.wait()
+        work = partial(self._chunk, job, resting, gradient, [f for f in factors if f != 1.0])
+        chunks = [(a, min(a + CHUNK, stop), i) for start, stop, i in job.runs(piece) for a in range(start, stop, CHUNK)]
+        self.crew.share(work, chunks, partial(self._updated, job, piece, slot, resting[0]))
+        return LATER
+
+    def _chunk(
+        self, job: Job, resting: list[Tensor], gradient: Tensor, factors: list[float], start: int, stop: int, index: int
+    ) -> None:
+        own = gradient[start:stop].to(resting[0].dtype)
+        for factor in factors:
+            own.mul_(factor)
+        master, *moments = [t[start:stop] for t in resting]
+        apply_rule(self.rule, master, own, moments, job.steps[index], job.groups[index])
+
+    def _updated(self, job: Job, piece: Piece, slot: Slot, master: Tensor, error: BaseException | None) -> None:
+        slot.idle.set()
+        if error is not None:
+            self.failed(error)
+            job.issue(DONE)
+        else:
+            self.post.share(self._send, [(job, piece, master)], self._sent)
+
+    def _sent(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.failed(error)
+
+    def _send(self, job: Job, piece: Piece, master: Tensor) -> None:
+        """New parameters on their way to where the unit's shards rest."""
+        new = DONE
+        try:
+            if piece.away.unit.home.params == "device":
+                new = self._by_device(piece, master)
+            else:
+                new = self.emit(piece, master, None, self.work)
+            self.store.close(piece, new)
+        finally:
+            job.issue(new)
+
+    def _by_device(self, piece: Piece, master: Tensor) -> Moment:
+        turn = self.sent % len(self.outs)
+        self.sent += 1
+        out = self.outs[turn][: piece.elements]
+        self.work.after(self.bus.up.send([out], [master], self.narrowed[turn]))
+        self.bus.moved_up += out.nbytes
+        with self.work:
+            self.narrowed[turn] = self.emit(piece, out, None, self.work)
+        return self.narrowed[turn]
+
+
+def _raised(error: BaseException) -> None:
+    raise error
 
 
 class Emit(Protocol):

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
-from torch import _C, Tensor, dtype, empty, ones_like
+from torch import _C, Tensor, _foreach_copy_, dtype, empty, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +22,7 @@ __all__ = [
     "cut_dim",
     "gather_group",
     "group_size",
+    "keep_reductions_off_the_bus",
     "run_backward",
     "same_cut",
     "sole_owner",
@@ -116,3 +119,18 @@ def gather_group(module: FSDPModule) -> GatherGroup | None:
     if groups is not None:
         return GatherGroup(groups[0]) if groups else None
     return GatherGroup(state._fsdp_param_group) if state._fsdp_param_group else None
+
+
+@cache
+def keep_reductions_off_the_bus() -> None:
+    """FSDP lays gradients out for their reduction with a kernel whose table of addresses it uploads each time, on the stream
+    that computes. Beside an optimizer that fills the bus, backward would wait at every unit for that upload. The same
+    layout by plain copies needs none."""
+    _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_lay_out, _fsdp_collectives.foreach_reduce_scatter_copy_in)
+
+
+def _lay_out(stock: Callable[..., None], gradients: list[Tensor], flat: Tensor, ranks: int) -> None:
+    if not flat.is_cuda or any(g.ndim == 0 or g.size(0) % ranks for g in gradients):
+        return stock(gradients, flat, ranks)
+    parts = flat.view(ranks, -1).split([g.numel() // ranks for g in gradients], dim=1)
+    _foreach_copy_(list(parts), [g.reshape(ranks, -1) for g in gradients])

@@ -1,14 +1,15 @@
 """How much of the updates of away units the CPU's cores should do: what they reach against what the bus reaches."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
 
+from fullshard.on_torch.crew import CHUNK, Crew
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.tiers.host import Arena
@@ -22,15 +23,19 @@ def measured_share(device: torch.device, rule: Rule) -> float:
     """From 0 (all streamed past the GPU) to 1. The same on all ranks. Without a GPU there is nothing to balance: half."""
     if device.type != "cuda":
         return 0.5
-    cores, bus = at_once(device, rule)
-    share = torch.tensor(bus / (bus + cores), dtype=torch.float64)
+    share = torch.tensor(balanced(*at_once(device, rule), rule), dtype=torch.float64)
     dist.all_reduce(share)
     return round(float(share) / dist.get_world_size() * EIGHTHS) / EIGHTHS
 
 
+def balanced(cores: float, bus: float, rule: Rule) -> float:
+    """The share at which both end at once: what the cores have updated, the master, crosses the bus as well."""
+    return min(1.0, bus / (cores + bus * (1 - 1 / (1 + rule.slots))))
+
+
 def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
     """Seconds an element by the cores and over the bus while both work: they share the host's memory."""
-    ended, passes = threading.Event(), 0
+    ended, passes = Event(), 0
     with _bus(device, rule) as both:
 
         def stream() -> None:
@@ -39,7 +44,7 @@ def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
                 both()
                 passes += 1
 
-        beside = threading.Thread(target=stream)
+        beside = Thread(target=stream)
         beside.start()
         start = time.perf_counter()
         cores = cores_seconds(rule)
@@ -54,14 +59,22 @@ def update_threads() -> int:
 
 
 def cores_seconds(rule: Rule) -> float:
-    """Of an update of ELEMENTS by this rank's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(update_threads())
+    """Of an update of ELEMENTS by this rank's cores, as the lane has it done."""
     master, gradient, moments = torch.zeros(ELEMENTS), torch.ones(ELEMENTS), [torch.zeros(ELEMENTS) for _ in rule.keys]
+    crew, ended = Crew("trial", update_threads()), Event()
+
+    def chunk(start: int, stop: int) -> None:
+        apply_rule(rule, master[start:stop], gradient[start:stop], [m[start:stop] for m in moments], 1, SETTINGS)
+
+    def whole() -> None:
+        ended.clear()
+        crew.share(chunk, [(a, a + CHUNK) for a in range(0, ELEMENTS, CHUNK)], lambda _: ended.set())
+        ended.wait()
+
     try:
-        return _best(lambda: apply_rule(rule, master, gradient, moments, 1, SETTINGS))
+        return _best(whole)
     finally:
-        torch.set_num_threads(before)
+        crew.close()
 
 
 def bus_seconds(device: torch.device, rule: Rule) -> float:

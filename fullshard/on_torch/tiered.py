@@ -6,6 +6,7 @@ way the next gather of a unit waits for that unit's own update and for nothing e
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,17 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
-from fullshard.on_torch.lanes import Cores, Go, Job, Lane, Slot, Streamed, segment_views
+from fullshard.on_torch.lanes import Bus, Cores, Go, Job, Lane, Slot, Streamed, segment_views
 from fullshard.on_torch.optim import copies_of
+from fullshard.on_torch.private import keep_reductions_off_the_bus
 from fullshard.on_torch.resting import Resting
 from fullshard.on_torch.share import update_threads
 from fullshard.on_torch.streams import Moment, Stream
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, room
+
+AHEAD = 3  # gathers: enough to keep the device busy
 
 
 class Tiered:
@@ -55,13 +60,15 @@ class Tiered:
         self.settings: list[dict[str, Any]] = []  # the optimizer's groups as they are in this step
         order = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]} if optimizer else {}
         self.group_of = {id(a): [order[id(p)] for p in a.params[: a.trained]] for a in self.units}
+        self.begun: deque[Moment] = deque(maxlen=AHEAD)
         self.drain = Stream(device)
         self.drain_views: dict[int, list[Tensor]] = {}
         self.drains: dict[int, Tensor] = {}
         self._lanes()
         self._hook()
+        keep_reductions_off_the_bus()
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
-        self.close = weakref.finalize(self, _end, self.gpu, self.cpu)
+        self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.cores.crew, self.cores.post)
 
     # -- made once -----------------------------------------------------------------------------------
 
@@ -83,19 +90,17 @@ class Tiered:
             )
             for _ in range(ring)
         ]
-        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self.resting.emit)
-        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
-        count = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in pieces))
-        staging = [Slot([], self._pinned(largest, self.dtype), make(dtype=master, device=self.device)) for _ in range(count)]
-        self.cores = cores = Cores(
-            self.device,
-            self.rule,
-            self.resting,
-            staging,
-            self.resting.emit,
-            threads=update_threads(),
-        )
-        self.cpu = Lane("cores", max(1, count), cores.stage, cores.apply, in_turn=in_turn)
+        self.bus = bus = Bus.of(self.device)
+        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self.resting.emit, bus)
+        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn, ahead=True)
+        count = sum(p.lane == "cpu" for p in pieces)
+        gradients = [Slot([], self._pinned(largest, self.dtype)) for _ in range(min(GRAD_SLOTS, count))]
+        here = any(p.lane == "cpu" and p.away.unit.home.params == "device" for p in pieces)
+        new = [make(dtype=master, device=self.device) for _ in range(min(NEW_SLOTS, count) if here else 0)]
+        threads = update_threads()
+        self.cores = cores = Cores(self.device, self.rule, self.resting, gradients, new, self.resting.emit, bus, threads=threads)
+        self.cpu = Lane("cores", cores.depth, cores.stage, cores.apply, in_turn=in_turn, ahead=False)
+        cores.failed = partial(setattr, self.cpu, "error")
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
@@ -113,6 +118,8 @@ class Tiered:
         """Before the first micro-batch. `eager`: update under backward."""
         self._raise()
         self._doubt()
+        self.go.drop()  # of a step that was given up in the middle, else long said
+        self.coming = {}
         self.eager, self.draining, self.go = eager, draining, Go()
         self.norms, self.received = {}, {}
         groups = self.optimizer.param_groups if self.optimizer else []
@@ -123,20 +130,25 @@ class Tiered:
             arrived.clear()
 
     def loss_known(self, summed: Tensor, *, last: bool) -> None:
-        """Before the backward of a micro-batch; after the last one's things begin. Updates under backward happen only
-        where every rank's loss is finite; for the others the first state comes up."""
+        """Before the backward of a micro-batch. Updates under the last one happen only where every rank's loss is finite;
+        for those that wait for the norm the first state comes up."""
         self.last = last
-        if not last:
-            return
-        if self.eager:
+        if self.eager and last:
             bad = (~summed.isfinite()).double()
             dist.all_reduce(bad)
             self.go.say([], bad, self.device)
-        else:
-            self.coming = {id(a): self._job(a) for a in self.units}
-            self.resting.expect([p for a in self.units for p in a.pieces])
-            for away in self.units:
-                self.gpu.give(self.coming[id(away)], [p for p in away.pieces if p.lane == "gpu"])
+        elif not self.eager and not self.coming:
+            self._bring_first()
+
+    def _bring_first(self) -> None:
+        """The state that the GPU will update first comes up while gradients are made. After the last step's updates: a
+        lane that holds a piece of this step has to wait for its norm."""
+        for job in self.jobs.values():
+            job.issued.wait()
+        self.coming = {id(a): self._job(a) for a in self.units}
+        self.resting.expect([p for a in self.units for p in a.pieces])
+        for away in self.units:
+            self._give(self.coming[id(away)], "gpu")
 
     def _job(self, away: Away) -> Job:
         job = Job(away, self.go)
@@ -167,7 +179,6 @@ class Tiered:
             p.grad = None
         if self.eager:
             self._keep(job)
-            job.now = True
             self.jobs[id(away)] = job
             self.resting.expect(away.pieces)
             self._give(job, "cpu")
@@ -183,7 +194,7 @@ class Tiered:
         """FSDP may not have the gradients' memory, one storage for all of a unit's, before the lanes have read it."""
         for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
             self.streamed.work.keep(g)
-            self.cores.down.keep(g)
+            self.bus.down.stream.keep(g)
 
     def _make_drains(self) -> None:
         """Memory for the gradients of the CPU's pieces, between backward and the norm."""
@@ -205,7 +216,7 @@ class Tiered:
                     target = self.drains[piece.number]
                     job.collect(piece, self.drain_views[piece.number])
                     job.drained[piece.number] = (target, self.drain.moment())
-                    self.cores.moved.down += target.nbytes
+                    self.bus.moved_down += target.nbytes
         for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
             self.drain.keep(g)
         if all(piece.lane == "cpu" for piece in job.away.pieces):
@@ -241,7 +252,15 @@ class Tiered:
 
     # -- gathers -----------------------------------------------------------------------------------------
 
+    def _pace(self) -> None:
+        """The host runs AHEAD gathers ahead of the device and no more. Where the queue of launches is full, the call that
+        waits for room keeps the lanes' calls out as well."""
+        if len(self.begun) == AHEAD:
+            self.begun[0].wait()
+        self.begun.append(Moment.here(self.device))
+
     def _before_gather(self, away: Away) -> None:
+        self._pace()
         group = self.groups[away.unit.name]
         group.reduce_into(self.dtype)
         for moment in self._finished(away):
@@ -320,9 +339,8 @@ class Tiered:
 
     def moved(self) -> dict[str, int]:
         """Bytes over the bus each way, and from and to the disk, since the start."""
-        lanes, spooled = (self.streamed.moved, self.cores.moved), self.resting.spooled
-        found = {"up": sum(m.up for m in lanes) + self.resting.fetched_bytes, "down": sum(m.down for m in lanes)}
-        found["down"] += self.resting.emitted_bytes
+        bus, spooled = self.bus, self.resting.spooled
+        found = {"up": bus.moved_up + self.resting.fetched_bytes, "down": bus.moved_down + self.resting.emitted_bytes}
         return found | {"read": spooled.read_bytes if spooled else 0, "written": spooled.written_bytes if spooled else 0}
 
     def holds(self, p: nn.Parameter) -> bool:
@@ -359,9 +377,9 @@ class Tiered:
             )
 
 
-def _end(*lanes: Lane) -> None:
-    for lane in lanes:
-        lane.close()
+def _end(*threads: Lane | Crew) -> None:
+    for each in threads:
+        each.close()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,7 @@ gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py)
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, Lane, cut, deal
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, Lane, cut, deal
 from fullshard.plan import Place, Plan
 from fullshard.planner.groups import Group, item
 
@@ -83,11 +83,12 @@ class Away:
         """Bytes of each device slot: those that state is streamed through hold it, the gradient in the master dtype, and
         the parameters where they go on to the host; those of the CPU's pieces the new master, to be narrowed."""
         streamed = sum(p.lane == "gpu" for p in self.pieces)
-        cores = min(GRAD_SLOTS, len(self.pieces) - streamed)
+        here = any(p.lane == "cpu" and self.groups[p.unit].home.params == "device" for p in self.pieces)
+        new = min(NEW_SLOTS, len(self.pieces) - streamed) if here else 0
         files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
         out = self.compute if any(g.home.params != "device" for g in self.groups.values()) else 0
         slot = self.largest * (self.state + self.master + out)
-        return [slot] * min(self.plan.staging, streamed, files) + [self.largest * self.master] * cores
+        return [slot] * min(self.plan.staging, streamed, files) + [self.largest * self.master] * new
 
     def _on_disk(self) -> bool:
         return any(p.home == "disk" for p in self.pieces)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.cluster import Cluster
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS
 from fullshard.planner.homes import Away, Piece
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
@@ -110,7 +110,7 @@ class Transfers:
         self.core = core_seconds(cluster, away.slots) / shared
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
-        self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(GRAD_SLOTS)
+        self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(NEW_SLOTS)
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
         self.of_unit: dict[str, list[Piece]] = {}

@@ -212,3 +212,35 @@ def leftovers() -> list[str]:
         state = make(Case((Home(optimizer="disk"),)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         return [p.name for p in Path(disk).iterdir()]
+
+
+def given_up(case: Case) -> dict[str, Any]:
+    """A step whose loss raises, then training as if it had not been; beside the same without it."""
+    found = {}
+    with tempfile.TemporaryDirectory() as disk:
+        for kind in ("whole", "given up"):
+            state = make(case, disk)
+            for s in range(4):
+                if s == 2 and kind == "given up":
+                    _raise_in_a_step(state, case)
+                numbers = on_torch.train_step(state, batches(state, s), clip=case.clip).numbers()[:2]
+            found[kind] = (numbers, values(state))
+    (a, one), (b, other) = found.values()
+    return {"numbers": max(abs(x - y) for x, y in zip(a, b, strict=True)), "values": apart(one, other)}
+
+
+def _raise_in_a_step(state: on_torch.State, case: Case) -> None:
+    calls = []
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("the second micro-batch")
+        return on_torch.summed_loss(model, batch)
+
+    try:
+        on_torch.train_step(state, batches(state, 2), loss=loss, clip=case.clip)
+    except ValueError:
+        state.optimizer.zero_grad()
+    else:
+        raise AssertionError("the step went through")

@@ -29,7 +29,7 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         tiers = state.tiers
         drained = sum(t.nbytes for t in tiers.drains.values())
         slots = [[*s.state, s.gradient, *([] if s.out is None else [s.out])] for s in tiers.streamed.slots]
-        slots += [[s.out] for s in tiers.cores.slots]
+        slots += [[new] for new in tiers.cores.outs]
         tiers.close()
     assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
     assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)

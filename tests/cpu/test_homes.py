@@ -127,3 +127,9 @@ def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(ranks):
 
 def test_nothing_of_a_run_is_seen_in_the_disks_directory(ranks):
     assert ranks(2).run(homes.leftovers) == [[], []]
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_step_that_was_given_up_leaves_nothing_that_waits(ranks, clip):
+    found = ranks(2).run(homes.given_up, Case((HOST,), clip=clip))[0]
+    assert found == {"numbers": 0.0, "values": 0.0}

@@ -1,0 +1,62 @@
+"""Work shared out to threads: everything once, by whoever is free, and errors reach who waits."""
+
+import threading
+import time
+
+import torch
+
+from fullshard.on_torch.crew import Crew
+
+
+def shared(crew, call, parts):
+    ended, errors = threading.Event(), []
+
+    def end(error):
+        errors.append(error)
+        ended.set()
+
+    crew.share(call, parts, end)
+    assert ended.wait(10)
+    return errors
+
+
+def test_every_part_is_done_once_and_the_end_is_said_once():
+    crew, seen = Crew("test", 3), []
+    assert shared(crew, lambda i: seen.append(i), [(i,) for i in range(50)]) == [None]
+    assert sorted(seen) == list(range(50))
+    assert shared(crew, lambda: None, []) == [None]
+    crew.close()
+
+
+def test_a_thread_that_is_held_up_holds_up_its_own_part_only():
+    crew, by = Crew("test", 2), {}
+
+    def work(i):
+        by[i] = threading.current_thread().name
+        time.sleep(0.5 if i == 0 else 0.001)
+
+    shared(crew, work, [(i,) for i in range(40)])
+    assert sum(name == by[0] for name in by.values()) < 20  # half of them, were the parts dealt out beforehand
+    crew.close()
+
+
+def test_the_first_error_is_told_and_the_crew_goes_on():
+    crew = Crew("test", 2)
+
+    def work(i):
+        if i == 3:
+            raise ValueError("three")
+
+    (error,) = shared(crew, work, [(i,) for i in range(8)])
+    assert str(error) == "three"
+    assert shared(crew, work, [(1,)]) == [None]
+    crew.close()
+
+
+def test_a_thread_of_the_crew_uses_one_core():
+    crew, found = Crew("test", 2), []
+    before = torch.get_num_threads()
+    shared(crew, lambda: found.append(torch.get_num_threads()), [()] * 4)
+    assert set(found) == {1}
+    assert torch.get_num_threads() == before
+    crew.close()
