@@ -37,8 +37,11 @@ class Crew:
         self.cores = cores
         self.calls: SimpleQueue[tuple[Batch, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
         self.threads = [threading.Thread(target=self._run, daemon=True, name=f"{name}-{i}") for i in range(size)]
+        before, self.begun = torch.get_num_threads(), threading.Barrier(size + 1)
         for thread in self.threads:
             thread.start()
+        self.begun.wait()
+        torch.set_num_threads(before)  # what was said last holds for every thread that starts later
 
     def share(
         self, call: Callable[..., None], parts: Sequence[tuple[Any, ...]], end: Callable[[BaseException | None], None]
@@ -58,7 +61,9 @@ class Crew:
             thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self.cores)  # of calls from this thread
+        torch.get_num_threads()  # else the first call of this thread would set it anew, to what was said last anywhere
+        torch.set_num_threads(self.cores)
+        self.begun.wait()
         with torch.no_grad():
             while (given := self.calls.get()) is not None:
                 batch, call, part = given

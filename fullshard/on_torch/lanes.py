@@ -1,8 +1,8 @@
 """Who updates a piece of an away unit: the GPU, with the state streamed past it, or the CPU's cores, where it rests.
 
-Each lane is a thread with a few slots of staging memory. It brings the next piece's bytes while this one is worked on,
-and tells the unit's job when the new parameters are queued. Gradients come in, parameters go out; the rest of the step
-only ever waits for those.
+Each lane has a few slots of staging memory. It brings the next piece's bytes while this one is worked on, and tells the
+unit's job when the new parameters are queued. Gradients come in, parameters go out; the rest of the step only ever waits
+for those.
 
 The interpreter is shared with the thread that queues forward and backward, and every small call here delays a kernel
 there: copies of many parts are one call, and views that stay the same are made once.
@@ -128,9 +128,9 @@ class Job:
 
 
 class Lane:
-    """A thread that stages and applies pieces. `in_turn`: in the order in which they came, as they are read from a file;
-    else, of those whose gradients are there, the one that the next forward needs first. `ahead`: there is something to
-    stage before the gradient is there."""
+    """Two threads: one stages pieces, up to `depth` of them ahead, the other applies them in the same order. `in_turn`: as
+    they came, as they are read from a file; else, of those whose gradients are there, first what the next forward needs
+    first."""
 
     def __init__(
         self,
@@ -140,21 +140,22 @@ class Lane:
         apply: Callable[[Job, Piece, Any], Moment],
         *,
         in_turn: bool,
-        ahead: bool,
     ):
-        self.depth, self.stage, self.apply, self.in_turn, self.ahead = depth, stage, apply, in_turn, ahead
+        self.depth, self.stage, self.apply, self.in_turn = depth, stage, apply, in_turn
         self.waiting: list[tuple[Job, Piece]] = []
         self.staged: deque[tuple[Job, Piece, Any]] = deque()
         self.news = threading.Condition()
-        self.ending = False
+        self.ending = self.ended = False
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self.thread.start()
+        threads = ((self._stage_all, f"{name}-stage"), (self._apply_all, f"{name}-apply"))
+        self.threads = [threading.Thread(target=run, daemon=True, name=name) for run, name in threads]
+        for thread in self.threads:
+            thread.start()
 
     def give(self, job: Job, pieces: Sequence[Piece]) -> None:
         with self.news:
             self.waiting += [(job, piece) for piece in pieces]
-            self.news.notify()
+            self.news.notify_all()
 
     def close(self) -> None:
         """After all that was given; what waits for a norm that will not come is dropped."""
@@ -162,41 +163,49 @@ class Lane:
             self.ending = True
             for job in [*(w[0] for w in self.waiting), *(s[0] for s in self.staged)]:
                 job.go.drop()
-            self.news.notify()
-        self.thread.join()
+            self.news.notify_all()
+        for thread in self.threads:
+            thread.join()
 
-    def _run(self) -> None:
-        staged = self.staged
+    def _stage_all(self) -> None:
         with torch.no_grad():
-            while True:
-                given = self._next(block=not staged)
-                if given is None and not staged:
-                    return
-                if given is not None:
-                    staged.append((*given, self._guard(self.stage, *given)))
-                if given is None or len(staged) == self.depth:
-                    job, piece, slot = staged[0]
-                    moment = self._guard(self.apply, job, piece, slot)
-                    staged.popleft()
-                    if moment is not LATER:
-                        job.issue(moment or DONE)
-
-    def _next(self, block: bool) -> tuple[Job, Piece] | None:
-        """None: nothing waits, and if that was waited for, this is the end."""
+            while (given := self._next()) is not None:
+                staged = (*given, self._guard(self.stage, *given))
+                with self.news:
+                    self.staged.append(staged)
+                    self.news.notify_all()
         with self.news:
-            if block:
-                self.news.wait_for(lambda: self.waiting or self.ending)
-            index = 0 if self.in_turn and self.waiting else self._first(patient=block or self.ahead)
-            return None if index is None else self.waiting.pop(index)
+            self.ended = True
+            self.news.notify_all()
 
-    def _first(self, *, patient: bool) -> int | None:
-        """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming, and only
-        who is patient takes it."""
+    def _next(self) -> tuple[Job, Piece] | None:
+        """None: this is the end."""
+        with self.news:
+            self.news.wait_for(lambda: (self.waiting and len(self.staged) < self.depth) or (self.ending and not self.waiting))
+            if not self.waiting:
+                return None
+            return self.waiting.pop(0 if self.in_turn else self._first())
+
+    def _first(self) -> int:
+        """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming."""
         there = {id(job): job.ready.done() for job, _ in self.waiting}
         ready = [i for i, (job, _) in enumerate(self.waiting) if there[id(job)]]
-        if not ready:
-            return 0 if self.waiting and patient else None
-        return min(ready, key=lambda i: self.waiting[i][1].number)
+        return min(ready, key=lambda i: self.waiting[i][1].number) if ready else 0
+
+    def _apply_all(self) -> None:
+        with torch.no_grad():
+            while (first := self._oldest()) is not None:
+                moment = self._guard(self.apply, *first)
+                with self.news:  # its slot is free for the next to be staged from here on
+                    self.staged.popleft()
+                    self.news.notify_all()
+                if moment is not LATER:
+                    first[0].issue(moment or DONE)
+
+    def _oldest(self) -> tuple[Job, Piece, Any] | None:
+        with self.news:
+            self.news.wait_for(lambda: self.staged or self.ended)
+            return self.staged[0] if self.staged else None
 
     def _guard(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What goes wrong here is raised where the step waits; whoever waits must not wait for ever."""

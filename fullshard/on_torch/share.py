@@ -54,8 +54,10 @@ def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
 
 
 def update_threads() -> int:
-    """Cores for the updates of this rank: its share of the machine's, less two for the threads that queue work."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here() - 2)
+    """Cores for the updates of this rank: its share of the machine's, less those for the threads that queue work. The
+    host's memory is busy before all cores are."""
+    cores = len(os.sched_getaffinity(0)) // ranks_here()
+    return max(1, cores - max(2, cores // 4))
 
 
 def cores_seconds(rule: Rule) -> float:

@@ -92,14 +92,14 @@ class Tiered:
         ]
         self.bus = bus = Bus.of(self.device)
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self.resting.emit, bus)
-        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn, ahead=True)
+        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
         count = sum(p.lane == "cpu" for p in pieces)
         gradients = [Slot([], self._pinned(largest, self.dtype)) for _ in range(min(GRAD_SLOTS, count))]
         here = any(p.lane == "cpu" and p.away.unit.home.params == "device" for p in pieces)
         new = [make(dtype=master, device=self.device) for _ in range(min(NEW_SLOTS, count) if here else 0)]
         threads = update_threads()
         self.cores = cores = Cores(self.device, self.rule, self.resting, gradients, new, self.resting.emit, bus, threads=threads)
-        self.cpu = Lane("cores", cores.depth, cores.stage, cores.apply, in_turn=in_turn, ahead=False)
+        self.cpu = Lane("cores", cores.depth, cores.stage, cores.apply, in_turn=in_turn)
         cores.failed = partial(setattr, self.cpu, "error")
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:

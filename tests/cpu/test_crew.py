@@ -53,10 +53,18 @@ def test_the_first_error_is_told_and_the_crew_goes_on():
     crew.close()
 
 
-def test_a_thread_of_the_crew_uses_one_core():
-    crew, found = Crew("test", 2), []
+def test_a_crew_keeps_to_its_cores_whatever_others_say_later():
     before = torch.get_num_threads()
-    shared(crew, lambda: found.append(torch.get_num_threads()), [()] * 4)
-    assert set(found) == {1}
+    crew, later, found = Crew("test", 2), Crew("later", 1, cores=4), {1: [], 4: []}
     assert torch.get_num_threads() == before
-    crew.close()
+    for each, own in ((crew, found[1]), (later, found[4])):
+        # A sum is what makes a thread look at its setting for the first time.
+        shared(each, lambda own=own: own.append((float(torch.ones(1 << 16).sum()), torch.get_num_threads())), [()] * 4)
+        each.close()
+    assert {n for _, n in found[1]} == {1}
+    assert {n for _, n in found[4]} == {4}
+    fresh = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [before]
