@@ -6,6 +6,7 @@ The engine works by these numbers and the planner counts by them. Standard libra
 import itertools
 from typing import Literal
 
+from fullshard.direct import aligned_size
 from fullshard.errors import FullshardError
 
 Lane = Literal["cpu", "gpu"]
@@ -16,6 +17,8 @@ STAGING = 4  # device slots that state is streamed through, unless a plan says o
 GRAD_SLOTS = 6  # pinned slots for the gradients of the CPU's pieces
 NEW_SLOTS = 2  # device slots that their new master comes to
 DISK_SLOTS = 4  # pinned slots that state passes on its way between disk and device
+READ_SLOTS = 2  # pinned slots for a unit's shard on its way from disk: one goes up while the next is read
+WRITE_SLOTS = 4  # pinned slots for a piece's new parameters on their way to disk
 
 
 def cut(elements: int) -> list[tuple[int, int]]:
@@ -34,3 +37,9 @@ def deal(count: int, cpu_share: float) -> list[Lane]:
         raise FullshardError(f"cpu_share must be from 0 to 1, not {cpu_share!r}")
     dealt = [int(i * cpu_share + 0.5) for i in range(count + 1)]
     return ["cpu" if after > before else "gpu" for before, after in itertools.pairwise(dealt)]
+
+
+def filed(elements: int, moving: int, itemsize: int) -> int:
+    """Bytes of a unit's shard in a file: its pieces, then what is frozen, each on pages of its own."""
+    sizes = [stop - start for start, stop in cut(moving)]
+    return sum(aligned_size(n * itemsize) for n in [*sizes, elements - moving])

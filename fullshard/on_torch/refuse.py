@@ -44,8 +44,11 @@ def _refuse_unknown_modules(unit: Unit, paths: list[str]) -> None:
 
 def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | None) -> None:
     for unit in plan.units:
-        if unit.home.params == "disk":
-            raise FullshardError(f"unit {unit.name}: home.params = 'disk' is not supported by this engine yet; write 'host'")
+        if unit.home.params == "disk" and unit.home.optimizer == "device":
+            raise FullshardError(
+                f"unit {unit.name}: home.params = 'disk' saves nothing while the optimizer's own copy of them is on the device;"
+                " write home.optimizer = 'disk' or 'host'"
+            )
         if not is_away(unit):
             continue
         if optimizer is None:
@@ -53,15 +56,14 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
                 f"unit {unit.name}: its home is {unit.home}, where the optimizer keeps the master copy; pass an optimizer"
             )
         rule_of(optimizer)
-    on_disk = [u.name for u in plan.units if u.home.optimizer == "disk"]
+    on_disk = [(u.name, kind) for u in plan.units for kind in ("params", "optimizer") if getattr(u.home, kind) == "disk"]
     if on_disk and disk is None:
-        raise FullshardError(
-            f"unit {on_disk[0]}: home.optimizer = 'disk' needs a directory; pass disk=, or disk.path in a recipe"
-        )
+        name, kind = on_disk[0]
+        raise FullshardError(f"unit {name}: home.{kind} = 'disk' needs a directory; pass disk=, or disk.path in a recipe")
     if disk is not None and not on_disk:
         raise FullshardError("a directory for state on disk has no effect: no unit of the plan has a home on disk; leave it out")
     if disk is not None and not Path(disk).is_dir():
-        raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold the optimizer's state")
+        raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold what rests there")
 
 
 def _refuse_remat(unit: Unit, plan: Plan) -> None:

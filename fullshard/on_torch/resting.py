@@ -5,6 +5,7 @@ the device before FSDP gathers from them. Knows nothing of updates.
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.filed import Filed
 from fullshard.on_torch.homes import Away, Piece, away_units, gradient_dtype, local, shadow
 from fullshard.on_torch.private import GatherGroup, gather_group
 from fullshard.on_torch.ranks import ranks_here
@@ -20,7 +22,7 @@ from fullshard.on_torch.share import measured_share
 from fullshard.on_torch.spooled import Spooled
 from fullshard.on_torch.streams import DONE, Moment, Stream
 from fullshard.optimizer import Optimizer
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, deal
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, READ_SLOTS, WRITE_SLOTS, deal, filed
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, refuse_more_than, room
 
@@ -57,6 +59,11 @@ class Resting:
             assert disk is not None
             self.spooled = Spooled(spooled, rule, self.master, disk, self.arena, self.largest)
         self.shards = {id(a): self._take(sum(a.padded), self.compute) for a in units if a.unit.home.params == "host"}
+        on_disk = [a for a in units if a.unit.home.params == "disk"]
+        self.filed: Filed | None = None
+        if on_disk:
+            assert disk is not None
+            self.filed = Filed(on_disk, self.compute, disk, self.arena, self.largest)
         self.changed: dict[int, Moment] = {}  # by piece: when its memory holds the last update
         self.views: dict[int, list[Tensor]] = {}  # by piece: its master and moments
         self.targets: dict[int, list[Tensor]] = {}  # by piece: where its segments' new parameters go
@@ -80,6 +87,8 @@ class Resting:
         sizes += [self.largest * gradient_dtype(self.plan).itemsize] * cores
         if any(a.unit.home.optimizer == "disk" for a in self.units):
             sizes += [self.largest * master] * DISK_SLOTS * (1 + self.rule.slots)
+        if on_disk := [filed(a.elements, a.moving, compute) for a in self.units if a.unit.home.params == "disk"]:
+            sizes += [max(on_disk)] * READ_SLOTS + [self.largest * compute] * WRITE_SLOTS
         return sizes
 
     def _take(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -101,6 +110,8 @@ class Resting:
         return self.views[piece.number], self.changed.get(piece.number, DONE)
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
+        if changed is None and piece.away.unit.home.params == "disk":
+            self._filed.skip(piece)
         if piece.away.unit.home.optimizer == "disk":
             self._spooled.close(piece, changed)
         elif changed is not None:
@@ -111,23 +122,47 @@ class Resting:
         if self.spooled is not None:
             self.spooled.expect([p for p in pieces if p.away.unit.home.optimizer == "disk"])
 
+    def renew(self, units: list[Away]) -> None:
+        """These have their gradients, and are updated now: each piece is closed once."""
+        if self.filed is not None:
+            self.filed.renew([a for a in units if a.unit.home.params == "disk"])
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """`look` raises if those who update are in trouble: whoever waits for them asks now and then."""
+        if self.filed is not None:
+            self.filed.look = look
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.filed is not None:
+            self.filed.begin()
+
+    def end(self) -> None:
+        """A step has gathered for the last time."""
+        if self.filed is not None:
+            self.filed.rewind()
+
     def settle(self) -> None:
         """Wait until every change is at rest."""
         for moment in self.changed.values():
             moment.wait()
         if self.spooled is not None:
             self.spooled.settle()
+        if self.filed is not None:
+            self.filed.settle()
 
     # -- parameters ----------------------------------------------------------------------------------------
 
     def emit(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment:
         """New parameters, to where the unit's shards rest."""
-        if piece.number not in self.targets:
-            self.targets[piece.number] = self._targets(piece)
         if piece.away.unit.home.params != "device" and values.is_cuda:  # narrow on the device: half the bytes over the bus
             assert out is not None
             values = out[: piece.elements].copy_(values)
             self.emitted_bytes += values.nbytes
+        if piece.away.unit.home.params == "disk":
+            return self._filed.emit(piece, values, stream)
+        if piece.number not in self.targets:
+            self.targets[piece.number] = self._targets(piece)
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
         torch._foreach_copy_(self.targets[piece.number], sources, non_blocking=True)
         return stream.moment()
@@ -141,17 +176,26 @@ class Resting:
 
     def fetch(self, away: Away, after: list[Moment]) -> Moment:
         """Bring a unit's shards to the device, for one gather."""
-        starts = {id(p): at for p, at in zip(away.params, _starts(away), strict=True)}
-        source = self.shards[id(away)]
+        shelf = self._filed.fetch(away) if away.unit.home.params == "disk" else None
         with self.up, torch.no_grad():
             self.up.after(self.consumed, *after)
+            there = {}
             for p, memory in self.groups[away.unit.name].buffers():
-                at = starts[id(p)]
                 memory.untyped_storage().resize_(memory.numel() * memory.element_size())
-                memory.copy_(source[at : at + memory.numel()], non_blocking=True)
-                self.fetched_bytes += memory.nbytes
-            self.fetched[id(away)] = self.up.moment()
-        return self.fetched[id(away)]
+                there[id(p)] = memory
+            sources = self._on_host(away) if shelf is None else self._filed.parts(away, shelf)
+            targets = [there[id(away.params[i])][at : at + part.numel()] for i, at, part in sources]
+            torch._foreach_copy_(targets, [part for _, _, part in sources], non_blocking=True)
+            self.fetched_bytes += sum(t.nbytes for t in targets)
+            self.fetched[id(away)] = moment = self.up.moment()
+        if shelf is not None:
+            self._filed.put_back(shelf, moment)
+        return moment
+
+    def _on_host(self, away: Away) -> list[tuple[int, int, Tensor]]:
+        """(parameter, where in the memory that it is gathered from, values) of a unit's shards."""
+        spans = zip(_starts(away), away.padded, strict=True)
+        return [(i, 0, self.shards[id(away)][at : at + size]) for i, (at, size) in enumerate(spans)]
 
     def arrived(self, away: Away) -> None:
         """The current stream goes on when the unit's shards are on the device."""
@@ -183,6 +227,11 @@ class Resting:
                 self._spooled.give_back(away, changed=changed)
 
     @property
+    def _filed(self) -> Filed:
+        assert self.filed is not None
+        return self.filed
+
+    @property
     def _spooled(self) -> Spooled:
         assert self.spooled is not None
         return self.spooled
@@ -208,6 +257,8 @@ class Resting:
     def publish(self, away: Away) -> None:
         """New shards from the master, after it was written to."""
         flat = self.memory(away)[0]
+        if away.unit.home.params == "disk":
+            return self._filed.publish(away, flat)
         for i, p in enumerate(away.params):
             values = away.view(flat, i)
             if away.unit.home.params == "device":
@@ -239,6 +290,8 @@ class Resting:
     def close_all(self) -> None:
         if self.spooled is not None:
             self.spooled.close_file()
+        if self.filed is not None:
+            self.filed.close_file()
         self.arena.close()
 
 

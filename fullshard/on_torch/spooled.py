@@ -143,36 +143,37 @@ class Spooled:
         flats = self.flats.pop(id(away))
         if changed:
             for piece, i, at in self._places(away):
-                self._through(at, flats[i][piece.start : piece.stop], write=True)
-            self._through(self.frozen[id(away)], flats[0][away.moving :], write=True)
+                through(self.spool, at, flats[i][piece.start : piece.stop], write=True)
+            through(self.spool, self.frozen[id(away)], flats[0][away.moving :], write=True)
 
     def _read_unit(self, away: Away) -> list[Tensor]:
         sizes = [away.elements, *[away.moving] * self.rule.slots]
         flats = [torch.empty(n, dtype=self.dtype) for n in sizes]
         for piece, i, at in self._places(away):
-            self._through(at, flats[i][piece.start : piece.stop], write=False)
-        self._through(self.frozen[id(away)], flats[0][away.moving :], write=False)
+            through(self.spool, at, flats[i][piece.start : piece.stop], write=False)
+        through(self.spool, self.frozen[id(away)], flats[0][away.moving :], write=False)
         return flats
 
     def _places(self, away: Away) -> list[tuple[Piece, int, int]]:
         """(piece, which of master and moments, where it begins in the file)."""
         return [(p, i, at) for p in away.pieces for i, at in enumerate(self.offsets[p.number])]
 
-    def _through(self, at: int, values: Tensor, *, write: bool) -> None:
-        """Between the file and memory that need not be aligned."""
-        window = torch.frombuffer(aligned(min(SCRATCH, max(1, values.nbytes))), dtype=torch.uint8)
-        step = len(window)
-        raw = values.view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
-        for start in range(0, len(raw), step):
-            part = raw[start : start + step]
-            memory = window[: aligned_size(len(part))]
-            if write:
-                memory[: len(part)] = part
-                self.spool.write(at + start, bytes_of(memory)).result()
-            else:
-                self.spool.read(at + start, bytes_of(memory)).result()
-                part.copy_(memory[: len(part)])
-
     def close_file(self) -> None:
         self.behind.shutdown()
         self.spool.close()
+
+
+def through(spool: Spool, at: int, values: Tensor, *, write: bool) -> None:
+    """Between a file and memory that need not be aligned."""
+    window = torch.frombuffer(aligned(min(SCRATCH, max(1, values.nbytes))), dtype=torch.uint8)
+    step = len(window)
+    raw = values.view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+    for start in range(0, len(raw), step):
+        part = raw[start : start + step]
+        memory = window[: aligned_size(len(part))]
+        if write:
+            memory[: len(part)] = part
+            spool.write(at + start, bytes_of(memory)).result()
+        else:
+            spool.read(at + start, bytes_of(memory)).result()
+            part.copy_(memory[: len(part)])

@@ -67,6 +67,7 @@ class Tiered:
         self._lanes()
         self._hook()
         keep_reductions_off_the_bus()
+        resting.watch(_weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
         self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.cores.crew, self.cores.post)
 
@@ -120,6 +121,7 @@ class Tiered:
         self._doubt()
         self.go.drop()  # of a step that was given up in the middle, else long said
         self.coming = {}
+        self.resting.begin()
         self.eager, self.draining, self.go = eager, draining, Go()
         self.norms, self.received = {}, {}
         groups = self.optimizer.param_groups if self.optimizer else []
@@ -181,6 +183,7 @@ class Tiered:
             self._keep(job)
             self.jobs[id(away)] = job
             self.resting.expect(away.pieces)
+            self.resting.renew([away])
             self._give(job, "cpu")
             self._give(job, "gpu")
         elif self.draining:
@@ -242,10 +245,13 @@ class Tiered:
         if self.eager:
             self.doubtful = Go()
             self.doubtful.say([], skip, self.device)
+            self.resting.end()
             return
         self.jobs, self.coming = self.coming, {}
         for job in self.jobs.values():
             self._keep(job)
+        self.resting.renew(self.units)
+        self.resting.end()
         self.go.say(factors, skip, self.device)
         for job in self.jobs.values():
             self._give(job, "cpu")
@@ -339,9 +345,9 @@ class Tiered:
 
     def moved(self) -> dict[str, int]:
         """Bytes over the bus each way, and from and to the disk, since the start."""
-        bus, spooled = self.bus, self.resting.spooled
+        bus, files = self.bus, [f for f in (self.resting.spooled, self.resting.filed) if f]
         found = {"up": bus.moved_up + self.resting.fetched_bytes, "down": bus.moved_down + self.resting.emitted_bytes}
-        return found | {"read": spooled.read_bytes if spooled else 0, "written": spooled.written_bytes if spooled else 0}
+        return found | {"read": sum(f.read_bytes for f in files), "written": sum(f.written_bytes for f in files)}
 
     def holds(self, p: nn.Parameter) -> bool:
         return id(p) in self.held

@@ -179,7 +179,7 @@ LANES = {
     "pcie_up": "the optimizer's state over PCIe",
     "pcie_down": "the optimizer's state over PCIe",
     "cpu": "the optimizer's update by the host's cores",
-    "disk": "the optimizer's state from and to disk",
+    "disk": "what rests on disk, from there and back",
 }
 
 

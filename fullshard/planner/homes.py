@@ -7,12 +7,11 @@ gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py)
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, Lane, cut, deal
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, filed
 from fullshard.plan import Place, Plan
 from fullshard.planner.groups import Group, item
 
 SHARE = 0.5  # of the pieces that the CPU updates, where nobody knows the cluster
-FILE_SLOTS = 2  # pinned slots for parameters on their way from disk: one unit at work, one ahead
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Away:
         """Pinned bytes by term. `activations`: those that are there at once."""
         terms = {
             "optimizer": self._states("host"),
-            "params": self._params("host"),
+            "params": self.compute * sum(sum(g.shards) for g in self.groups.values() if g.home.params == "host"),
             "gradients": self.gradient * sum(p.elements for p in self.pieces if p.lane == "cpu") if self.late else 0,
             "activations": activations,
             "staging": self._host_staging(),
@@ -105,18 +104,21 @@ class Away:
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def disk(self) -> dict[str, int]:
-        terms = {"optimizer": self._states("disk"), "params": self._params("disk")}
+        terms = {"optimizer": self._states("disk"), "params": sum(self._filed())}
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def _states(self, place: Place) -> int:
         return sum(self.resting(g) for g in self.groups.values() if g.home.optimizer == place)
 
-    def _params(self, place: Place) -> int:
-        return self.compute * sum(sum(g.shards) for g in self.groups.values() if g.home.params == place)
+    def _filed(self) -> list[int]:
+        """Of each unit whose shard rests on disk, its bytes there."""
+        on_disk = [g for g in self.groups.values() if g.home.params == "disk"]
+        return [filed(sum(g.shards), g.moving, self.compute) for g in on_disk]
 
     def _host_staging(self) -> int:
         """Gradients down for the CPU's pieces; state and shards between disk and device."""
         cores = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in self.pieces)) * self.gradient
         files = DISK_SLOTS * self.state if self._on_disk() else 0
-        shards = [sum(g.shards) for g in self.groups.values() if g.home.params == "disk"]
-        return (cores + files) * self.largest + FILE_SLOTS * self.compute * max(shards, default=0)
+        shards = self._filed()
+        new = WRITE_SLOTS * self.compute if shards else 0
+        return (cores + files + new) * self.largest + READ_SLOTS * max(shards, default=0)

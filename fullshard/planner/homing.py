@@ -1,7 +1,7 @@
 """Homes for a plan that does not fit on its devices: as little as possible leaves, the cheapest to miss first.
 
 Optimizer state goes to the host unit by unit, the last units first, since forward needs them last; then parameters,
-then the blocks' activations. State that the host has no room for goes on to disk.
+then the blocks' activations. State that the host has no room for goes on to disk, and parameters after it.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ class Ladder:
 
     @classmethod
     def of(cls, plan: Plan, description: Description, fixed: dict[str, Any]) -> "Ladder":
-        """`fixed`: homes that stay as they are."""
+        """`fixed`: homes that stay as they are. Parameters do not go to disk before their state leaves the device."""
         stairs = [replace(home, **fixed) for home in STAIRS]
+        stairs = [home for home in stairs if (home.params, home.optimizer) != ("disk", "device")]
         return cls(plan, description, tuple(dict.fromkeys(stairs)))
 
     @property
@@ -144,21 +145,30 @@ def _lacking(ladder: Ladder, thin: Thin, height: float, found: Estimate) -> floa
 
 
 def onto_disk(plan: Plan, description: Description, found: Estimate) -> Plan:
-    """The plan with as many of the last units' state on disk as the host lacks room for."""
-    sizes = {u.name: u.numel for u in description.units}
-    away = [u for u in plan.units if u.home.optimizer == "host"]
-    share = found.host.terms.get("optimizer", 0) / max(sum(sizes[u.name] for u in away), 1)  # bytes a parameter
+    """The plan with as many of the last units' state on disk as the host lacks room for; if all of it is not enough, their
+    parameters too."""
     lacking = found.host.allocated_bytes - found.host_available
+    lacking += found.device.terms.get("staging", 0)  # the slots that state passes on its way to disk
+    for kind in ("optimizer", "params"):
+        if lacking > 0:
+            plan, lacking = _moved(plan, description, found, kind, lacking)
+    return plan
+
+
+def _moved(plan: Plan, description: Description, found: Estimate, kind: str, lacking: int) -> tuple[Plan, int]:
+    """The plan with the last units' `kind` on disk rather than on the host, and how many bytes are lacking still."""
+    sizes = {u.name: u.numel for u in description.units}
+    away = [u for u in plan.units if getattr(u.home, kind) == "host" and u.home.optimizer != "device"]
+    share = found.host.terms.get(kind, 0) / max(sum(sizes[u.name] for u in away), 1)  # bytes a parameter
     moved: set[str] = set()
     for unit in reversed(away):
         if lacking <= 0:
             break
-        if not moved:  # the slots that state passes on its way to disk
-            lacking += found.device.terms.get("staging", 0)
         moved.add(unit.name)
         lacking -= int(share * sizes[unit.name])
-    units = (replace(u, home=replace(u.home, optimizer="disk")) if u.name in moved else u for u in plan.units)
-    return replace(plan, units=tuple(units))
+    on_disk: dict[str, Any] = {kind: "disk"}
+    units = (replace(u, home=replace(u.home, **on_disk)) if u.name in moved else u for u in plan.units)
+    return replace(plan, units=tuple(units)), lacking
 
 
 # -- in words ------------------------------------------------------------------------------------------------

@@ -89,6 +89,10 @@ def _costs(plan: Plan, description: Description) -> Costs:
     for unit in plan.units:
         if unit.home.activations == "disk":
             raise FullshardError(f"unit {unit.name}: home.activations = 'disk' is not carried out; write 'host'")
+        if (unit.home.params, unit.home.optimizer) == ("disk", "device"):
+            raise FullshardError(
+                f"unit {unit.name}: home.params = 'disk' is not carried out with home.optimizer = 'device'; write 'disk'"
+            )
         if unit.remat != "none" and unit.name not in blocks:
             raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
     return description.costs

@@ -267,7 +267,7 @@ class _Lanes:
         if group.home.optimizer == "device":  # its shard alone is elsewhere
             self._update_resident([group], clip=False)
             nbytes = group.moving * self.compute
-            self.updated[group.name] = self.transfers.spill(nbytes, self.free["compute"], to_disk=group.home.params == "disk")
+            self.updated[group.name] = self.transfers.spill(nbytes, self.free["compute"])
         elif self.transfers.gpu:
             self.updated[group.name] = self.transfers.update(group.name, ready)
         else:
@@ -278,13 +278,14 @@ class _Lanes:
         return self.free["copies"] if group.copies > 1 else 0.0
 
     def _on_files(self, group: Group) -> float:
-        """When a CPU's update, whose state passed through memory, is done."""
-        if group.home.optimizer != "disk":
-            return self.free["compute"]
-        nbytes = group.moving * self.away.state
-        read = self.transfers.lay("disk", self.transfers.began, nbytes / self.transfers.read)
-        done = max(read, self.free["compute"])
-        self.transfers.lay("disk", done, nbytes / self.transfers.write)
+        """When a CPU's update, whose state passed through memory, is done and new shards are where they rest."""
+        done = self.free["compute"]
+        if group.home.optimizer == "disk":
+            nbytes = group.moving * self.away.state
+            done = max(done, self.transfers.lay("disk", self.transfers.began, nbytes / self.transfers.read))
+            self.transfers.lay("disk", done, nbytes / self.transfers.write)
+        if group.home.params == "disk":
+            done = self.transfers.lay("disk", done, group.moving * self.compute / self.transfers.write)
         return done
 
     def _fetch(self, op: Operation) -> None:
@@ -292,9 +293,11 @@ class _Lanes:
         if op.what == "activations":
             self.returned[op.unit] = self.transfers.fetch(op.nbytes, self.free["compute"])
             return
-        ready = max(self.unpacked, self.updated.get(op.unit, 0.0))
-        from_disk = self.groups[op.unit].home.params == "disk"
-        self.arrived[op.unit] = self.transfers.fetch(op.nbytes, ready, from_disk=from_disk)
+        updated = self.updated.get(op.unit, 0.0)
+        if self.groups[op.unit].home.params == "disk":
+            self.arrived[op.unit] = self.transfers.fetch_filed(op.nbytes, self.unpacked, updated)
+        else:
+            self.arrived[op.unit] = self.transfers.fetch(op.nbytes, max(self.unpacked, updated))
 
     def _spill(self, op: Operation) -> None:
         if op.what == "gradients":

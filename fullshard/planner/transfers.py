@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.cluster import Cluster
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS
 from fullshard.planner.homes import Away, Piece
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
@@ -111,6 +111,7 @@ class Transfers:
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
         self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(NEW_SLOTS)
+        self.shelves = Slots.of(READ_SLOTS)
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
         self.of_unit: dict[str, list[Piece]] = {}
@@ -122,15 +123,20 @@ class Transfers:
             self.busy[lane] = self.busy.get(lane, 0.0) + seconds
         return self.lanes[lane].take(ready, seconds)
 
-    def fetch(self, nbytes: int, ready: float, *, from_disk: bool = False) -> float:
+    def fetch(self, nbytes: int, ready: float) -> float:
         """When bytes are on the device."""
-        there = self.lay("disk", ready, nbytes / self.read) if from_disk else ready
-        return self.lay("pcie_up", there, nbytes / self.up)
+        return self.lay("pcie_up", ready, nbytes / self.up)
 
-    def spill(self, nbytes: int, ready: float, *, to_disk: bool = False) -> float:
-        """When bytes are on the host, or on disk."""
-        there = self.lay("pcie_down", ready, nbytes / self.down)
-        return self.lay("disk", there, nbytes / self.write) if to_disk else there
+    def fetch_filed(self, nbytes: int, ready: float, written: float) -> float:
+        """The same of a shard on disk, which is read ahead as soon as it is `written` and a shelf is free."""
+        read = self.lay("disk", max(self.shelves.take(), written), nbytes / self.read)
+        up = self.fetch(nbytes, max(ready, read))
+        self.shelves.give(up)
+        return up
+
+    def spill(self, nbytes: int, ready: float) -> float:
+        """When bytes are on the host."""
+        return self.lay("pcie_down", ready, nbytes / self.down)
 
     def drain(self, unit: str, ready: float) -> float:
         """The gradients that the cores will want; when they are on the host."""
@@ -139,8 +145,14 @@ class Transfers:
         return self.drained[unit]
 
     def update(self, unit: str, ready: float) -> float:
-        """When all of a unit's parameters are updated, their gradient being there at `ready`."""
-        return max((self._piece(p, ready) for p in self.of_unit.get(unit, [])), default=ready)
+        """When all of a unit's parameters are updated and where they rest, their gradient being there at `ready`."""
+        return max((self._new(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
+
+    def _new(self, piece: Piece, updated: float) -> float:
+        """When a piece's new parameters are where its shard rests."""
+        if self.away.groups[piece.unit].home.params != "disk":
+            return updated
+        return self.lay("disk", updated, piece.elements * self.away.compute / self.write)
 
     def _piece(self, piece: Piece, ready: float) -> float:
         ahead = self.began if self.away.late else ready  # when its state may be sent for

@@ -11,6 +11,7 @@ import fcntl
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,7 @@ class Spool:
         # Apart, so that reading ahead does not queue up behind writing.
         self._readers, self._writers = (ThreadPoolExecutor(IN_FLIGHT, f"{name}-{kind}") for kind in ("read", "write"))
         self._open = True
+        self._let_go = weakref.finalize(self, os.close, self.file)  # a file that nobody closed goes with its last user
 
     def read(self, offset: int, into: memoryview) -> Future[None]:
         """Fill `into` from `offset` on. The future raises a FullshardError if not all of it came, as it was written."""
@@ -104,7 +106,7 @@ class Spool:
             self._open = False
             self._readers.shutdown()
             self._writers.shutdown()
-            os.close(self.file)
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self

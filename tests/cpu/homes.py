@@ -63,7 +63,7 @@ def make(case: Case, disk: str) -> on_torch.State:
         home = case.homes[i % len(case.homes)]
         block = unit.name.startswith(("model.layers", "transformer.h", "blocks"))
         plan = plan.change(unit.name, home=home if block else replace(home, activations="device"))
-    on_disk = any(u.home.optimizer == "disk" for u in plan.units)
+    on_disk = any("disk" in (u.home.params, u.home.optimizer) for u in plan.units)
     away = any(u.home != replace(Home(), activations=u.home.activations) for u in plan.units)
     share = case.share if away else None
     return on_torch.shard(model, plan, case.optimizer, disk=disk if on_disk else None, cpu_share=share)
@@ -131,7 +131,9 @@ def moved(case: Case) -> dict[str, Any]:
             lanes[piece.lane] += piece.elements
         shards = sum(sum(a.padded) for a in state.tiers.units)
         own = sum(local(p).numel() for p in state.model.parameters())
-        return {"moved": {k: after[k] - before[k] for k in after}, "lanes": lanes, "shards": shards, "own": own}
+        units = {a.unit.name: a.elements for a in state.tiers.units}
+        found = {k: after[k] - before[k] for k in after}
+        return {"moved": found, "lanes": lanes, "shards": shards, "own": own, "units": units, "plan": state.plan}
 
 
 def skip(case: Case) -> dict[str, Any]:
@@ -188,14 +190,15 @@ def refusals(cases: list[Case], disks: list[str | None]) -> list[str]:
     return said
 
 
-def broken() -> str:
+def broken(home: Home) -> str:
     """A disk that fills up in the middle of a run: what is said."""
     with tempfile.TemporaryDirectory() as disk:
-        state = make(Case((Home(optimizer="disk"),)), disk)
+        state = make(Case((home,)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         state.flush()
         full = os.open("/dev/full", os.O_RDWR)
-        os.dup2(full, state.tiers.resting.spooled.spool.file)
+        resting = state.tiers.resting
+        os.dup2(full, (resting.filed or resting.spooled).spool.file)
         os.close(full)
         try:
             for s in range(1, 4):
@@ -206,10 +209,41 @@ def broken() -> str:
     return ""
 
 
+def cut_short() -> str:
+    """A file that has lost its end: what is said."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(Case((Home("disk", "host"),)), disk)
+        on_torch.train_step(state, batches(state, 0), clip=1.0)
+        state.flush()
+        os.ftruncate(state.tiers.resting.filed.spool.file, 4096)
+        try:
+            for s in range(1, 3):
+                on_torch.train_step(state, batches(state, s), clip=1.0)
+        except fs.FullshardError as error:
+            return str(error)
+    return ""
+
+
+def between(case: Case) -> tuple[float, float, float]:
+    """Evaluations between steps, which gather in an order of their own: how far losses are from the device's, one, and state."""
+    with tempfile.TemporaryDirectory() as disk:
+        state, plain = make(case, disk), make(replace(case, homes=(Home(),)), disk)
+        losses = []
+        for s in range(3):
+            for one in (state, plain):
+                on_torch.train_step(one, batches(one, s), clip=case.clip)
+                losses.append(on_torch.evaluate(one, batches(one, 100 + s)))
+        return (
+            max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)),
+            losses[0],
+            apart(values(state), values(plain)),
+        )
+
+
 def leftovers() -> list[str]:
     """Names in the disk's directory while a run uses it: none."""
     with tempfile.TemporaryDirectory() as disk:
-        state = make(Case((Home(optimizer="disk"),)), disk)
+        state = make(Case((Home("disk", "disk"),)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         return [p.name for p in Path(disk).iterdir()]
 

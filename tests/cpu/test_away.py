@@ -9,7 +9,14 @@ from fullshard.planner.memory import predict
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, ROWS, TOKENS, VOCAB, build, description
 
-HOMES = [Home(optimizer="host"), Home("host", "host"), Home(params="host"), Home(optimizer="disk")]
+HOMES = [
+    Home(optimizer="host"),
+    Home("host", "host"),
+    Home(params="host"),
+    Home(optimizer="disk"),
+    Home("disk", "host"),
+    Home("disk", "disk"),
+]
 
 
 @pytest.mark.parametrize(("share", "clip"), [(0.0, 1.0), (0.5, 1.0), (0.5, None), (1.0, 1.0)])
@@ -19,7 +26,7 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
     plan = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS)).change("*", home=home)
     expected = predict(plan, found, reserved=False, clip=clip is not None, cpu_share=share)
     with live.ranks(4):
-        disk = tmp_path if home.optimizer == "disk" else None
+        disk = tmp_path if "disk" in (home.params, home.optimizer) else None
         state = on_torch.shard(
             build("plain"), plan, fs.AdamW(lr=1e-5), device="cpu", first_step_checks=False, cpu_share=share, disk=disk
         )
@@ -32,4 +39,6 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         slots += [[new] for new in tiers.cores.outs]
         tiers.close()
     assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
+    if tiers.resting.filed is not None:
+        assert expected.disk["params"] == tiers.resting.filed.spool.nbytes
     assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)

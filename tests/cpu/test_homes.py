@@ -1,16 +1,20 @@
 """State in other homes: the same training, no byte moved more than must be, and checkpoints that any home reads."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
 
 import fullshard as fs
+from fullshard import on_torch
 from fullshard.plan import Home
+from fullshard.planner.schedule import schedule
 from tests.cpu import homes
 from tests.cpu.homes import Case
 
 HOST, DISK = Home(optimizer="host"), Home(optimizer="disk")
 EVERY = [Home(p, o, a) for p, o, a in product(("device", "host"), ("device", "host", "disk"), ("device", "host"))][1:]
+FILED, BOTH = Home("disk", "host"), Home("disk", "disk")
 
 
 def close(ranks, cases: list[Case], world: int = 2) -> None:
@@ -30,6 +34,12 @@ def test_mixtures_of_homes_train_as_the_device_does(ranks):
     close(ranks, [Case(third, clip=None), Case((*third, Home("host", "host")), compute="bf16", accumulate=3, sync="last")])
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_parameters_on_disk_train_as_on_the_device(ranks, clip):
+    homes = [(FILED,), (BOTH,), (BOTH, Home(), FILED, Home("host", "disk", "host"))]
+    close(ranks, [Case(home, clip=clip, compute="bf16") for home in homes])
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_all_streamed_and_all_on_the_cores(ranks, share):
     close(ranks, [Case((HOST,), share=share, clip=clip, compute="bf16", steps=8) for clip in (None, 1.0)])
@@ -45,6 +55,9 @@ CASES = [
     Case((HOST,), compute="bf16", reduce="bf16", steps=6),
     Case((HOST,), compute="bf16", reduce="bf16", master="bf16", steps=6),
     Case((Home("host", "host"),), remat="full", compute="bf16", clip=None, steps=6),
+    Case((BOTH, FILED), frozen="layers.0.", optimizer=fs.SGD(lr=0.1), share=1.0, steps=6),
+    *(Case((BOTH,), strategy=s, accumulate=3, sync="last", share=0.0, steps=6) for s in ("ddp", "zero2")),
+    Case((FILED, BOTH), remat="full", model="gpt-nano", arguments=(("prefetch", fs.Prefetch(3, 2)),), steps=6),
 ]
 
 
@@ -87,8 +100,25 @@ def test_state_on_disk_is_read_and_written_once_a_step(ranks):
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
+def test_a_shard_on_disk_is_read_once_a_gather_and_written_once_a_step(ranks, clip):
+    """Two bytes an element, in pieces of 1,024 elements on a page each; gathers as the planner's schedule has them."""
+    found = ranks(2).run(homes.moved, Case((FILED,), clip=clip, compute="bf16"))[0]
+    model = on_torch.describe(on_torch.load_model("llama-nano"), micro_batch=homes.ROWS, sequence=homes.LENGTH, compute="bf16")
+    gathered = Counter(op.unit for op in schedule(found["plan"], model) if op.kind == "gather")
+    pages = {name: 4096 * -(-elements // 1024) for name, elements in found["units"].items()}
+    assert found["moved"]["read"] == sum(gathered[name] * size for name, size in pages.items())
+    assert found["moved"]["written"] == sum(pages.values())
+
+
+def test_evaluations_between_steps_see_the_new_parameters(ranks):
+    for apart, loss, ends_apart in ranks(2).run(homes.between, Case((BOTH, FILED), compute="bf16")):
+        assert apart < 1e-6 < loss
+        assert ends_apart < 1e-6
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
 def test_a_loss_that_is_no_number_changes_nothing(ranks, clip):
-    for found in ranks(2).run(homes.skip, Case((HOST, DISK), clip=clip)):
+    for found in ranks(2).run(homes.skip, Case((HOST, DISK, FILED), clip=clip)):
         assert found["skipped"] == [False] * 4 + [True] * 2 + [False] * 2
         assert found["apart"] < 1e-6
 
@@ -100,8 +130,8 @@ def test_a_gradient_that_is_found_bad_too_late_is_said(ranks):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [((HOST, DISK), (Home(),)), ((Home(),), (DISK, Home("host", "host"))), ((DISK,), (HOST,))],
-    ids=["away to device", "device to away", "disk to host"],
+    [((HOST, DISK), (Home(),)), ((Home(),), (DISK, Home("host", "host"))), ((DISK,), (HOST,)), ((BOTH,), (FILED,))],
+    ids=["away to device", "device to away", "disk to host", "parameters on disk"],
 )
 def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other):
     assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "shelf"))) < 1e-6
@@ -110,6 +140,8 @@ def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other
 def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
     cases = [
         (Case((DISK,)), None, "needs a directory"),
+        (Case((FILED,)), None, "home.params = 'disk' needs a directory"),
+        (Case((Home(params="disk"),)), str(tmp_path), "saves nothing while the optimizer's own copy"),
         (Case((HOST,)), str(tmp_path), "has no effect"),
         (Case((DISK,)), str(tmp_path / "none"), "is no directory"),
         (Case((HOST,), optimizer=fs.TorchOptimizer("RAdam", 1e-3)), None, "use AdamW, Adam or SGD"),
@@ -119,10 +151,15 @@ def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
         assert expected in found, case
 
 
-def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(ranks):
-    said = ranks(1).run(homes.broken)[0]
+@pytest.mark.parametrize("home", [DISK, FILED], ids=str)
+def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(ranks, home):
+    said = ranks(1).run(homes.broken, home)[0]
     assert "cannot write" in said
     assert "No space left" in said
+
+
+def test_a_shard_that_cannot_be_read_ends_the_run_in_a_sentence(ranks):
+    assert "params was cut short" in ranks(1).run(homes.cut_short)[0]
 
 
 def test_nothing_of_a_run_is_seen_in_the_disks_directory(ranks):

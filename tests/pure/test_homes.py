@@ -95,9 +95,25 @@ def test_parameters_on_the_host_are_two_bytes_and_leave_the_device():
     apart = peak(plan(Home(params="host")))
     assert apart.terms["optimizer"] == rounded(*[12 * n for n in UNITS.values()])
     assert apart.host == {"params": 2 * MODEL.numel}
-    on_disk = peak(plan(Home("disk", "host")), cpu_share=0)
-    assert on_disk.disk == {"params": 2 * MODEL.numel}
-    assert on_disk.host["staging"] == 2 * 2 * max(UNITS.values())
+
+
+def test_parameters_on_disk_pass_two_units_and_four_pieces_of_the_host():
+    found = peak(plan(Home("disk", "host")), cpu_share=0)
+    odd = sum(UNITS.values()) * 2 % 4096
+    assert odd == 0  # units are whole pages; pieces of an odd number of half pages are rounded up
+    assert 2 * MODEL.numel <= found.disk.pop("params") <= 2 * MODEL.numel + 2048 * 2 * sum(-(-n // PIECE) for n in UNITS.values())
+    assert found.disk == {}
+    head = [LARGEST] * 2 + [LARGEST - 1024] * 6  # elements of the largest unit's pieces
+    assert sum(head) == max(UNITS.values())
+    rounded_head = sum(-(-2 * n // 4096) * 4096 for n in head)
+    assert found.host == {"optimizer": 12 * MODEL.numel, "staging": 2 * rounded_head + 4 * 2 * LARGEST}
+    device = peak(plan(Home("host", "host")), cpu_share=0)
+    assert found.allocated == device.allocated
+
+
+def test_parameters_on_disk_beside_their_state_on_the_device_are_refused():
+    with pytest.raises(fs.FullshardError, match=r"unit embed: home\.params = 'disk' is not carried out with"):
+        peak(plan(Home(params="disk")))
 
 
 def test_under_full_remat_the_activations_that_leave_are_the_inputs_of_blocks():

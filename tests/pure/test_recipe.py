@@ -45,6 +45,10 @@ def test_homes(tmp_path):
     assert (recipe.home.staging, recipe.disk.path) == (2, "/data")
     assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
     assert load(tmp_path, SMALL, "plan=auto", "disk.path=/data").disk.path == "/data"  # for what does not fit elsewhere
+    both = ("home.params=disk", "disk.path=/data")
+    assert load(tmp_path, SMALL, *both, "home.optimizer=host").home.params == "disk"
+    with pytest.raises(FullshardError, match=r"home\.params = 'disk' saves nothing while the optimizer's own copy of them"):
+        load(tmp_path, SMALL, *both)
     with pytest.raises(FullshardError, match=r"home\.optimizer has no effect beside plan\.file; change the plan file instead"):
         load(tmp_path, SMALL, "plan=a.json", "home.optimizer=host")
 
@@ -88,6 +92,7 @@ WRONG = {
     "data.shuffle=maybe": "data.shuffle = 'maybe': input should be a valid boolean",
     "home.optimizer=moon": "home.optimizer = 'moon': input should be 'device', 'host' or 'disk'",
     "home.optimizer=disk": "home.optimizer = 'disk' needs disk.path, a directory on the disk that is to hold it",
+    "home.params=disk": "home.params = 'disk' needs disk.path, a directory on the disk that is to hold it",
     "home.activations=disk": "home.activations = 'disk': input should be 'device' or 'host'",
     "home.optimiser=host": "did you mean 'optimizer'?",
     "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",

@@ -186,6 +186,13 @@ def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
         find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
 
 
+def test_parameters_on_disk_can_be_asked_for_and_take_their_state_off_the_device():
+    found = find_plan(presets.describe("llama3-8b"), small_host(200 << 30), sequence=4096, fix={"home.params": "disk"})
+    assert {u.home.params for u in found.plan.units} == {"disk"}
+    assert {u.home.optimizer for u in found.plan.units} == {"host"}
+    assert found.estimate.disk.terms["params"] == pytest.approx(2 * presets.describe("llama3-8b").numel, rel=1e-3)
+
+
 def test_the_host_bounds_what_may_be_there():
     description = presets.describe("llama3-8b")
     plan = fs.zero3(

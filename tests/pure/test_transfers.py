@@ -92,11 +92,22 @@ def test_parameters_on_the_host_come_up_twice_a_micro_batch(accumulate):
     assert found.busy["pcie_down"] == pytest.approx(2 * MODEL.numel / 5e9, rel=1e-6)
 
 
+def test_parameters_on_disk_are_read_as_often_as_they_come_up_and_written_once():
+    where = cluster(disk_read=2e9, disk_write=1e9, pcie_up=10e9)
+    found, on_host = (run(plan(Home(p, "host"), accumulate=2), where, cpu_share=1) for p in ("disk", "host"))
+    shards = on_host.busy["pcie_up"] * 10e9  # the cores narrow what they send nowhere
+    assert found.busy["disk"] == pytest.approx(shards / 2e9 + 2 * MODEL.numel / 1e9, rel=1e-9)
+    assert found.seconds == pytest.approx(found.busy["disk"], rel=0.05)
+    assert found.seconds >= found.busy["disk"]
+
+
 # -- steps --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("home", [HOST, Home("host", "host"), Home(optimizer="disk"), Home("host", "host", "host")], ids=str)
+@pytest.mark.parametrize(
+    "home", [HOST, Home("host", "host"), Home(optimizer="disk"), Home("disk", "disk"), Home("host", "host", "host")], ids=str
+)
 def test_what_costs_nothing_to_move_costs_nothing(home, clip):
     away, resident = (run(plan(h, accumulate=2), cluster(**FAST), clip=clip, cpu_share=0) for h in (home, Home()))
     assert away.seconds <= resident.seconds * 1.01
@@ -110,7 +121,7 @@ def test_a_slow_link_bounds_the_step(clip):
 
 
 def test_no_step_is_faster_than_its_floors():
-    for home in (HOST, Home("host", "host"), Home("host", "host", "host"), Home(optimizer="disk")):
+    for home in (HOST, Home("host", "host"), Home("host", "host", "host"), Home(optimizer="disk"), Home("disk", "disk")):
         for clip in (True, False):
             found = run(plan(home), measured(), clip=clip)
             assert found.seconds >= max(found.busy[lane] for lane in found.busy if lane != "host")
