@@ -152,7 +152,7 @@ def _family(
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
                 compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
-                home=Home(**wanted.homes),
+                home=_least_away(wanted.homes),
                 **({"staging": fix["staging"]} if "staging" in fix else {}),
             )
         except FullshardError:
@@ -160,6 +160,11 @@ def _family(
                 raise
             continue
         yield _label(name, own, plan), plan
+
+
+def _least_away(fixed: dict[str, Any]) -> Home:
+    """As much on the device as may be: where parameters rest on disk, their state has left it."""
+    return Home(**{"optimizer": "host" if fixed.get("params") == "disk" else "device", **fixed})
 
 
 def precision_of(wanted: Wanted) -> Precision:
