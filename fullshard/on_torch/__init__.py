@@ -11,10 +11,10 @@ from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.load import limits, load_model, takes_positions
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
-from fullshard.on_torch.measure import local_cluster, measure
+from fullshard.on_torch.measure import disk_rates_together, local_cluster, measure
 from fullshard.on_torch.named import weights_of
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
-from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, start
+from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.shard import shard
 from fullshard.on_torch.slurm import adopt_slurm
@@ -35,6 +35,7 @@ __all__ = [
     "chunked_loss",
     "data_rank",
     "describe",
+    "disk_rates_together",
     "evaluate",
     "finish",
     "first_decides",
@@ -51,6 +52,7 @@ __all__ = [
     "measure",
     "memory",
     "peak_flops",
+    "ranks_here",
     "record",
     "refuse",
     "refuse_optimizer",

@@ -21,10 +21,10 @@ from fullshard.errors import FullshardError
 from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.on_torch import small_change, timings
+from fullshard.on_torch.agree import give_group, take_group, together
 from fullshard.on_torch.ranks import start
-from fullshard.tiers.disk import Spool
 from fullshard.tiers.limits import limits
-from fullshard.tiers.verdict import disk_rates
+from fullshard.tiers.verdict import Rates, disk_rates, no_disk
 
 Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -152,10 +152,18 @@ def _pointwise(device: torch.device, budget: float) -> float:
 
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
-    rates = disk_rates(directory, nbytes)
-    with Spool(directory, "probe", 1) as probe:
-        notes = [] if probe.direct else ["the disk was timed through the page cache: its file system has no direct requests"]
-    return {"disk_read": rates.read, "disk_write": rates.write, "notes": notes}
+    rates, note = disk_rates(directory, nbytes), no_disk(directory)
+    return {"disk_read": rates.read, "disk_write": rates.write, "notes": [note] if note else []}
+
+
+def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> Rates:
+    """What the slowest rank reaches while all of them try. Collective."""
+    group = take_group()
+    try:
+        found = together(group, lambda: disk_rates(directory, nbytes, seconds))
+    finally:
+        give_group(group)
+    return Rates(min(r.read for r in found), min(r.write for r in found))
 
 
 def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:

@@ -107,6 +107,17 @@ class Away:
         terms = {"optimizer": self._states("disk"), "params": sum(self._filed())}
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
+    def disk_traffic(self) -> tuple[int, int]:
+        """Bytes of a step from disk and to it: state once each way, a shard once a gather and once an update."""
+        state = sum(self.state * g.moving for g in self.groups.values() if g.home.optimizer == "disk")
+        on_disk = [g for g in self.groups.values() if g.home.params == "disk"]
+        read = sum(self._gathers(g) * nbytes for g, nbytes in zip(on_disk, self._filed(), strict=True))
+        return state + read, state + sum(g.moving * self.compute for g in on_disk)
+
+    def _gathers(self, group: Group) -> int:
+        """Of a step: for forward, and for backward where nothing was kept."""
+        return 1 if group.keeps else self.plan.batch.accumulate * (2 if group.reshard is True else 1)
+
     def _states(self, place: Place) -> int:
         return sum(self.resting(g) for g in self.groups.values() if g.home.optimizer == place)
 

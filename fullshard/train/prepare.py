@@ -14,6 +14,7 @@ from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search import find_plan
+from fullshard.planner.timeline import timeline
 from fullshard.presets import PRESETS
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
@@ -32,6 +33,7 @@ class Prepared:
     valid: TokenFile | None
     tokenizer: Tokenizer | None  # to sample with
     estimate: Estimate | None  # what the planner expects, where it knows the model
+    rest_seconds: float | None = None  # of a step, if its disk cost nothing
 
 
 def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
@@ -47,24 +49,26 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
-    plan, expected = _plan(recipe, model, ranks)
+    plan, expected, known = _plan(recipe, model, ranks)
     on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     on_torch.refuse_optimizer(make_optimizer(recipe))
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
     data, valid = open_data(recipe, model)
     batches(recipe, plan, data, 0)  # enough tokens for one sample
-    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), expected)
+    rest = _without_disk(recipe, plan, known, ranks) if known and expected else None
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), expected, rest)
 
 
-def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None]:
-    """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace."""
+def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None, Description | None]:
+    """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
+    costs those are."""
     from fullshard import on_torch
 
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
-        return plan, _expected(recipe, plan, shipped, ranks)
+        return plan, _expected(recipe, plan, shipped, ranks), shipped
     compute: Any = recipe.plan.compute
     if shipped is None or not _traced(shipped, compute):
         shipped = on_torch.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
@@ -80,7 +84,7 @@ def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None
         clip=recipe.optim.clip is not None,
         disk=recipe.disk.path is not None,
     )
-    return found.plan, found.estimate
+    return found.plan, found.estimate, shipped
 
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
@@ -103,6 +107,18 @@ def _expected(recipe: Recipe, plan: Plan, description: Description | None, ranks
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
     )
+
+
+def _without_disk(recipe: Recipe, plan: Plan, description: Description, ranks: int) -> float | None:
+    """Seconds of a step if the host held what rests on disk; None where nothing does."""
+    homes = {"params", "optimizer"}
+    on_disk: dict[str, Any] = {u.name: {k: "host" for k in homes if getattr(u.home, k) == "disk"} for u in plan.units}
+    if not any(on_disk.values()):
+        return None
+    units = tuple(replace(u, home=replace(u.home, **on_disk[u.name])) for u in plan.units)
+    clip = recipe.optim.clip is not None
+    common: dict[str, Any] = {"loss": recipe.train.loss, "optimizer": make_optimizer(recipe), "clip": clip}
+    return timeline(replace(plan, units=units), description, cluster_of(recipe, ranks), **common).seconds
 
 
 def _traced(description: Description, compute: str) -> bool:

@@ -9,6 +9,7 @@ RUN/checkpoints/    see docs/checkpoints.md
 """
 
 import signal
+import sys
 import time
 from contextlib import ExitStack
 from itertools import islice
@@ -21,6 +22,7 @@ from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
 from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export, shelf_of
+from fullshard.train.disk import judge_disk
 from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer
 from fullshard.train.progress import Bar
@@ -58,6 +60,9 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
     disk = disk_of(recipe, prepared.plan)
+    for line in judge_disk(prepared, disk) if disk else ():
+        if first:
+            print(line, file=sys.stderr, flush=True)
     state = on_torch.shard(
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )

@@ -29,7 +29,7 @@ def here(tmp_path) -> Path:
     return tmp_path
 
 
-AWAY = ["home.optimizer=disk", "home.params=host", "disk.path=."]
+AWAY = ["home.optimizer=disk", "home.params=disk", "disk.path=."]
 WHOLE = [
     (6, 2, AWAY),
     (1, 2, []),

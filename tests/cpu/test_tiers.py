@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from fullshard.errors import FullshardError
 from fullshard.tiers.disk import PART, Spool
 from fullshard.tiers.host import Arena, bytes_of, room
 from fullshard.tiers.limits import own_groups
-from fullshard.tiers.verdict import disk_rates, verdict
+from fullshard.tiers.verdict import disk_rates, no_disk, verdict
 
 MiB, PAGE = 1 << 20, 4096
 SHM = Path("/dev/shm")
@@ -308,6 +309,20 @@ def test_rates_are_measured_and_leave_nothing(directory):
     assert list(directory.iterdir()) == []
 
 
+def test_a_trial_of_a_disk_ends_in_time_and_leaves_nothing(directory):
+    start = time.perf_counter()
+    rates = disk_rates(directory, 256 * MiB, seconds=0.02)
+    assert time.perf_counter() - start < 5.0
+    assert all(1e6 < r < 1e12 for r in rates)
+    assert list(directory.iterdir()) == []
+
+
+def test_memory_that_passes_for_a_disk_is_told():
+    if not SHM.is_dir():
+        pytest.skip("no tmpfs here")
+    assert "is tmpfs, which is host memory and no disk" in no_disk(SHM)
+
+
 def test_the_verdict_adds_up_reading_and_writing():
     gib, rates = 1 << 30, (4 * (1 << 30), 2 * (1 << 30))
     said = verdict((8 * gib, 8 * gib), rates, 10.0)  # 2 s and 4 s
@@ -316,5 +331,7 @@ def test_the_verdict_adds_up_reading_and_writing():
         " under the 10.00 s that the rest takes"
     )
     assert "3.0 times the 2.00 s that the rest takes: the disk sets the pace" in verdict((8 * gib, 8 * gib), rates, 2.0)
-    with pytest.raises(FullshardError, match=r"30\.0 times the 200\.00 ms that the rest takes: too slow; keep more in host"):
-        verdict((8 * gib, 8 * gib), rates, 0.2)
+    by_far = verdict((8 * gib, 8 * gib), rates, 0.2)
+    assert by_far.startswith("warning: the disk needs 6.00 s of each step")
+    assert "30.0 times the 200.00 ms that the rest takes: the run will do little but wait for it; keep more in host" in by_far
+    assert verdict((8 * gib, 8 * gib), rates, None).endswith("written at 2.15 GB/s)")

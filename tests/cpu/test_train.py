@@ -251,3 +251,17 @@ def test_optimizers_by_name(here, name, kind):
     made = make_optimizer(load_recipe(here / "recipe.toml", [f"optim.name={name}", "optim.decay_all=true"]))
     assert type(made) is kind
     assert made.decay_all is True
+
+
+def test_what_rests_on_disk_is_judged_before_the_run_and_changes_no_loss(here):
+    resident = train(here, "train.steps=3", "--run", "resident")
+    assert resident.returncode == 0, resident.stderr
+    homes = ("home.params=disk", "home.optimizer=disk", "disk.path=.")
+    found = train(here, "train.steps=3", *homes, "--run", "on-disk")
+    assert found.returncode == 0, found.stderr
+    said = [line for line in found.stderr.splitlines() if "the disk needs" in line]
+    assert len(said) == 1
+    assert "of each step (" in said[0]
+    assert "read at" in said[0]
+    losses = [[m["loss"] for m in metrics(here / run) if "loss" in m] for run in ("resident", "on-disk")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -1,0 +1,22 @@
+"""What the disk means for a run whose plan puts something on it: tried and said before the first step."""
+
+from fullshard.planner.groups import groups
+from fullshard.planner.homes import Away, slots_of
+from fullshard.tiers.verdict import no_disk, verdict
+from fullshard.train.prepare import Prepared, make_optimizer
+
+TRIAL = 1 << 30  # bytes a rank, at most
+SECONDS = 1.5
+
+
+def judge_disk(prepared: Prepared, directory: str) -> list[str]:
+    """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
+    from fullshard import on_torch
+
+    held = groups(prepared.plan, on_torch.describe(prepared.model, title=prepared.recipe.model.name))
+    away = Away(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
+    rates = on_torch.disk_rates_together(directory, min(TRIAL, sum(away.disk().values())), SECONDS)
+    here = on_torch.ranks_here()
+    read, written = (here * n for n in away.disk_traffic())
+    said = verdict((read, written), (here * rates.read, here * rates.write), prepared.rest_seconds)
+    return [line for line in (no_disk(directory), said) if line]
