@@ -19,7 +19,7 @@ from fullshard.errors import FullshardError, nearest
 from fullshard.pieces import STAGING
 from fullshard.text import spans, table
 
-VERSION = 2  # 1 had no staging
+VERSION = 3  # 1 had no staging, 2 no cpu_share
 
 Place = Literal["device", "host", "disk"]
 Layout = Literal["replicated", "optimizer", "sharded"]
@@ -176,6 +176,8 @@ class Plan:
     """How a model is sharded: complete, versioned, hashable, JSON both ways.
 
     `staging`: pieces of optimizer state that are on the device at a time while those that rest elsewhere are updated.
+    `cpu_share`: of the pieces that rest elsewhere, how many the host's cores update, from 0 to 1; the engine measures what is
+    best where it is None.
     """
 
     mesh: Mesh
@@ -185,6 +187,7 @@ class Plan:
     prefetch: Prefetch = field(default_factory=Prefetch)
     compile: bool = False
     staging: int = STAGING
+    cpu_share: float | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
@@ -195,6 +198,8 @@ class Plan:
         if not isinstance(self.compile, bool):
             raise PlanError(f"plan.compile must be true or false, not {self.compile!r}")
         _positive("plan.staging", self.staging)
+        if self.cpu_share is not None:
+            object.__setattr__(self, "cpu_share", _share("plan.cpu_share", self.cpu_share))
         _refuse_twice("unit", [u.name for u in self.units])
         _refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
@@ -208,6 +213,11 @@ class Plan:
         if self.staging != STAGING and not self.stages:
             raise PlanError(
                 f"staging = {self.staging} has no effect: the optimizer state of every unit rests on the device; "
+                f"leave it out, or give a unit home.optimizer = 'host'"
+            )
+        if self.cpu_share is not None and not self.stages:
+            raise PlanError(
+                f"cpu_share = {self.cpu_share:g} has no effect: the optimizer state of every unit rests on the device; "
                 f"leave it out, or give a unit home.optimizer = 'host'"
             )
 
@@ -248,17 +258,18 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """The plan that `to_dict` wrote, now or at version 1; anything unknown, missing or of another version is refused."""
+        """The plan that `to_dict` wrote, now or at an earlier version; anything unknown, missing or of a later one is refused."""
         if not isinstance(data, dict):
             raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
         data = dict(data)
         version = data.pop("version", None)
-        if type(version) is not int or version not in (1, VERSION):
-            raise PlanError(f"plan version {version!r} is not known here; this fullshard reads versions 1 and {VERSION}")
-        if version == 1:
-            if "staging" in data:
-                raise PlanError(f"plan version 1 has no staging; write version {VERSION}, or leave staging out")
-            data["staging"] = STAGING
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise PlanError(f"plan version {version!r} is not known here; this fullshard reads versions 1 to {VERSION}")
+        for name, since, value in (("staging", 2, STAGING), ("cpu_share", 3, None)):
+            if version < since:
+                if name in data:
+                    raise PlanError(f"plan version {version} has no {name}; write version {VERSION}, or leave {name} out")
+                data[name] = value
         fields = _known(cls, "plan", data)
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
             fields[name] = kind(**_known(kind, f"plan.{name}", fields[name]))
@@ -295,9 +306,12 @@ class Plan:
     def digest(self) -> str:
         """A name for this plan that is the same in every process and on every machine."""
         data = self.to_dict()
-        if self.staging == STAGING:  # named as before there was such a choice: checkpoints remember the name
-            del data["staging"]
-            data["version"] = 1
+        if self.cpu_share is None:  # named as before there was such a choice: checkpoints remember the name
+            del data["cpu_share"]
+            data["version"] = 2
+            if self.staging == STAGING:
+                del data["staging"]
+                data["version"] = 1
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -353,6 +367,7 @@ class Plan:
             f"prefetch   {self.prefetch}",
             f"compile    {'each block' if self.compile else 'no'}",
             *([f"staging    {self.staging} pieces of optimizer state on the device at a time"] if self.stages else []),
+            *([] if self.cpu_share is None else [f"cpu_share  {self.cpu_share:g} of the pieces are updated by the host's cores"]),
             f"digest     {self.digest[:12]}",
         ]
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -390,6 +405,12 @@ def _positive(name: str, value: object) -> None:
         raise PlanError(f"{name} must be a positive integer, not {value!r}")
 
 
+def _share(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be a number from 0 to 1, not {value!r}")
+    return float(value)
+
+
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise PlanError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
@@ -413,6 +434,12 @@ def _part_diffs(a: Plan, b: Plan) -> Iterator[str]:
         yield f"compile: {a.compile} → {b.compile}".lower()
     if a.staging != b.staging:
         yield f"staging: {a.staging} → {b.staging}"
+    if a.cpu_share != b.cpu_share:
+        yield f"cpu_share: {_measured(a.cpu_share)} → {_measured(b.cpu_share)}"
+
+
+def _measured(share: float | None) -> str:
+    return "measured" if share is None else f"{share:g}"
 
 
 def _unit_diffs(a: Unit, b: Unit) -> Iterator[str]:

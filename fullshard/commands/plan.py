@@ -1,5 +1,6 @@
 """Models, units and plans: what is sharded, and how."""
 
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -185,8 +186,15 @@ def _pin(text: str) -> tuple[str, object]:
     if not equals:
         raise FullshardError(f"--fix {text!r}: write KEY=VALUE, for example strategy=zero3")
     words: dict[str, object] = {"true": True, "false": False}
-    number = int(value) if value.lstrip("-").isdigit() else None
-    return key.strip().replace("-", "_"), words.get(value, value if number is None else number)
+    return key.strip().replace("-", "_"), words.get(value, _number(value))
+
+
+def _number(text: str) -> object:
+    """A number, if it is one: `2`, `0.5`."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _show_found(found: "Found", as_json: bool, saves: Saving | None) -> None:

@@ -15,7 +15,13 @@ from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
 
-def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
+def refuse(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | None = None,
+    disk: str | Path | None = None,
+    cpu_share: float | None = None,
+) -> None:
     """Raise a `FullshardError` unless `plan` can be carried out on `model`."""
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise FullshardError("this model is already sharded; build it again (on meta, which costs nothing) and shard that")
@@ -24,6 +30,7 @@ def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, dis
         _refuse_unknown_modules(unit, paths)
         _refuse_remat(unit, plan)
     _refuse_homes(plan, optimizer, disk)
+    _refuse_share(plan, cpu_share)
     _refuse_parameters(model, plan)
     refuse_activations(model, plan)
     refuse_tensor_axis(model, plan)
@@ -64,6 +71,17 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
         raise FullshardError("a directory for state on disk has no effect: no unit of the plan has a home on disk; leave it out")
     if disk is not None and not Path(disk).is_dir():
         raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold what rests there")
+
+
+def _refuse_share(plan: Plan, cpu_share: float | None) -> None:
+    if cpu_share is None:
+        return
+    if plan.cpu_share is not None:
+        raise FullshardError(
+            f"cpu_share = {cpu_share:g} is given beside the plan's own {plan.cpu_share:g}; leave one of them out"
+        )
+    if not any(is_away(u) for u in plan.units):
+        raise FullshardError("cpu_share has no effect: nothing of this plan rests away from the device; leave it out")
 
 
 def _refuse_remat(unit: Unit, plan: Plan) -> None:

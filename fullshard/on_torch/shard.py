@@ -46,10 +46,11 @@ def shard(
     Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory
     of safetensors files; parameters with values keep them. What the plan
     asks for and cannot be had is refused before any memory is allocated. `disk`: a directory for what the plan puts on
-    disk. `cpu_share`: of the updates of state that rests away, those that the CPU's cores do; measured if not given.
+    disk. `cpu_share`: of the updates of state that rests away, those that the CPU's cores do, where the plan does not
+    say; measured if neither does.
     """
     where = start(device)
-    refuse(model, plan, optimizer, disk)
+    refuse(model, plan, optimizer, disk, cpu_share)
     source = Weights(model, weights) if weights is not None else None
     meshes = make_meshes(plan, where.type)
     checks.check_values_agree(model)

@@ -20,7 +20,7 @@ REMATS = ("none", "selective", "full")  # from the fastest to the leanest
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
     "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
-    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int,
+    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float,
 }  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def want(
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
+    fix = {name: float(value) if FIXABLE.get(name) is float and type(value) is int else value for name, value in fix.items()}
     for name, value in fix.items():
         if name not in FIXABLE:
             raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(FIXABLE)}){nearest(name, list(FIXABLE))}")
@@ -153,7 +154,7 @@ def _family(
                 remat=remat,
                 compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
                 home=_least_away(wanted.homes),
-                **({"staging": fix["staging"]} if "staging" in fix else {}),
+                **{key: fix[key] for key in ("staging", "cpu_share") if key in fix},
             )
         except FullshardError:
             if fix:

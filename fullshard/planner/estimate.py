@@ -132,7 +132,9 @@ def host_available(cluster: Cluster, allocated: int) -> int:
 
 
 def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None) -> float:
-    """Of the pieces of updates, how many the host's cores do."""
+    """Of the pieces of updates, how many the host's cores do: as the plan says, or as they and the bus balance."""
+    if plan.cpu_share is not None:
+        return plan.cpu_share
     return balance(cluster, item(plan.away_gradients), slots_of(optimizer or AdamW()), item(plan.precision.master))
 
 

@@ -51,13 +51,13 @@ def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: boo
 
 
 class Away:
-    """The bytes of a plan's away units on one rank."""
+    """The bytes of a plan's away units on one rank. `cpu_share`: where the plan leaves it open."""
 
     def __init__(self, plan: Plan, groups: dict[str, Group], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.groups, self.slots, self.clip = plan, groups, slots, clip
         p = plan.precision
         self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.away_gradients)
-        self.pieces = pieces(groups, cpu_share)
+        self.pieces = pieces(groups, cpu_share if plan.cpu_share is None else plan.cpu_share)
         self.late = waits_for_norm(plan, clip)
         self.staying = staying(plan, groups, self.pieces, clip)
 

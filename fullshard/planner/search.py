@@ -227,7 +227,8 @@ def _thin(wanted: Wanted) -> Thin:
 
 
 def _later_sync(wanted: Wanted, plan: Plan) -> Plan | None:
-    if "sync" in wanted.fix or plan.batch.accumulate == 1 or plan.batch.sync == "last":
+    waits = all(u.layout == "optimizer" for u in plan.units)  # for the last anyway
+    if "sync" in wanted.fix or plan.batch.accumulate == 1 or plan.batch.sync == "last" or waits:
         return None
     return replace(plan, batch=replace(plan.batch, sync="last"))
 

@@ -166,17 +166,19 @@ class Planned(Section):
 
 class Homes(Section):
     """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
-    while those that rest elsewhere are updated."""
+    while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured."""
 
     params: Place = "device"
     optimizer: Place = "device"
     activations: Literal["device", "host"] = "device"
     staging: int = Field(STAGING, gt=0)
+    cpu_share: float | None = Field(None, ge=0, le=1)
 
     @model_validator(mode="after")
-    def _staging_is_of_state_elsewhere(self) -> Self:
-        if self.staging != STAGING and self.optimizer == "device":
-            raise ValueError("staging has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
+    def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
+        for key in sorted(changed(self) & {"staging", "cpu_share"}):
+            if self.optimizer == "device":
+                raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
         return self
 
 

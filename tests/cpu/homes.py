@@ -175,6 +175,21 @@ def carried(one: Case, other: Case, shelf: str) -> float:
         return apart(values(first), values(second))
 
 
+def dealt(share: float, argument: float | None = None) -> tuple[float, str]:
+    """Which part of the pieces the cores have under a plan that names it."""
+    pieces.PIECE = 1 << 10
+    model = on_torch.load_model("llama-nano")
+    plan = fs.zero3(
+        on_torch.describe(model), devices=1, batch=fs.Batch(ROWS, LENGTH), home=Home(optimizer="host"), cpu_share=share
+    )
+    try:
+        state = on_torch.shard(model, plan, ADAMW, cpu_share=argument)
+    except fs.FullshardError as error:
+        return 0.0, str(error)
+    lanes = [p.lane for a in state.tiers.units for p in a.pieces]
+    return round(lanes.count("cpu") / len(lanes), 2), ""
+
+
 def refusals(cases: list[Case], disks: list[str | None]) -> list[str]:
     said = []
     for case, disk in zip(cases, disks, strict=True):

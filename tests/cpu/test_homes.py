@@ -137,6 +137,13 @@ def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other
     assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "shelf"))) < 1e-6
 
 
+def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
+    part, _ = ranks(1).run(homes.dealt, 0.25)[0]
+    assert part == pytest.approx(0.25, abs=0.05)  # of nine pieces; half, if nobody says
+    _, said = ranks(1).run(homes.dealt, 0.25, 0.5)[0]
+    assert "beside the plan's own 0.25" in said
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
     cases = [
         (Case((DISK,)), None, "needs a directory"),

@@ -9,6 +9,7 @@ from fullshard import Home, presets
 from fullshard.pieces import PIECE
 from fullshard.planner.memory import Peak, predict
 from fullshard.planner.schedule import schedule
+from fullshard.planner.timeline import timeline
 
 NAME = "llama-1.5b"
 MODEL = presets.describe(NAME)
@@ -67,6 +68,16 @@ def test_every_slot_of_staging_is_a_piece_of_state(staging):
     out = dataclasses.replace(made, units=plan(Home("host", "host")).units)
     assert peak(out, cpu_share=0).terms["staging"] == staging * 18 * LARGEST  # and the parameters on their way to the host
     assert peak(made, cpu_share=1).terms["staging"] == 2 * 4 * LARGEST  # the new master of the CPU's pieces, to be narrowed
+
+
+def test_a_plan_that_names_the_cores_share_is_counted_and_timed_by_it():
+    where, home = fs.Cluster.named("1xh200"), Home(optimizer="host")
+    given = dataclasses.replace(plan(home), cpu_share=1)
+    assert peak(given).host == peak(plan(home), cpu_share=1).host
+    assert fs.estimate(given, MODEL, where, reserved=False).cpu_share == 1
+    open_ = plan(home)
+    assert timeline(given, MODEL, where).seconds == timeline(open_, MODEL, where, cpu_share=1).seconds
+    assert timeline(given, MODEL, where).seconds != timeline(open_, MODEL, where, cpu_share=0).seconds
 
 
 def test_gradients_that_the_cpu_updates_wait_for_the_norm_on_the_host():

@@ -153,6 +153,12 @@ REFUSED = [
         lambda: small(staging=8),
         "staging = 8 has no effect: the optimizer state of every unit rests on the device; leave it out, or give a unit",
     ),
+    (lambda: small(cpu_share=1.5), "plan.cpu_share must be a number from 0 to 1, not 1.5"),
+    (lambda: small(cpu_share=True), "plan.cpu_share must be a number from 0 to 1, not True"),
+    (
+        lambda: small(cpu_share=0.5),
+        "cpu_share = 0.5 has no effect: the optimizer state of every unit rests on the device; leave it out, or give a unit",
+    ),
     (lambda: small(units=()), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=[unit()]), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=("a",)), "plan.units must be a non-empty tuple of Unit"),
@@ -196,9 +202,10 @@ def edited(edit) -> dict:
 
 
 MISREAD = [
-    (lambda d: d.update(version=3), "plan version 3 is not known here; this fullshard reads versions 1 and 2"),
-    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads versions 1 and 2"),
-    (lambda d: d.update(version=1), "plan version 1 has no staging; write version 2, or leave staging out"),
+    (lambda d: d.update(version=4), "plan version 4 is not known here; this fullshard reads versions 1 to 3"),
+    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads versions 1 to 3"),
+    (lambda d: d.update(version=1), "plan version 1 has no staging; write version 3, or leave staging out"),
+    (lambda d: d.update(version=2), "plan version 2 has no cpu_share; write version 3, or leave cpu_share out"),
     (lambda d: d.pop("staging"), "plan lacks the key 'staging'"),
     (lambda d: d.update(precison={}), "plan has an unknown key 'precison'; did you mean 'precision'?"),
     (lambda d: d["mesh"].update(pipeline=2), "plan.mesh has an unknown key 'pipeline'"),
@@ -227,9 +234,28 @@ def test_misread(edit, sentence):
     assert str(caught.value).startswith(sentence)
 
 
+def test_a_share_of_the_cores_travels_with_the_plan_and_changes_its_name():
+    plain = small(units=(unit(home=Home(optimizer="host")),))
+    given = dataclasses.replace(plain, cpu_share=1)
+    assert Plan.from_json(given.to_json()) == given == dataclasses.replace(plain, cpu_share=1.0)
+    assert given.digest != plain.digest
+    assert plain.diff(given) == ["cpu_share: measured → 1"]
+    assert "cpu_share  1 of the pieces are updated by the host's cores" in str(given)
+
+
+def test_a_plan_of_version_2_loads_and_keeps_its_name():
+    plan = small(units=(unit(home=Home(optimizer="host")),), staging=2)
+    old = plan.to_dict() | {"version": 2}
+    del old["cpu_share"]
+    assert Plan.from_dict(old) == plan
+    canonical = json.dumps(old, sort_keys=True, separators=(",", ":"))
+    assert plan.digest == hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def test_a_plan_of_version_1_loads_and_keeps_its_name():
     plan = small().change("embed", home=Home(optimizer="host"))
     old = plan.to_dict() | {"version": 1}
+    del old["cpu_share"]
     del old["staging"]
     assert Plan.from_dict(old) == plan
     assert (

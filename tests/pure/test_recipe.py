@@ -96,6 +96,8 @@ WRONG = {
     "home.activations=disk": "home.activations = 'disk': input should be 'device' or 'host'",
     "home.optimiser=host": "did you mean 'optimizer'?",
     "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",
+    "home.cpu_share=0.5": "home: cpu_share has no effect with optimizer = 'device'; write optimizer = 'host'",
+    "home.cpu_share=2.0": "home.cpu_share = 2.0: input should be less than or equal to 1",
     "disk.path=/tmp": "disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out",
     "disk.pth=/tmp": "unknown key disk.pth (known: path); did you mean 'path'?",
     "optim": "'optim' is no override; write section.key=value",
