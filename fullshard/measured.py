@@ -84,6 +84,8 @@ class Measured:
     pcie_both: float | None = None
     dram: float | None = None
     adamw: float | None = None
+    pcie_beside: float | None = None
+    adamw_beside: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
     gemms: tuple[Gemm, ...] = ()

@@ -23,6 +23,9 @@ from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.on_torch import small_change, timings
 from fullshard.on_torch.agree import give_group, take_group, together
 from fullshard.on_torch.ranks import start
+from fullshard.on_torch.rule import rule_of
+from fullshard.on_torch.share import at_once
+from fullshard.optimizer import AdamW
 from fullshard.tiers.limits import limits
 from fullshard.tiers.verdict import Rates, disk_rates, no_disk
 
@@ -120,9 +123,18 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
         "CPU AdamW": lambda: {"adamw": timings.adamw(nbytes // 16, budget)},
         "disk": lambda: _disk(directory, nbytes // 2),
     }
+    if device.type == "cuda":
+        parts["PCIe beside CPU AdamW"] = lambda: _beside(device)
     if _world() > 1:
         parts["collectives"] = lambda: _collectives(device, quick)
     return parts
+
+
+def _beside(device: torch.device) -> dict[str, Any]:
+    """As the engine times them for its share: the cores' update and state both ways over the bus, on the host's memory."""
+    rule = rule_of(AdamW())
+    cores, bus = at_once(device, rule)
+    return {"pcie_beside": 2 * 4 * (1 + rule.slots) / bus, "adamw_beside": cores}
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
@@ -212,7 +224,7 @@ def _slowest(found: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(answers[0], tuple):
             values[name] = answers[0]
         elif None not in answers:
-            values[name] = max(answers) if name in ("launch", "adamw") else min(answers)
+            values[name] = max(answers) if name in ("launch", "adamw", "adamw_beside") else min(answers)
     return values
 
 

@@ -2,7 +2,8 @@
 onto them piece by piece.
 
 A piece is either streamed (state up, updated by the device, state down) or updated by the cores where it lies (gradient
-down, parameter up). Pieces follow each other through a few slots of staging, so that the slowest lane sets the pace.
+down, parameter up); while both happen, each is slower than alone. Pieces follow each other through a few slots of
+staging, so that the slowest lane sets the pace.
 """
 
 from bisect import bisect_left
@@ -16,9 +17,6 @@ from fullshard.planner.homes import Away, Piece
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
-# Of their rates alone, what the cores' update and PCIe reach while both read and write the host's memory (H200, 16 cores:
-# 0.24 and 0.28 ns a parameter at once, 0.20 and 0.24 alone).
-AT_ONCE = 0.85
 EIGHTHS = 8  # shares of the pieces are told in eighths
 
 
@@ -26,19 +24,21 @@ def balance(cluster: Cluster, gradient_bytes: int, slots: int, master_bytes: int
     """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
-    state, both, cores = 4 * (1 + slots), cluster.of("pcie_both"), core_seconds(cluster, slots)
+    state = 4 * (1 + slots)
 
     def longest(share: float) -> float:
         """Seconds a parameter."""
-        wire = ((1 - share) * 2 * state + share * (gradient_bytes + master_bytes)) / both
-        return max(wire, share * cores) / (AT_ONCE if 0 < share < 1 else 1.0)
+        both, cores = rates(cluster, slots, at_once=0 < share < 1)
+        return max(((1 - share) * 2 * state + share * (gradient_bytes + master_bytes)) / both, share * cores)
 
     return min((eighth / EIGHTHS for eighth in range(EIGHTHS + 1)), key=longest)
 
 
-def core_seconds(cluster: Cluster, slots: int) -> float:
-    """Seconds a parameter of an update by the cores: as long as AdamW's, by the bytes that it moves."""
-    return cluster.of("adamw") * (3 + 2 * slots) / 7
+def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
+    """Bytes a second over PCIe, the sum of both ways, and seconds a parameter of an update by the cores: as long as AdamW's,
+    by the bytes that it moves. `at_once`: while both are at work on the host's memory."""
+    both = cluster.of("pcie_beside" if at_once else "pcie_both")
+    return both, cluster.of("adamw_beside" if at_once else "adamw") * (3 + 2 * slots) / 7
 
 
 class Calendar:
@@ -101,13 +101,12 @@ class Transfers:
         self.lanes = {lane: Calendar() for lane in LANES}
         self.busy: dict[str, float] = {}  # seconds of each lane
         lanes = {p.lane for p in away.pieces if p.home != "device"}
-        shared = AT_ONCE if len(lanes) > 1 else 1.0
+        both, self.core = rates(cluster, away.slots, at_once=len(lanes) > 1)
         # A CPU is its own device: what would cross PCIe is copied.
         copy = cluster.of("dram") / 2
         self.up, self.down = (cluster.of("pcie_up"), cluster.of("pcie_down")) if self.gpu else (copy, copy)
-        self.both = shared * (cluster.of("pcie_both") / 2 if self.gpu else copy)  # each way, while both are in use
+        self.both = both / 2 if self.gpu else copy  # each way, while both are in use
         self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
-        self.core = core_seconds(cluster, away.slots) / shared
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
         self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(NEW_SLOTS)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import fullshard as fs
 from fullshard import Home, presets
-from fullshard.cluster import Cluster
+from fullshard.cluster import Cluster, Measured
+from fullshard.planner.groups import groups
+from fullshard.planner.homes import pieces
 from fullshard.planner.timeline import Timeline, timeline
 from fullshard.planner.transfers import Calendar, balance
 
@@ -160,6 +162,24 @@ def test_activations_move_beside_compute():
     found = run(plan(Home(activations="host"), remat="full"), measured())
     assert found.seconds < 1.03 * run(plan(), measured()).seconds
     assert found.busy["pcie_up"] == pytest.approx(found.busy["pcie_down"], rel=0.01)
+
+
+def test_lanes_that_work_at_once_have_the_rates_that_were_measured_at_once():
+    """An H200 and 16 cores: 47 GB/s each way over PCIe, 39 while the cores update at 0.22 ns a parameter."""
+    timed = Measured("here", "bf16", pcie_both=94e9, adamw=0.20e-9, pcie_beside=78e9, adamw_beside=0.22e-9)
+    where = dataclasses.replace(cluster(), measured=timed)
+    mixed, streamed = (run(plan(HOST), where, cpu_share=share, clip=False) for share in (0.5, 0.0))
+    by_cores = sum(p.elements for p in pieces(groups(plan(HOST), MODEL), 0.5) if p.lane == "cpu")
+    assert mixed.busy["cpu"] == pytest.approx(by_cores * 0.22e-9, rel=1e-9)
+    assert mixed.busy["pcie_up"] == pytest.approx((12 * (MODEL.numel - by_cores) + 4 * by_cores) / 39e9, rel=1e-9)
+    assert streamed.busy["pcie_up"] == pytest.approx(12 * MODEL.numel / 47e9, rel=1e-9)
+
+
+def test_rates_at_once_follow_from_those_alone_where_they_were_not_measured():
+    where = dataclasses.replace(cluster(), measured=Measured("here", "bf16", pcie_both=100e9, adamw=0.17e-9))
+    assert where.of("pcie_beside") == pytest.approx(85e9)
+    assert where.of("adamw_beside") == pytest.approx(0.2e-9)
+    assert where.source_of("pcie_beside") == "nominal"
 
 
 # -- balance ------------------------------------------------------------------------------------------------
