@@ -16,6 +16,7 @@ GRAIN = 1024  # elements: pieces begin at multiples of it
 STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise
 GRAD_SLOTS = 6  # pinned slots for the gradients of the CPU's pieces
 NEW_SLOTS = 2  # device slots that their new master comes to
+EIGHTHS = 8  # shares of the pieces are told in eighths, so that two runs on one machine seldom differ
 DISK_SLOTS = 4  # pinned slots that state passes on its way between disk and device
 READ_SLOTS = 2  # pinned slots for a unit's shard on its way from disk: one goes up while the next is read
 WRITE_SLOTS = 4  # pinned slots for a piece's new parameters on their way to disk
@@ -37,6 +38,16 @@ def deal(count: int, cpu_share: float) -> list[Lane]:
         raise FullshardError(f"cpu_share must be from 0 to 1, not {cpu_share!r}")
     dealt = [int(i * cpu_share + 0.5) for i in range(count + 1)]
     return ["cpu" if after > before else "gpu" for before, after in itertools.pairwise(dealt)]
+
+
+def balanced(streamed: float, by_cores: float, sent: float) -> float:
+    """The share of the pieces that the cores update so that they and the bus are done at about the same time, in eighths.
+
+    Seconds a parameter while both are at work: of state over the bus and back, of an update by the cores, and of the
+    gradient and the new parameter that such an update sends over the bus.
+    """
+    shares = [eighth / EIGHTHS for eighth in range(EIGHTHS + 1)]
+    return min(shares, key=lambda share: max((1 - share) * streamed + share * sent, share * by_cores))
 
 
 def filed(elements: int, moving: int, itemsize: int) -> int:

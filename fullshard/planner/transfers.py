@@ -12,26 +12,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.cluster import Cluster
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS
+from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS, balanced
 from fullshard.planner.homes import Away, Piece
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
-EIGHTHS = 8  # shares of the pieces are told in eighths
 
 
 def balance(cluster: Cluster, gradient_bytes: int, slots: int, master_bytes: int = 4) -> float:
     """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
-    state = 4 * (1 + slots)
-
-    def longest(share: float) -> float:
-        """Seconds a parameter."""
-        both, cores = rates(cluster, slots, at_once=0 < share < 1)
-        return max(((1 - share) * 2 * state + share * (gradient_bytes + master_bytes)) / both, share * cores)
-
-    return min((eighth / EIGHTHS for eighth in range(EIGHTHS + 1)), key=longest)
+    both, cores = rates(cluster, slots, at_once=True)
+    return balanced(2 * 4 * (1 + slots) / both, cores, (gradient_bytes + master_bytes) / both)
 
 
 def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
