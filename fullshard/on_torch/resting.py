@@ -312,7 +312,8 @@ def make_resting(
     assert optimizer is not None
     rule = rule_of(optimizer)
     share = plan.cpu_share if cpu_share is None else cpu_share
-    share = measured_share(device, rule) if share is None else share
+    sent = gradient_dtype(plan).itemsize + TORCH[plan.precision.master].itemsize
+    share = measured_share(device, rule, sent) if share is None else share
     path = Path(disk) if disk is not None else None
     return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
 

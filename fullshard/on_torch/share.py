@@ -12,25 +12,22 @@ import torch.distributed as dist
 from fullshard.on_torch.crew import CHUNK, Crew
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.rule import Rule, apply_rule
+from fullshard.pieces import balanced
 from fullshard.tiers.host import Arena
 
 ELEMENTS = 1 << 26  # of a trial: above the largest caches
-EIGHTHS = 8  # shares are rounded, so that two runs on one machine seldom differ
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
-def measured_share(device: torch.device, rule: Rule) -> float:
-    """From 0 (all streamed past the GPU) to 1. The same on all ranks. Without a GPU there is nothing to balance: half."""
+def measured_share(device: torch.device, rule: Rule, sent: int) -> float:
+    """From 0 (all streamed past the GPU) to 1; `sent`: bytes of a gradient and a new parameter that cross the bus for the
+    cores. The same on all ranks. Without a GPU there is nothing to balance: half."""
     if device.type != "cuda":
         return 0.5
-    share = torch.tensor(balanced(*at_once(device, rule), rule), dtype=torch.float64)
-    dist.all_reduce(share)
-    return round(float(share) / dist.get_world_size() * EIGHTHS) / EIGHTHS
-
-
-def balanced(cores: float, bus: float, rule: Rule) -> float:
-    """The share at which both end at once: what the cores have updated, the master, crosses the bus as well."""
-    return min(1.0, bus / (cores + bus * (1 - 1 / (1 + rule.slots))))
+    seconds = torch.tensor(at_once(device, rule), dtype=torch.float64)
+    dist.all_reduce(seconds)
+    cores, bus = (seconds / dist.get_world_size()).tolist()
+    return balanced(bus, cores, bus * sent / (2 * 4 * (1 + rule.slots)))
 
 
 def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
