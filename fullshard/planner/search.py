@@ -93,10 +93,11 @@ def find_plan(
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
-    if final is None:
-        housed = [c for family in families(wanted) for c in _housed(wanted, thin, family, room)]
-        final = _best_housed(wanted, thin, sorted(housed, key=lambda c: c.seconds), room)
-        fitting += housed
+    for all_cores in (False, True) if "cpu_share" not in wanted.fix else (False,):
+        if final is None:
+            housed = [c for family in families(wanted) for c in _housed(wanted, thin, family, room, all_cores)]
+            final = _best_housed(wanted, thin, sorted(housed, key=lambda c: c.seconds), room)
+            fitting += housed
     if final is None:
         raise FullshardError(_nothing_fits(wanted, [*failing, *fitting], room))
     best, exact = final
@@ -126,7 +127,7 @@ def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> C
     return replace(best, seconds=found.seconds, exposed=found.exposed)
 
 
-def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: int) -> Iterator[Candidate]:
+def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: int, all_cores: bool) -> Iterator[Candidate]:
     """What of a family fits when parts of it rest elsewhere. Strategies that keep parameters whole only make it harder,
     and on one device all are the same."""
     unit = family[0][1].units[0]
@@ -134,7 +135,7 @@ def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: in
     if alike and "strategy" not in wanted.fix:
         return
     for label, plan in family:
-        ladder = Ladder.of(plan, wanted.description, wanted.homes)
+        ladder = Ladder.of(plan, wanted.description, wanted.homes, all_cores=all_cores)
         if found := lowest(ladder, thin, room, wanted.disk):
             label = f"{label}, {home_words(ladder.at(found.height))}"
             yield Candidate(label, plan, found.needed, found.time.seconds, found.time.exposed, ladder, found.height)
@@ -298,7 +299,7 @@ def _freed(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
     if not wanted.homes:
         return None
     free = replace(wanted, fix={k: v for k, v in wanted.fix.items() if not k.startswith("home.")})
-    for candidate in _housed(free, _thin(free), [(leanest.label, leanest.plan)], room):
+    for candidate in _housed(free, _thin(free), [(leanest.label, leanest.plan)], room, all_cores=False):
         for plan, found in _whole(free, _thin(free), candidate, room):
             if found.fits:
                 return f"{home_words(plan)} ({bytes_text(found.host.allocated_bytes)} of the host)"

@@ -186,6 +186,21 @@ def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
         find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
 
 
+def test_where_gradients_do_not_fit_the_cores_do_all_updates():
+    """8B parameters have 32 GB of fp32 gradients: on a device of 24 GiB they cannot wait for their update."""
+    found = find_plan(presets.describe("llama3-8b"), Cluster.named("1xh200"), sequence=4096, global_batch=8, limit=24 << 30)
+    assert found.plan.cpu_share == found.estimate.cpu_share == 1.0
+    assert found.estimate.needed <= 24 << 30
+    with pytest.raises(FullshardError, match="nothing fits"):
+        find_plan(
+            presets.describe("llama3-8b"),
+            Cluster.named("1xh200"),
+            sequence=4096,
+            limit=24 << 30,
+            fix={"cpu_share": 0.5, "home.optimizer": "host"},
+        )
+
+
 def test_parameters_on_disk_can_be_asked_for_and_take_their_state_off_the_device():
     found = find_plan(presets.describe("llama3-8b"), small_host(200 << 30), sequence=4096, fix={"home.params": "disk"})
     assert {u.home.params for u in found.plan.units} == {"disk"}
