@@ -152,8 +152,8 @@ class Bench:
             for kind in ("nothing", *self.args.only):
                 one_round(self, kind, self.args.after)
         elif "fullshard" in self.args.only:
-            with torch.no_grad():
-                self.writer._stage()
+            with torch.no_grad(), self.state.values() as values:
+                self.writer.staging.start(values).finish()
         synchronize()
 
 
@@ -258,7 +258,7 @@ def rates(bench: Bench) -> dict[str, float]:
         dist.barrier()
         start = time.perf_counter()
         saving = bench.writer.save()
-        synchronize()
+        saving.staged()
         staged = time.perf_counter()
         saving.result()
         end = time.perf_counter()

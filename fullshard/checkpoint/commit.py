@@ -78,9 +78,9 @@ def begin(made: Draft) -> Iterator[None]:
         os.close(file)
 
 
-def commit(made: Draft, manifest: Manifest) -> None:
+def commit(made: Draft, manifest: bytes) -> None:
     """Everything but the manifest is written and durable; after this the checkpoint exists."""
-    made.staging.write(MANIFEST, manifest.to_bytes())
+    made.staging.write(MANIFEST, manifest)
     if not (isinstance(made.staging, Local) and isinstance(made.target, Local)):
         return
     direct.sync_directory(made.staging.path)

@@ -31,7 +31,9 @@ class ManifestError(FullshardError):
 
 def checksum(data: bytes | memoryview) -> str:
     """XXH3, 128 bits: faster than any disk. It finds accidents; it is no seal against a forger."""
-    return xxhash.xxh3_128_hexdigest(data)
+    digest = xxhash.xxh3_128()
+    digest.update(data)  # which every version does without the interpreter; digests in one call hold it in some
+    return digest.hexdigest()
 
 
 def chunk_name(name: str, whole: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> str:
@@ -98,13 +100,13 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.files.values())
 
-    def to_bytes(self) -> bytes:
-        """A line for each tensor and file, for people and for diff."""
+    def to_bytes(self, tensors: str | None = None) -> bytes:
+        """A line for each tensor and file, for people and for diff. `tensors`: their `tensors_text`, where it is known."""
         small = {"format": FORMAT, "version": VERSION, "step": self.step, "cursor": self.cursor, "created": self.created}
         parts = [f"{_json(k)}: {_json(v)}" for k, v in small.items()]
         parts += [f"{_json(k)}: {_json(getattr(self, k))}" for k in ("metrics", "state", "plan", "recipe")]
         parts += [_lines("files", {n: _file_dict(f) for n, f in self.files.items()})]
-        parts += [_lines("tensors", {n: _tensor_dict(t) for n, t in self.tensors.items()})]
+        parts += [tensors_text(self.tensors) if tensors is None else tensors]
         body = (",\n".join(parts) + "}\n").encode()
         return f'{{"checksum": "{checksum(body)}",\n'.encode() + body
 
@@ -135,6 +137,11 @@ def _json(value: Any) -> str:
 
 def _lines(key: str, table: Mapping[str, Any]) -> str:
     return f"{_json(key)}: {{\n" + ",\n".join(f" {_json(k)}: {_json(v)}" for k, v in table.items()) + "}"
+
+
+def tensors_text(tensors: Mapping[str, TensorRecord]) -> str:
+    """The manifest's longest part; it is the same at every save of a run."""
+    return _lines("tensors", {n: _tensor_dict(t) for n, t in tensors.items()})
 
 
 def _file_dict(f: FileRecord) -> dict[str, Any]:

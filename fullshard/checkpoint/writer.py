@@ -77,7 +77,7 @@ def write_checkpoint(shelf: Place, sources: Sequence[Source], *, step: int, limi
     made = commit.draft(shelf, step, commit.new_nonce())
     try:
         with commit.begin(made):
-            commit.commit(made, _fill(Path(str(made.staging)), sources, limit, step, about))
+            commit.commit(made, _fill(Path(str(made.staging)), sources, limit, step, about).to_bytes())
     except BaseException:
         commit.abandon(made)
         raise

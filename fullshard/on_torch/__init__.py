@@ -1,7 +1,7 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
 from fullshard.on_torch.agree import first_decides
-from fullshard.on_torch.checkpoint import Checkpointer, Saving, load_checkpoint
+from fullshard.on_torch.checkpoint import Checkpointer, Saving
 from fullshard.on_torch.chunked import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.collectives import record
 from fullshard.on_torch.describe import describe
@@ -16,6 +16,7 @@ from fullshard.on_torch.named import weights_of
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse
+from fullshard.on_torch.restore import load_checkpoint
 from fullshard.on_torch.shard import shard
 from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.on_torch.state import State, memory

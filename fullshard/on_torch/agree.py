@@ -3,10 +3,11 @@
 Over a gloo group of its own, so that a background thread may use it while training uses the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
@@ -65,6 +66,19 @@ def first_decides(make: Callable[[], Any]) -> None:
 def together(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
     """What every rank makes, on all ranks. If one fails, all raise its sentence."""
     return unwrap(gather(group, attempt(make)))
+
+
+def tally(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
+    """As `together`, for `count` whole numbers of 64 bits. While all is well it is one small collective, which costs a
+    tenth of objects; only when a rank has failed do sentences travel."""
+    worked, found = attempt(make)
+    mine = torch.tensor([int(worked), *(found if worked else [0] * count)])
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    told = [row.tolist() for row in rows]
+    if not all(row[0] for row in told):
+        unwrap(gather(group, (worked, None if worked else found)))
+    return [row[1:] for row in told]
 
 
 def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:

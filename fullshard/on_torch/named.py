@@ -21,9 +21,10 @@ from fullshard.plan import Plan
 
 def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """`values`: the parameters, where they are not the model's own (`State.values`)."""
-    persistent = model.state_dict(keep_vars=True).keys()
+    buffers = dict(model.named_buffers())
+    persistent = model.state_dict(keep_vars=True).keys() if buffers else ()
     parameters = dict(model.named_parameters()) if values is None else values
-    named = {**parameters, **{n: b for n, b in model.named_buffers() if n in persistent}}
+    named = {**parameters, **{n: b for n, b in buffers.items() if n in persistent}}
     return {f"model.{name}": tensor for name, tensor in named.items()}
 
 
@@ -56,8 +57,8 @@ def rng_tensors(state: State, rank: int) -> dict[str, Tensor]:
 
 def numbers_of(state: State) -> dict[str, Any]:
     """What of a state is small: JSON."""
-    other = {}
-    for name, p in _trained(state).items():
+    other, trained = {}, _trained(state)
+    for name, p in trained.items():
         plain = {k: v for k, v in slots(state, p).items() if not isinstance(v, Tensor)}
         if plain:
             other[name] = plain
@@ -65,7 +66,7 @@ def numbers_of(state: State) -> dict[str, Any]:
     return {
         "world": torch.distributed.get_world_size(),
         "optimizer": type(state.optimizer).__name__ if state.optimizer else None,
-        "without_slots": [n for n, p in _trained(state).items() if not slots(state, p)],
+        "without_slots": [n for n, p in trained.items() if not slots(state, p)],
         "slots": other,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
     }

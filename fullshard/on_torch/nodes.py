@@ -25,6 +25,11 @@ class Nodes:
     def count(self) -> int:
         return max(self.of_rank) + 1
 
+    @property
+    def of_files(self) -> list[int | None]:
+        """The disk that each rank's file lies on; None where all share one."""
+        return [None if self.count == 1 else node for node in self.of_rank]
+
 
 def find_nodes(shelf: Place, group: dist.ProcessGroup) -> Nodes:
     """Every rank leaves a file and looks whose files it sees. Collective."""

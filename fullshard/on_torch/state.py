@@ -85,9 +85,9 @@ class State:
 
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
         """For `fullshard.checkpoint.load`."""
-        from fullshard.on_torch import checkpoint
+        from fullshard.on_torch import restore
 
-        return checkpoint.load_checkpoint(where, self, **options)
+        return restore.load_checkpoint(where, self, **options)
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds at rest, by kind: counted from the tensors themselves."""

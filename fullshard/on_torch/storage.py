@@ -51,12 +51,11 @@ class About:
 
 
 @dataclass(frozen=True)
-class Written:
-    """One rank's file, and the chunks in it."""
+class Part:
+    """One rank's file as it is planned, and the chunks in it."""
 
     file: str
     nbytes: int
-    checksum: str
     chunks: tuple[tuple[str, str, tuple[int, ...], Chunk], ...]  # name, dtype, shape of the whole tensor
 
 
@@ -105,13 +104,17 @@ class Image:
         elif sources:  # one call for all: on a CPU the calls themselves would be half the stall
             torch._foreach_copy_(self.targets, list(sources))
 
-    def written(self, file: str) -> Written:
-        """What lies in the file, once the image is filled."""
+    def part(self, file: str) -> Part:
+        """What lies where in the file."""
         chunks = []
         for item, at in zip(self.items, self.starts, strict=True):
             box, whole = _chunk(item), item.tensor_data.size  # type: ignore[union-attr]
             chunks.append((item.index.fqn, word_of(item), tuple(whole), Chunk(file, at, tuple(box.offsets), tuple(box.sizes))))
-        return Written(file, self.nbytes, checksum(self.memory[: self.nbytes]), tuple(chunks))
+        return Part(file, self.nbytes, tuple(chunks))
+
+    def checksum(self) -> str:
+        """Of the file, once the image is filled."""
+        return checksum(self.memory[: self.nbytes])
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
@@ -151,12 +154,12 @@ def planned_bytes(plan: SavePlan) -> int:
     return sum(_nbytes(i) for i in plan.items)
 
 
-def make_manifest(
-    metadata: Metadata, written: Sequence[Written], about: About, now: float, nodes: Sequence[int | None], mine: int | None
-) -> Manifest:
+def tensor_records(
+    metadata: Metadata, parts: Sequence[Part], nodes: Sequence[int | None], mine: int | None
+) -> dict[str, TensorRecord]:
     """`nodes`: for each file the node on whose disk it lies, or None; of chunks that several have, node `mine`'s is named."""
     chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
-    for one, _ in sorted(zip(written, nodes, strict=True), key=lambda pair: pair[1] == mine):
+    for one, _ in sorted(zip(parts, nodes, strict=True), key=lambda pair: pair[1] == mine):
         chunks |= {(name, chunk.start): chunk for name, _, _, chunk in one.chunks}
     by_name: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
     for (name, _), chunk in chunks.items():
@@ -166,7 +169,15 @@ def make_manifest(
         assert isinstance(found, TensorStorageMetadata)
         ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
         tensors[name] = TensorRecord(tuple(found.size), WORD[found.properties.dtype], ordered)
-    files = {w.file: FileRecord(w.nbytes, w.checksum, node) for w, node in zip(written, nodes, strict=True) if w.chunks}
+    return tensors
+
+
+def file_records(parts: Sequence[Part], sums: Sequence[str], nodes: Sequence[int | None]) -> dict[str, FileRecord]:
+    found = zip(parts, sums, nodes, strict=True)
+    return {part.file: FileRecord(part.nbytes, total, node) for part, total, node in found if part.chunks}
+
+
+def make_manifest(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], about: About, now: float) -> Manifest:
     about_fields = {f.name: getattr(about, f.name) for f in dataclasses.fields(about)}
     return Manifest(tensors=tensors, files=files, created=now, **about_fields)
 
@@ -209,11 +220,11 @@ class Writer(StorageWriter):
         self.assigned: _Assigned = plan.storage_data
         image = Image(plan.items, self.memory)
         image.fill([_resolved(planner, item) for item in image.items])
-        written = image.written(self.assigned.file)
-        if written.chunks:
-            self._draft().staging.write(written.file, image.memory, image.nbytes)
+        part = image.part(self.assigned.file)
+        if part.chunks:
+            self._draft().staging.write(part.file, image.memory, image.nbytes)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), written.nbytes, written)])
+        future.set_result([WriteResult(MetadataIndex(""), part.nbytes, (part, image.checksum()))])
         return future
 
     def _draft(self) -> commit.Draft:
@@ -221,9 +232,10 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [r.storage_data for rank in results for r in rank]
-        commit.commit(
-            self._draft(), make_manifest(metadata, written, self.about, round(time.time(), 3), [None] * len(written), None)
-        )
+        parts, sums = [part for part, _ in written], [total for _, total in written]
+        nodes = [None] * len(parts)
+        tensors, files = tensor_records(metadata, parts, nodes, None), file_records(parts, sums, nodes)
+        commit.commit(self._draft(), make_manifest(tensors, files, self.about, round(time.time(), 3)).to_bytes())
         self.held.__exit__(None, None, None)
 
     @classmethod

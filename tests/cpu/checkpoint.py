@@ -282,7 +282,7 @@ def counted(shelf: str) -> tuple[int, int]:
     train(state, 1)
     writer = Checkpointer(shelf, state)
     writer.save().result()
-    size = writer.image.nbytes
+    size = writer.staging.image.nbytes
     writer.close()
     return size, needed_bytes(state)
 

@@ -271,7 +271,7 @@ def test_replacing_a_checkpoint_leaves_one_whole_and_nothing_else(tmp_path):
     other = make(tmp_path / "other", 1, seed=1)
     made = commit.draft(Local(tmp_path), 1, "ab")
     shutil.copytree(other.path, made.staging.path)
-    commit.commit(made, commit.read_manifest(other))
+    commit.commit(made, commit.read_manifest(other).to_bytes())
     assert sorted(os.listdir(tmp_path)) == ["other", "step-00000001"]
     np.testing.assert_array_equal(open_checkpoint(tmp_path).tensor("model.a"), arrays(1)["model.a"])
 
