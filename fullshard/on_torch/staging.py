@@ -5,7 +5,9 @@ in the files, the manifest's text about it, and where in memory the items are fo
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,29 +21,55 @@ from fullshard.on_torch.agree import decide, together
 from fullshard.on_torch.nodes import Nodes, once_a_node
 from fullshard.on_torch.private import address
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import Image, Memory, Part, file_name, fitting, planned_bytes, tensor_records
+from fullshard.on_torch.storage import ALL, Image, Memory, Part, file_name, fitting, planned_bytes, tensor_records
 from fullshard.on_torch.streams import DONE, Moment, Stream
 
 
 class Copying:
-    """Items on their way into the image. Whoever writes calls `finish` first; who changes the state calls `hold` before."""
+    """Items on their way into the image. Whoever writes calls `finish` first; who changes the state calls `hold` before.
 
-    def __init__(self, moment: Moment = DONE, fill: Callable[[], None] | None = None):
-        self.moment, self.fill, self.over = moment, fill, threading.Event()
+    What is queued on a GPU is over at `moment`. On a CPU the copies are `left` to both: the writing thread is one that
+    gives way, and who waits for a copy that it has not begun would wait for everybody else on the machine, too.
+    """
+
+    def __init__(self, moment: Moment = DONE, left: Iterable[Callable[[], None]] = ()):
+        self.moment, self.left, self.over = moment, deque(left), threading.Event()
+        self.lock, self.undone, self.error = threading.Lock(), len(self.left), None
+
+    error: Exception | None
 
     def finish(self) -> None:
-        try:
-            if self.fill:
-                self.fill()
-            self.moment.wait()
-        finally:
+        self._help()
+        self.moment.wait()
+        if not self.undone:
             self.over.set()
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
 
     def hold(self) -> None:
         """What the current stream, or this thread, does next comes after the copies."""
         self.moment.hold_current()
-        if self.fill:
+        if self.undone:
+            self._help()
             self.over.wait()
+
+    def _help(self) -> None:
+        """Make the copies that nobody has begun."""
+        while True:
+            try:
+                copy = self.left.popleft()
+            except IndexError:
+                return
+            try:
+                copy()
+            except Exception as error:
+                self.error = error
+            with self.lock:
+                self.undone -= 1
+                last = not self.undone
+            if last:
+                self.over.set()
 
 
 class Staging:
@@ -96,13 +124,13 @@ class Staging:
         if self.state.device.type == "cuda":
             return self._copy_from_device(sources)
         if self.overlap:
-            return Copying(fill=lambda: self._fill(sources))
+            return Copying(left=[partial(self._fill, sources, group) for group in self.image.groups])
         self._fill(sources)
         return Copying()
 
-    def _fill(self, sources: Sequence[Tensor]) -> None:
+    def _fill(self, sources: Sequence[Tensor], group: slice = ALL) -> None:
         with torch.no_grad():
-            self.image.fill(sources)
+            self.image.fill(sources, group)
 
     def _copy_from_device(self, sources: Sequence[Tensor]) -> Copying:
         """Queued: on a stream of its own, or on the current one, where what follows comes after it."""

@@ -35,6 +35,8 @@ WORD = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+ALL = slice(None)
+GROUP = 1 << 20  # bytes that are copied at once, where two threads share the copying
 TORCH = {word: dtype for dtype, word in WORD.items()}
 
 
@@ -90,19 +92,31 @@ class Image:
         self.memory = bytes_of(memory[: aligned_size(self.nbytes)])
         memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.targets = [self._view(memory, i, at) for i, at in zip(self.items, self.starts, strict=True)]
+        self.groups = self._groups()
 
     def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
         flat = memory[at : at + _nbytes(item)]
         assert item.tensor_data is not None
         return flat.view(item.tensor_data.properties.dtype).view(_chunk(item).sizes)
 
-    def fill(self, sources: Sequence[Tensor]) -> None:
+    def _groups(self) -> list[slice]:
+        """The items cut into runs of `GROUP` bytes, or one item."""
+        found, first, size = [], 0, 0
+        for i, item in enumerate(self.items):
+            size += _nbytes(item)
+            if size >= GROUP or i == len(self.items) - 1:
+                found.append(slice(first, i + 1))
+                first, size = i + 1, 0
+        return found
+
+    def fill(self, sources: Sequence[Tensor], group: slice = ALL) -> None:
         """Copy the items' tensors, in the order of `items`. From a GPU it is queued on the current stream."""
-        if any(s.is_cuda for s in sources):
-            for target, source in zip(self.targets, sources, strict=True):
+        targets, found = self.targets[group], list(sources[group])
+        if any(s.is_cuda for s in found):
+            for target, source in zip(targets, found, strict=True):
                 target.copy_(source, non_blocking=True)
-        elif sources:  # one call for all: on a CPU the calls themselves would be half the stall
-            torch._foreach_copy_(self.targets, list(sources))
+        elif found:  # one call for all: on a CPU the calls themselves would be half the stall
+            torch._foreach_copy_(targets, found)
 
     def part(self, file: str) -> Part:
         """What lies where in the file."""
