@@ -14,6 +14,7 @@ from fullshard.checkpoint import direct
 from fullshard.direct import read_exactly
 from fullshard.errors import FullshardError
 
+PUT = 1 << 26  # bytes that an object store is given at once
 Piece = tuple[int, memoryview]  # where in the file, and where to
 Upload = tuple[str, str]  # the file's key, and the upload's id
 
@@ -39,6 +40,10 @@ class Place(ABC):
     @abstractmethod
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
         """The whole file, durable: the first `length` bytes of `data`, which may be padded for the disk's sake."""
+
+    @abstractmethod
+    def write_made(self, name: str, length: int, make: direct.Make) -> None:
+        """The whole file, durable, of bytes that `make` fills memory with, piece after piece, from an offset on."""
 
     @abstractmethod
     def remove_file(self, name: str) -> None: ...
@@ -112,6 +117,9 @@ class Local(Place):
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
         direct.write_file(self.path / name, memoryview(data), len(data) if length is None else length)
 
+    def write_made(self, name: str, length: int, make: direct.Make) -> None:
+        direct.write_made(self.path / name, length, make)
+
     def remove_file(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
 
@@ -164,8 +172,16 @@ class Remote(Place):
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
         whole = memoryview(data)[: len(data) if length is None else length]
         with self.filesystem.open(f"{self.path}/{name}", "wb") as file:
-            for start in range(0, len(whole), 1 << 26):
-                file.write(whole[start : start + (1 << 26)])
+            for start in range(0, len(whole), PUT):
+                file.write(whole[start : start + PUT])
+
+    def write_made(self, name: str, length: int, make: direct.Make) -> None:
+        memory = memoryview(bytearray(min(PUT, length)))
+        with self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+            for start in range(0, length, PUT):
+                part = memory[: min(PUT, length - start)]
+                make(start, part)
+                file.write(part)
 
     def remove_file(self, name: str) -> None:
         try:

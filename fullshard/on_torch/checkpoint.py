@@ -10,7 +10,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ class Saving:
     finished: threading.Event = dataclasses.field(default_factory=threading.Event)
     where: str = ""
     error: str | None = None
+    note: str = ""  # what is to be said about it, if anything
 
     def staged(self) -> None:
         """Wait until the state may change, by whatever means."""
@@ -63,16 +63,25 @@ class Checkpointer:
 
     At most one save is in flight: the next waits for it. With `overlap`, tensors are copied while the next forward and
     backward run, and the optimizer's step waits for that; who changes weights in another way waits for `staged` first.
+    Where the copies would take more host memory than `room`, or than there is, `save` returns when all is written.
     """
 
-    def __init__(self, shelf: str | Path, state: State, *, keep: Kept | None = None, overlap: bool = False):
+    def __init__(
+        self,
+        shelf: str | Path,
+        state: State,
+        *,
+        keep: Kept | None = None,
+        overlap: bool = False,
+        room: int | None = None,
+    ):
         self.shelf, self.state, self.keep = open_place(shelf), state, keep
         self.history: list[Candidate] | None = None  # what retention knows, once it has looked
         self.group = take_group()
         self.nodes = find_nodes(self.shelf, self.group)
         self.nonce, self.count = decide(self.group, commit.new_nonce), 0  # of all saves, and how many there were
         self.plan = state.plan.to_dict()
-        self.staging = Staging(state, self.group, self.nodes, overlap=overlap)
+        self.staging = Staging(state, self.group, self.nodes, overlap=overlap, room=room)
         self.background = Background("checkpoint", patient=overlap)
         self.saving: Saving | None = None
         held = self.staging.overlap and state.optimizer is not None
@@ -88,14 +97,19 @@ class Checkpointer:
     ) -> Saving:
         """Stage the state as it is now and start to write it."""
         self.wait()
-        state = self.state
-        with torch.no_grad(), state.values() as values:
+        state, staging = self.state, self.staging
+        with torch.no_grad(), state.values(at_rest=True) as values:
             numbers = named.numbers_of(state) | {"extra": extra or {}}
             about = About(state.step, cursor, self.plan, recipe, numbers, metrics or {})
-            copying = self.staging.start(values)
-        self.count += 1
-        self.saving = saving = Saving(state.step, copying)
-        saving.finished = self.background.start(partial(self._write, saving, about))
+            self.count += 1
+            self.saving = saving = Saving(state.step, staging.start(values), note=staging.why)
+            if staging.in_place:  # inside: the values stay as they are until they are written
+                self._write(saving, about)
+                saving.finished.set()
+        if staging.in_place or state.tiers:
+            staging.forget()
+        if not staging.in_place:
+            saving.finished = self.background.start(partial(self._write, saving, about))
         return saving
 
     def wait(self) -> None:
@@ -147,18 +161,13 @@ class Checkpointer:
         return [now]
 
     def _write_file(self, made: commit.Draft) -> list[int]:
-        """The file's checksum, in halves; it is computed while the disk works."""
-        image = self.staging.image
-        if not image.items:
+        """The file's checksum, in halves."""
+        if not self.staging.layout.items:
             return [0, 0]
-        with ThreadPoolExecutor(1) as disk:
-            writing = disk.submit(made.staging.write, self.staging.file, image.memory, image.nbytes)
-            total = image.checksum()
-            try:
-                writing.result()
-            except OSError as error:
-                raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
-        return halves(total)
+        try:
+            return halves(self.staging.write(made.staging))
+        except OSError as error:
+            raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
 
     def _commit(self, made: commit.Draft, about: About, sums: list[list[int]], now: float) -> list[int]:
         """With disks of their own, nodes have manifests of their own: each prefers the copies that it has."""

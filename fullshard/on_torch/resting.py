@@ -19,7 +19,7 @@ from fullshard.on_torch.private import GatherGroup, gather_group
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.rule import Rule, rule_of
 from fullshard.on_torch.share import measured_share
-from fullshard.on_torch.spooled import Spooled
+from fullshard.on_torch.spooled import Spooled, Stored
 from fullshard.on_torch.streams import DONE, Moment, Stream
 from fullshard.optimizer import Optimizer
 from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, READ_SLOTS, WRITE_SLOTS, deal, filed
@@ -276,15 +276,29 @@ class Resting:
         for _, memory in self.groups[away.unit.name].buffers():
             memory.untyped_storage().resize_(0)
 
-    def tensors(self, away: Away) -> list[dict[str, Tensor]]:
-        """For each parameter its master and moments, as tensors cut like it."""
-        flats = self.memory(away)
+    def tensors(self, away: Away, *, at_rest: bool = False) -> list[dict[str, Tensor]]:
+        """For each parameter its master and moments, as tensors cut like it. `at_rest`: those on disk stay there, and are
+        shown on meta."""
+        flats = self._meta(away) if at_rest and away.unit.home.optimizer == "disk" else self.memory(away)
         found = []
         for i, p in enumerate(away.params):
             views = {"master": shadow(p, away.view(flats[0], i))}
             if i < away.trained:
                 views |= {k: shadow(p, away.view(f, i)) for k, f in zip(self.rule.keys, flats[1:], strict=True)}
             found.append(views)
+        return found
+
+    def _meta(self, away: Away) -> list[Tensor]:
+        sizes = [away.elements, *[away.moving] * self.rule.slots]
+        return [torch.empty(n, dtype=self.master, device="meta") for n in sizes]
+
+    def stored(self) -> dict[tuple[str, str], Stored]:
+        """What rests on disk, by the parameter's name and `master` or the moment's key."""
+        found: dict[tuple[str, str], Stored] = {}
+        for away in self.spooled.units if self.spooled else ():
+            for i, name in enumerate(away.names):
+                keys = ["master", *(self.rule.keys if i < away.trained else ())]
+                found |= {(name, key): Stored(self._spooled, away, which, i) for which, key in enumerate(keys)}
         return found
 
     def close_all(self) -> None:

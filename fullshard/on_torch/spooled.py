@@ -7,13 +7,14 @@ have reached the host. Who opens a piece waits for its read and for nothing else
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fullshard.direct import aligned, aligned_size
+from fullshard.direct import ALIGNMENT, aligned, aligned_size
 from fullshard.on_torch.homes import Away, Piece
 from fullshard.on_torch.rule import Rule
 from fullshard.on_torch.streams import DONE, Moment
@@ -22,6 +23,22 @@ from fullshard.tiers.disk import Spool
 from fullshard.tiers.host import Arena, bytes_of
 
 SCRATCH = 64 << 20  # bytes at a time, where whole units are read or written
+
+
+@dataclass(frozen=True)
+class Stored:
+    """This rank's part of one parameter's master or moment, in the file."""
+
+    spooled: "Spooled"
+    away: Away
+    which: int
+    parameter: int
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Its bytes from `start` on."""
+        first = self.away.spans[self.parameter][0] * self.spooled.dtype.itemsize
+        self.spooled.read(self.away, self.which, first + start, into)
+
 
 Window = list[Tensor]  # bytes for the master and each moment of a piece
 
@@ -140,11 +157,30 @@ class Spooled:
         return self.flats.setdefault(id(away), [torch.zeros(n, dtype=self.dtype) for n in sizes])
 
     def give_back(self, away: Away, *, changed: bool) -> None:
-        flats = self.flats.pop(id(away))
-        if changed:
+        flats = self.flats.pop(id(away), None)
+        if changed and flats is not None:
             for piece, i, at in self._places(away):
                 through(self.spool, at, flats[i][piece.start : piece.stop], write=True)
             through(self.spool, self.frozen[id(away)], flats[0][away.moving :], write=True)
+
+    def read(self, away: Away, which: int, start: int, into: Tensor) -> None:
+        """Bytes of a unit's master (0) or of a moment, from `start` on, through little memory."""
+        wide, end = self.dtype.itemsize, start + len(into)
+        places = [(p.start * wide, p.stop * wide, self.offsets[p.number][which]) for p in away.pieces]
+        places += [(away.moving * wide, away.elements * wide, self.frozen[id(away)])] if which == 0 else []
+        for first, last, at in places:
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                self._read_bytes(at + low - first, into[low - start : high - start])
+
+    def _read_bytes(self, at: int, into: Tensor) -> None:
+        """From anywhere in the file."""
+        window = torch.frombuffer(aligned(min(SCRATCH, len(into)) + ALIGNMENT), dtype=torch.uint8)
+        for start in range(0, len(into), SCRATCH):
+            part, skip = into[start : start + SCRATCH], (at + start) % ALIGNMENT
+            memory = window[: aligned_size(skip + len(part))]
+            self.spool.read(at + start - skip, bytes_of(memory)).result()
+            part.copy_(memory[skip : skip + len(part)])
 
     def _read_unit(self, away: Away) -> list[Tensor]:
         sizes = [away.elements, *[away.moving] * self.rule.slots]

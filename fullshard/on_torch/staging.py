@@ -7,22 +7,40 @@ in the files, the manifest's text about it, and where in memory the items are fo
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fullshard.checkpoint.manifest import TensorRecord, tensors_text
+from fullshard.checkpoint.place import Place
 from fullshard.on_torch import named
-from fullshard.on_torch.agree import decide, together
+from fullshard.on_torch.agree import decide, tally, together
 from fullshard.on_torch.nodes import Nodes, once_a_node
 from fullshard.on_torch.private import address
+from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import ALL, Image, Memory, Part, file_name, fitting, planned_bytes, tensor_records
+from fullshard.on_torch.storage import (
+    ALL,
+    AtRest,
+    Image,
+    Layout,
+    Memory,
+    Part,
+    Source,
+    file_name,
+    fitting,
+    planned_bytes,
+    tensor_records,
+)
 from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.text import bytes_text
+from fullshard.tiers.limits import host_limit
 
 
 class Copying:
@@ -73,14 +91,20 @@ class Copying:
 
 
 class Staging:
-    """Collective where the layout is new. With `overlap` the copies run beside the next forward and backward."""
+    """Collective where the state's layout is new. With `overlap` the copies run beside the next forward and backward.
 
-    def __init__(self, state: State, group: dist.ProcessGroup, nodes: Nodes, *, overlap: bool):
+    `room`: bytes of host memory that the copies may take; if not given, what this machine has left for each rank. Where
+    they do not fit, nothing is copied: `in_place` says so, the file is made from the state itself, and the state must
+    stay as it is until that is done.
+    """
+
+    def __init__(self, state: State, group: dist.ProcessGroup, nodes: Nodes, *, overlap: bool, room: int | None):
         self.state, self.group, self.nodes, self.overlap = state, group, nodes, overlap and may_overlap(state)
+        self.room, self.in_place, self.why = room, False, ""
         self.memory = Memory(pinned=state.device.type == "cuda")
-        self.layout: list[tuple[str, torch.Size, torch.dtype]] | None = None  # what the plan was made for
+        self.known: list[tuple[str, torch.Size, torch.dtype]] | None = None  # what the plan was made for
         self.seen: list[tuple[Tensor, int]] = []  # the tensors of the last save, and where they lay
-        self.sources: list[Tensor] = []  # of the image's items
+        self.sources: list[Source] = []  # of the items
         self.copying: Copying | None = None
 
     # -- at each save ----------------------------------------------------------------------------------
@@ -93,8 +117,7 @@ class Staging:
             self._find(tensors, random, {f"model.{name}" for name in values})
         for i, name in self.random:
             self.sources[i] = random[name]
-        sources = [source.clone() if i in self.buffers else source for i, source in enumerate(self.sources)]
-        self.copying = self._copy(sources)
+        self.copying = Copying() if self.in_place else self._copy()
         return self.copying
 
     def _as_before(self, tensors: dict[str, Tensor]) -> bool:
@@ -107,43 +130,45 @@ class Staging:
     def _find(self, tensors: dict[str, Tensor], random: dict[str, Tensor], parameters: set[str]) -> None:
         """Where the items are in memory; with a new layout, which they are."""
         whole = dict(sorted((tensors | random).items()))  # the same state gives the same bytes, whoever made its entries
-        layout = [(n, t.shape, t.dtype) for n, t in whole.items()]
-        if layout != self.layout:
+        known = [(n, t.shape, t.dtype) for n, t in whole.items()]
+        if known != self.known:
             self._plan(whole)
-            self.layout = layout
+            self.known = known
         self.planner.state_dict = whole
-        self.sources = [cast(Tensor, self.planner.resolve_data(item)) for item in self.image.items]
+        stored = stored_items(self.state)
+        names = [item.index.fqn for item in self.layout.items]
+        found = [cast(Tensor, self.planner.resolve_data(item)) for item in self.layout.items]
+        self.sources = [stored[name] if source.is_meta else source for name, source in zip(names, found, strict=True)]
         self.seen = [(t, address(t)) for t in tensors.values()]
-        names = [item.index.fqn for item in self.image.items]
         self.random = [(i, name) for i, name in enumerate(names) if name in random]
-        # Forward may change a buffer while the copies run.
-        kept = {name for name in tensors if name.startswith("model.")} - parameters if self.overlap else set()
-        self.buffers = {i for i, name in enumerate(names) if name in kept}
+        buffers = {name for name in tensors if name.startswith("model.")} - parameters
+        self.buffers = {i for i, name in enumerate(names) if name in buffers}
 
-    def _copy(self, sources: Sequence[Tensor]) -> Copying:
-        if self.state.device.type == "cuda":
-            return self._copy_from_device(sources)
+    def _copy(self) -> Copying:
+        sources = self.sources
+        if self.overlap and self.buffers:  # forward may change one while the copies run
+            sources = [s.clone() if i in self.buffers and isinstance(s, Tensor) else s for i, s in enumerate(sources)]
+        if self.overlap and self.state.device.type == "cuda":
+            return self._copy_beside(sources)
         if self.overlap:
-            return Copying(left=[partial(self._fill, sources, group) for group in self.image.groups])
+            return Copying(left=[partial(self._fill, list(sources), group) for group in self.image.groups])
         self._fill(sources)
-        return Copying()
+        return Copying(Moment.here(self.state.device))
 
-    def _fill(self, sources: Sequence[Tensor], group: slice = ALL) -> None:
+    def _fill(self, sources: Sequence[Source], group: slice = ALL) -> None:
         with torch.no_grad():
             self.image.fill(sources, group)
 
-    def _copy_from_device(self, sources: Sequence[Tensor]) -> Copying:
-        """Queued: on a stream of its own, or on the current one, where what follows comes after it."""
-        if not self.overlap:
-            self._fill(sources)
-            return Copying(Moment.here(self.state.device))
+    def _copy_beside(self, sources: Sequence[Source]) -> Copying:
+        """Queued on a stream of its own."""
         stream = Stream(self.state.device)
         stream.after(Moment.here(self.state.device))
         with stream:
             self._fill(sources)
             copied = stream.moment()
         for source in sources:
-            stream.keep(source)
+            if isinstance(source, Tensor):
+                stream.keep(source)
         return Copying(copied)
 
     def hold_update(self) -> None:
@@ -151,6 +176,33 @@ class Staging:
         if self.copying is not None:
             self.copying.hold()
             self.copying = None
+
+    def forget(self) -> None:
+        """Where the items were: away units are shown for one save only."""
+        self.seen, self.sources, self.planner.state_dict = [], [], {}
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def write(self, where: Place) -> str:
+        """This rank's file; its checksum, which is computed while the disk works."""
+        if self.in_place:
+            return self._write_in_place(where)
+        with ThreadPoolExecutor(1) as disk:
+            writing = disk.submit(where.write, self.file, self.image.memory, self.layout.nbytes)
+            found = self.image.checksum()
+            writing.result()
+        return found
+
+    def _write_in_place(self, where: Place) -> str:
+        digest = xxhash.xxh3_128()
+
+        def make(at: int, memory: memoryview) -> None:
+            with torch.no_grad():
+                self.layout.make(self.sources, at, torch.frombuffer(memory, dtype=torch.uint8))
+            digest.update(memory)
+
+        where.write_made(self.file, self.layout.nbytes, make)
+        return digest.hexdigest()
 
     # -- once for a layout -----------------------------------------------------------------------------
 
@@ -165,21 +217,59 @@ class Staging:
             made = once_a_node(plans, self.nodes)
         mine = self.nodes.of_rank[rank]
         self.size_here = sum(planned_bytes(p) for p, node in zip(made, self.nodes.of_rank, strict=True) if node == mine)
-        self.image = Image(self.planner.finish_plan(made[rank]).items, self.memory)
+        self.layout = Layout(self.planner.finish_plan(made[rank]).items)
         self.file = file_name(rank, dist.get_world_size())
-        self.parts: list[Part] = together(self.group, lambda: self.image.part(self.file))
+        self.parts: list[Part] = together(self.group, lambda: self.layout.part(self.file))
         self.records: dict[str, TensorRecord] = {}
         self.text = ""
         if self.nodes.leads:
             self.records = tensor_records(metadata, self.parts, self.nodes.of_files, mine)
             self.text = tensors_text(self.records)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Memory for the copies, on all ranks or on none."""
+        rows = tally(self.group, lambda: [self.layout.nbytes, self._room()], 2)
+        short = [(needed, room) for needed, room in rows if needed > room]
+        self.in_place = bool(short)
+        self._drop_image()
+        if short:
+            needed, room = short[0]
+            self.why = (
+                f"a copy of {bytes_text(needed)} does not fit into the {bytes_text(max(0, room))} of host memory that it may"
+                " take: training waits while a checkpoint is written"
+            )
+            self.memory.close()
+        else:
+            tally(self.group, self._make_image, 0)
+
+    def _room(self) -> int:
+        """A sixteenth stays free."""
+        held = self.memory.arena.nbytes
+        return host_limit() * 15 // 16 // ranks_here() + held if self.room is None else self.room
+
+    def _make_image(self) -> list[int]:
+        self.image = Image(self.layout, self.memory)
+        return []
 
     def close(self) -> None:
         """Give the memory back."""
-        if self.layout is not None:
-            del self.image, self.planner  # their views would keep the arena's memory
-            self.layout, self.seen, self.sources, self.copying = None, [], [], None
+        if self.known is not None:
+            del self.planner
+            self.known, self.seen, self.sources, self.copying = None, [], [], None
+        self._drop_image()
         self.memory.close()
+
+    def _drop_image(self) -> None:
+        """Its views would keep the arena's memory."""
+        if hasattr(self, "image"):
+            del self.image
+
+
+def stored_items(state: State) -> dict[str, AtRest]:
+    """What of a state is on disk, by the item's name."""
+    found = state.tiers.resting.stored() if state.tiers else {}
+    return {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
 
 
 def may_overlap(state: State) -> bool:

@@ -62,14 +62,14 @@ class State:
         return [p for p in self.model.parameters() if not (self.tiers and self.tiers.holds(p))]
 
     @contextmanager
-    def values(self, *, changed: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def values(self, *, changed: bool = False, at_rest: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """Every parameter by name: itself, or, where its unit is away, the master copy, with all updates done.
-        `changed`: they are written to inside."""
+        `changed`: they are written to inside. `at_rest`: what is on disk stays there, and is shown on meta."""
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if not self.tiers:
             yield found
             return
-        with self.tiers.shown(changed=changed) as masters:
+        with self.tiers.shown(changed=changed, at_rest=at_rest) as masters:
             yield found | masters
 
     def flush(self) -> None:

@@ -7,10 +7,11 @@ to where they will lie in the file; writing is then one pass over memory that th
 import dataclasses
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,44 +80,26 @@ class Memory:
         self.tensor = torch.empty(0)
 
 
-class Image:
-    """One rank's file in memory: where each item of a save plan lies. Made once for a layout, filled at each save."""
+class AtRest(Protocol):
+    """An item that is in no memory."""
 
-    def __init__(self, items: Sequence[WriteItem], kept: Memory):
+    def read(self, start: int, into: Tensor) -> None:
+        """Its bytes from `start` on."""
+
+
+Source = Tensor | AtRest  # where an item's values are
+
+
+class Layout:
+    """One rank's file: where each item of a save plan lies in it."""
+
+    def __init__(self, items: Sequence[WriteItem]):
         # Wide dtypes first: then every tensor is aligned without gaps, which the format does not allow.
         self.items = sorted(items, key=lambda i: -i.tensor_data.properties.dtype.itemsize)  # type: ignore[union-attr]
         entries = [(name_in_file(i), word_of(i), _chunk(i).sizes) for i in self.items]
         header, self.starts = make_header(entries, {"format": "pt"}, ALIGNMENT)
+        self.header = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.nbytes = len(header) + sum(_nbytes(i) for i in self.items)
-        memory = kept.reserve(self.nbytes)
-        self.memory = bytes_of(memory[: aligned_size(self.nbytes)])
-        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.targets = [self._view(memory, i, at) for i, at in zip(self.items, self.starts, strict=True)]
-        self.groups = self._groups()
-
-    def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
-        flat = memory[at : at + _nbytes(item)]
-        assert item.tensor_data is not None
-        return flat.view(item.tensor_data.properties.dtype).view(_chunk(item).sizes)
-
-    def _groups(self) -> list[slice]:
-        """The items cut into runs of `GROUP` bytes, or one item."""
-        found, first, size = [], 0, 0
-        for i, item in enumerate(self.items):
-            size += _nbytes(item)
-            if size >= GROUP or i == len(self.items) - 1:
-                found.append(slice(first, i + 1))
-                first, size = i + 1, 0
-        return found
-
-    def fill(self, sources: Sequence[Tensor], group: slice = ALL) -> None:
-        """Copy the items' tensors, in the order of `items`. From a GPU it is queued on the current stream."""
-        targets, found = self.targets[group], list(sources[group])
-        if any(s.is_cuda for s in found):
-            for target, source in zip(targets, found, strict=True):
-                target.copy_(source, non_blocking=True)
-        elif found:  # one call for all: on a CPU the calls themselves would be half the stall
-            torch._foreach_copy_(targets, found)
 
     def part(self, file: str) -> Part:
         """What lies where in the file."""
@@ -126,9 +109,70 @@ class Image:
             chunks.append((item.index.fqn, word_of(item), tuple(whole), Chunk(file, at, tuple(box.offsets), tuple(box.sizes))))
         return Part(file, self.nbytes, tuple(chunks))
 
+    def make(self, sources: Sequence[Source], at: int, into: Tensor) -> None:
+        """The file's bytes from `at` on, from where the items are."""
+        end = at + len(into)
+        head = self.header[at:end]
+        into[: len(head)] = head
+        first = max(0, bisect_right(self.starts, at) - 1)
+        for item, source, start in zip(self.items[first:], sources[first:], self.starts[first:], strict=True):
+            low, high = max(at, start), min(end, start + _nbytes(item))
+            if start >= end:
+                return
+            if low < high:
+                _read(source, low - start, into[low - at : high - at])
+
+
+def _read(source: Source, start: int, into: Tensor) -> None:
+    if isinstance(source, Tensor):
+        into.copy_(source.detach().contiguous().view(-1).view(torch.uint8)[start : start + len(into)])
+    else:
+        source.read(start, into)
+
+
+class Image:
+    """A file in memory. Made once for a layout, filled at each save."""
+
+    def __init__(self, layout: Layout, kept: Memory):
+        self.layout = layout
+        memory = kept.reserve(layout.nbytes)
+        self.memory = bytes_of(memory[: aligned_size(layout.nbytes)])
+        memory[: len(layout.header)] = layout.header
+        self.targets = [self._view(memory, i, at) for i, at in zip(layout.items, layout.starts, strict=True)]
+        self.groups = self._groups()
+
+    def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
+        flat = memory[at : at + _nbytes(item)]
+        assert item.tensor_data is not None
+        return flat.view(item.tensor_data.properties.dtype).view(_chunk(item).sizes)
+
+    def _groups(self) -> list[slice]:
+        """The items cut into runs of `GROUP` bytes, or one item."""
+        found, first, size, items = [], 0, 0, self.layout.items
+        for i, item in enumerate(items):
+            size += _nbytes(item)
+            if size >= GROUP or i == len(items) - 1:
+                found.append(slice(first, i + 1))
+                first, size = i + 1, 0
+        return found
+
+    def fill(self, sources: Sequence[Source], group: slice = ALL) -> None:
+        """Copy the items, in their order. From a GPU it is queued on the current stream."""
+        pairs = list(zip(self.targets[group], sources[group], strict=True))
+        here: list[tuple[Tensor, Tensor]] = []
+        for target, source in pairs:
+            if not isinstance(source, Tensor):
+                source.read(0, target.view(-1).view(torch.uint8))
+            elif source.is_cuda:
+                target.copy_(source, non_blocking=True)
+            else:
+                here.append((target, source))
+        if here:  # one call for all: on a CPU the calls themselves would be half the stall
+            torch._foreach_copy_([target for target, _ in here], [source for _, source in here])
+
     def checksum(self) -> str:
         """Of the file, once the image is filled."""
-        return checksum(self.memory[: self.nbytes])
+        return checksum(self.memory[: self.layout.nbytes])
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
@@ -232,11 +276,12 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.assigned: _Assigned = plan.storage_data
-        image = Image(plan.items, self.memory)
-        image.fill([_resolved(planner, item) for item in image.items])
-        part = image.part(self.assigned.file)
+        layout = Layout(plan.items)
+        image = Image(layout, self.memory)
+        image.fill([_resolved(planner, item) for item in layout.items])
+        part = layout.part(self.assigned.file)
         if part.chunks:
-            self._draft().staging.write(part.file, image.memory, image.nbytes)
+            self._draft().staging.write(part.file, image.memory, layout.nbytes)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), part.nbytes, (part, image.checksum()))])
         return future

@@ -319,13 +319,13 @@ class Tiered:
             self._publish_steps(away)
 
     @contextmanager
-    def shown(self, *, changed: bool) -> Iterator[dict[str, Tensor]]:
+    def shown(self, *, changed: bool, at_rest: bool = False) -> Iterator[dict[str, Tensor]]:
         """By name, the master copies of all away parameters; torch's optimizer shows the moments as its own. `changed`:
-        both are written to inside, and the shards follow."""
+        both are written to inside, and the shards follow. `at_rest`: what is on disk is not read, but shown on meta."""
         self.flush()
         found: dict[str, Tensor] = {}
         for away in self.units:
-            tensors = self.resting.tensors(away)
+            tensors = self.resting.tensors(away, at_rest=at_rest)
             found |= {n: t["master"] for n, t in zip(away.names, tensors, strict=True)}
             for p, own in zip(away.params[: away.trained], tensors, strict=False):
                 self._state(p).update({k: t for k, t in own.items() if k != "master"})

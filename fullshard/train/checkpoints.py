@@ -43,6 +43,7 @@ class Checkpoints:
         self.writer = on_torch.Checkpointer(shelf, state, keep=kept, overlap=w.background)
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
         self.saving: Saving | None = None
+        self.noted = ""  # what was said of a save; once is enough
         self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
 
     def start(self, resume: str | None) -> Manifest | None:
@@ -105,6 +106,9 @@ class Checkpoints:
         about = extra | {"data": {"tokens": len(data), "documents": data.documents}}
         metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
         self.saving = self.writer.save(cursor=cursor, recipe=recipe, extra=about, metrics=metrics)
+        if self.saving.note and self.saving.note != self.noted:
+            self.noted = self.saving.note
+            self.bar.say(self.noted)
         self.since, self.saved = time.monotonic(), self.state.step
         if not self.wanted.background:
             self._report()

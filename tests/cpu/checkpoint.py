@@ -17,6 +17,7 @@ from fullshard import on_torch
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
+from fullshard.on_torch.agree import give_group, take_group, tally
 from fullshard.on_torch.checkpoint import Checkpointer
 from fullshard.on_torch.models import GPT
 from fullshard.on_torch.named import model_tensors, needed_bytes, optimizer_tensors
@@ -209,6 +210,47 @@ def one_at_a_time(shelf: str) -> bool:
     return done
 
 
+def saved_under_training(shelf: str) -> list[bool]:
+    """Saves beside training, of values that the next step overwrites: whether each holds those of its moment. Before the
+    second the optimizer's tensors are others, before the third one of them lies elsewhere."""
+    state = make_state()
+    train(state, 2)
+    writer = Checkpointer(shelf, state, overlap=True)
+    found = []
+    for change in (lambda: None, lambda: fs.checkpoint.load(shelf, state), lambda: _move(state)):
+        change()
+        before = digests(state)
+        saving = writer.save()
+        train(state, 1)
+        saving.result()
+        again = make_state(seed=99)
+        fs.checkpoint.load(saving.where, again)
+        found.append(digests(again) == before != digests(state))
+    writer.close()
+    return found
+
+
+def _move(state) -> None:
+    """Other memory and other values behind the same tensor."""
+    with torch.no_grad():
+        local = next(t for n, t in optimizer_tensors(state).items() if n.endswith(".exp_avg")).to_local()
+        local.set_(local + 1.0)
+
+
+def tallied() -> list:
+    """Numbers of all ranks, and what all are told when one fails."""
+    group = take_group()
+    big = -(1 << 63)
+    found: list = [tally(group, lambda: [dist.get_rank(), big], 2), tally(group, lambda: [], 0)]
+    try:
+        tally(group, lambda: [1 // (1 - dist.get_rank())], 1)
+    except fs.FullshardError as error:
+        found.append(str(error))
+    found.append(tally(group, lambda: [7], 1))
+    give_group(group)
+    return found
+
+
 def full_disk(shelf: str, fill: str) -> dict:
     """A good save, one onto a full disk, and training before, between and after."""
     state = make_state()
@@ -282,7 +324,7 @@ def counted(shelf: str) -> tuple[int, int]:
     train(state, 1)
     writer = Checkpointer(shelf, state)
     writer.save().result()
-    size = writer.staging.image.nbytes
+    size = writer.staging.layout.nbytes
     writer.close()
     return size, needed_bytes(state)
 

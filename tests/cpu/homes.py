@@ -190,6 +190,27 @@ def dealt(share: float, argument: float | None = None) -> tuple[float, str]:
     return round(lanes.count("cpu") / len(lanes), 2), ""
 
 
+def saved_in_place(case: Case, shelf: str) -> dict[str, Any]:
+    """The same state saved through a copy in host memory and, where there is no room for one, from where it is."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = train(replace(case, steps=3), disk)["state"]
+        arenas, files, notes = [], [], []
+        for room in (None, 1000):
+            where = f"{shelf}/{room}"
+            writer = on_torch.Checkpointer(where, state, overlap=True, room=room)
+            saving = writer.save()
+            done = saving.done()
+            saving.result()
+            arenas.append(writer.staging.memory.arena.nbytes)
+            notes.append(saving.note)
+            files.append({p.name: p.read_bytes() for p in Path(where).glob("step-*/shard-*")})
+            writer.close()
+        other = make(replace(case, homes=(Home(),)), disk)
+        fs.checkpoint.load(f"{shelf}/1000", other)
+        found = {"apart": apart(values(state), values(other)), "same": files[0] == files[1] and len(files[0])}
+        return found | {"arenas": arenas, "note": notes[1], "done": done}
+
+
 def refusals(cases: list[Case], disks: list[str | None]) -> list[str]:
     said = []
     for case, disk in zip(cases, disks, strict=True):

@@ -1,6 +1,9 @@
 """Checkpoints through the torch engine: any layout to any other, strict, verified, never half."""
 
+import os
 import subprocess
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,8 @@ import fullshard as fs
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
+from fullshard.on_torch.background import Background
+from fullshard.on_torch.staging import Copying
 from tests.cpu import checkpoint
 from tests.pure.test_checkpoint import CRAFTED, DAMAGES
 
@@ -74,6 +79,42 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(ranks, tmp_path):
     for found in ranks(2).run(checkpoint.saved_then_mutated, str(tmp_path)):
         assert found["found"] == found["digests"]
     assert ranks(2).run(checkpoint.one_at_a_time, str(tmp_path / "more")) == [True, True]
+
+
+def test_a_save_beside_training_holds_the_values_of_its_step(ranks, tmp_path):
+    assert ranks(2).run(checkpoint.saved_under_training, str(tmp_path)) == [[True] * 3] * 2
+
+
+def test_ranks_agree_by_numbers_and_by_a_sentence_when_one_fails(ranks):
+    for numbers, nothing, said, after in ranks(2).run(checkpoint.tallied):
+        assert numbers == [[0, -(1 << 63)], [1, -(1 << 63)]]
+        assert nothing == [[], []]
+        assert said == "ZeroDivisionError: integer division or modulo by zero"
+        assert after == [[7], [7]]
+
+
+def test_background_work_is_done_in_order_by_a_thread_that_gives_way():
+    found: list[tuple[int, int]] = []
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    background = Background("test", patient=True)
+    work = lambda i: found.append((i, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    events = [background.start(partial(work, i)) for i in range(3)]
+    assert all(event.wait(10) for event in events)
+    background.close()
+    assert found == [(i, 19) for i in range(3)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun():
+    made: list[int] = []
+    copying = Copying(left=[partial(made.append, i) for i in range(3)])
+    copying.hold()  # nobody writes yet
+    assert made == [0, 1, 2]
+    copying.finish()
+    failing = Copying(left=[lambda: made.append(3), lambda: made[9]])
+    failing.hold()
+    with pytest.raises(IndexError):  # whoever writes is told
+        failing.finish()
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,16 @@ def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     assert "beside the plan's own 0.25" in said
 
 
+@pytest.mark.parametrize("case", [Case((HOST, DISK, Home())), Case((DISK,), frozen="norm", compute="bf16"), Case()], ids=str)
+def test_without_room_for_a_copy_a_checkpoint_is_written_from_where_the_state_is(ranks, tmp_path, case):
+    for found in ranks(2).run(homes.saved_in_place, case, str(tmp_path)):
+        assert found["same"] == 2  # both ranks' files, to the byte
+        assert found["apart"] == 0.0
+        assert found["arenas"][0] > 0 == found["arenas"][1]
+        assert found["done"]
+        assert "does not fit into the 1000 B of host memory" in found["note"]
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
     cases = [
         (Case((DISK,)), None, "needs a directory"),

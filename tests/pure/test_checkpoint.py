@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from fullshard.checkpoint import commit
+from fullshard.checkpoint import commit, direct
 from fullshard.checkpoint.average import average, narrow_to_bf16
 from fullshard.checkpoint.compare import differences, statistics
 from fullshard.checkpoint.manifest import MANIFEST, Chunk, FileRecord, Manifest, ManifestError, TensorRecord, checksum
@@ -373,3 +375,28 @@ def test_files_of_others_are_not_touched(tmp_path):
     make(tmp_path, 1)
     assert commit.sweep(Local(tmp_path)) == []
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 65536 * 3, 65536 * 9 + 5])
+def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
+    monkeypatch.setattr(direct, "PIECE", 65536)  # so that memory is used again
+    monkeypatch.setattr("fullshard.checkpoint.place.PUT", 65536)
+    whole = random.Random(length).randbytes(length)
+    for place in (Local(tmp_path), open_place("memory://made")):
+        asked: list[tuple[int, int]] = []
+
+        def fill(at: int, memory: memoryview, asked=asked) -> None:
+            asked.append((at, len(memory)))
+            memory[:] = whole[at : at + len(memory)]
+
+        place.write_made("file", length, fill)
+        assert place.read_whole("file", length) == whole
+        assert asked == [(at, min(65536, length - at)) for at in range(0, length, 65536)]  # in order, each byte once
+
+
+def test_a_file_that_cannot_be_made_raises_and_leaves_no_write_under_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct, "PIECE", 4096)
+    with pytest.raises(OSError, match="No space left"):
+        direct.write_made(Path("/dev/full"), 65536, lambda at, memory: None)
+    with pytest.raises(ZeroDivisionError):
+        direct.write_made(tmp_path / "file", 65536, lambda at, memory: 1 // (8192 - at))
