@@ -1,49 +1,49 @@
-"""One thread that does one thing after another beside training, and gives way to it."""
+"""A thread that does one thing after another beside training."""
 
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
-LOWEST = 19  # nice
+T = TypeVar("T")
+PATIENT = 10  # nice: a tenth of a core that somebody else wants
+
+Queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class Background:
-    """A thread for work that nobody waits for. `patient`: it takes a core only where nobody else wants it.
+    """`patient`: the thread gives way to training wherever both want a core. Such a thread is for work that leaves the
+    interpreter alone, as copies and checksums do: who holds the interpreter and gets no core holds training up.
 
     It is a daemon, and lives until `close`: starting one for each piece of work would make training wait for it, and
     waiting for one at the end would keep a process that failed, and whose other ranks are gone.
     """
 
-    def __init__(self, name: str, *, patient: bool):
-        self._queue: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
+    def __init__(self, name: str, *, patient: bool = False):
+        self._queue: Queue = SimpleQueue()
         threading.Thread(target=_work, args=(self._queue, patient), daemon=True, name=name).start()
 
-    def start(self, work: Callable[[], None]) -> threading.Event:
-        """What is set when the work, which must not raise, is done."""
-        done = threading.Event()
-        self._queue.put((work, done))
-        return done
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._queue.put((work, future))
+        return future
 
     def close(self) -> None:
         """No more work comes."""
         self._queue.put(None)
 
 
-def _work(queue: "SimpleQueue[tuple[Callable[[], None], threading.Event] | None]", patient: bool) -> None:
+def _work(queue: Queue, patient: bool) -> None:
     if patient:
-        _give_way()
+        with suppress(OSError):  # on Linux niceness is each thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
     while (found := queue.get()) is not None:
-        work, done = found
+        work, future = found
         try:
-            work()
-        finally:
-            done.set()
-        del work, done, found  # nothing of it is kept alive by a thread that waits
-
-
-def _give_way() -> None:
-    """On Linux niceness is each thread's own, and threads that it starts have it too."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        del work, future, found  # nothing of it is kept alive by a thread that waits

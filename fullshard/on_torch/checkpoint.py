@@ -7,9 +7,9 @@ writes its file, the first (of each node, without a shared disk) commits, all le
 
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Saving:
 
     step: int
     copying: Copying
-    finished: threading.Event = dataclasses.field(default_factory=threading.Event)
+    finished: Future[None] = dataclasses.field(default_factory=Future)
     where: str = ""
     error: str | None = None
     note: str = ""  # what is to be said about it, if anything
@@ -49,10 +49,10 @@ class Saving:
         self.copying.over.wait()
 
     def done(self) -> bool:
-        return self.finished.is_set()
+        return self.finished.done()
 
     def result(self) -> str:
-        self.finished.wait()
+        self.finished.result()
         if self.error is not None:
             raise FullshardError(self.error)
         return self.where
@@ -82,7 +82,7 @@ class Checkpointer:
         self.nonce, self.count = decide(self.group, commit.new_nonce), 0  # of all saves, and how many there were
         self.plan = state.plan.to_dict()
         self.staging = Staging(state, self.group, self.nodes, overlap=overlap, room=room)
-        self.background = Background("checkpoint", patient=overlap)
+        self.background = Background("checkpoint")
         self.saving: Saving | None = None
         held = self.staging.overlap and state.optimizer is not None
         self.hook = state.optimizer.register_step_pre_hook(lambda *_: self.staging.hold_update()) if held else None  # type: ignore[union-attr]
@@ -105,17 +105,17 @@ class Checkpointer:
             self.saving = saving = Saving(state.step, staging.start(values), note=staging.why)
             if staging.in_place:  # inside: the values stay as they are until they are written
                 self._write(saving, about)
-                saving.finished.set()
+                saving.finished.set_result(None)
         if staging.in_place or state.tiers:
             staging.forget()
         if not staging.in_place:
-            saving.finished = self.background.start(partial(self._write, saving, about))
+            saving.finished = self.background.submit(partial(self._write, saving, about))
         return saving
 
     def wait(self) -> None:
         """Until no save is in flight; what became of it is in its `Saving`."""
         if self.saving:
-            self.saving.finished.wait()
+            self.saving.finished.result()
 
     def close(self) -> None:
         """Give back what a save holds: the arena above all, which is as large as this rank's part of the state."""
@@ -131,20 +131,20 @@ class Checkpointer:
     def _write(self, saving: Saving, about: About) -> None:
         """In the background. Whatever goes wrong becomes the saving's error, the same sentence on all ranks."""
         try:
-            saving.copying.finish()
-            saving.where = self._write_and_commit(about)
+            copied = self.staging.worker.submit(saving.copying.finish)
+            saving.where = self._write_and_commit(about, copied)
             self._retire(about)
         except FullshardError as error:
             saving.error = f"the checkpoint of step {saving.step} was not saved: {error}"
         except Exception as error:  # a rank is gone: training will find out by itself
             saving.error = f"the checkpoint of step {saving.step} was not saved: {type(error).__name__}: {error}"
 
-    def _write_and_commit(self, about: About) -> str:
+    def _write_and_commit(self, about: About, copied: Future[None]) -> str:
         made = commit.draft(self.shelf, about.step, f"{self.nonce}{self.count:04x}")
         try:
             with contextlib.ExitStack() as held:
                 began = tally(self.group, lambda: self._begin(held, made), 1)
-                sums = tally(self.group, lambda: self._write_file(made), 2)
+                sums = tally(self.group, lambda: self._write_file(made, copied), 2)
                 tally(self.group, lambda: self._commit(made, about, sums, began[0][0] / 1000), 0)
         except FullshardError:
             if self.nodes.leads:
@@ -160,8 +160,9 @@ class Checkpointer:
             held.enter_context(commit.begin(made))
         return [now]
 
-    def _write_file(self, made: commit.Draft) -> list[int]:
+    def _write_file(self, made: commit.Draft, copied: Future[None]) -> list[int]:
         """The file's checksum, in halves."""
+        copied.result()
         if not self.staging.layout.items:
             return [0, 0]
         try:

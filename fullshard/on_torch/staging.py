@@ -7,8 +7,6 @@ in the files, the manifest's text about it, and where in memory the items are fo
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import cast
 
 import torch
@@ -21,12 +19,12 @@ from fullshard.checkpoint.manifest import TensorRecord, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.on_torch import named
 from fullshard.on_torch.agree import decide, tally, together
+from fullshard.on_torch.background import Background
 from fullshard.on_torch.nodes import Nodes, once_a_node
 from fullshard.on_torch.private import address
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import (
-    ALL,
     AtRest,
     Image,
     Layout,
@@ -44,10 +42,10 @@ from fullshard.tiers.limits import host_limit
 
 
 class Copying:
-    """Items on their way into the image. Whoever writes calls `finish` first; who changes the state calls `hold` before.
+    """Items on their way into the image. `finish` comes before the writing; who changes the state calls `hold` first.
 
-    What is queued on a GPU is over at `moment`. On a CPU the copies are `left` to both: the writing thread is one that
-    gives way, and who waits for a copy that it has not begun would wait for everybody else on the machine, too.
+    What is queued on a GPU is over at `moment`. On a CPU the copies are `left` to both: the thread that makes them gives
+    way, and who waited for what it has not begun would wait for everybody else on the machine, too.
     """
 
     def __init__(self, moment: Moment = DONE, left: Iterable[Callable[[], None]] = ()):
@@ -102,6 +100,7 @@ class Staging:
         self.state, self.group, self.nodes, self.overlap = state, group, nodes, overlap and may_overlap(state)
         self.room, self.in_place, self.why = room, False, ""
         self.memory = Memory(pinned=state.device.type == "cuda")
+        self.worker = Background("checkpoint-copies", patient=overlap)
         self.known: list[tuple[str, torch.Size, torch.dtype]] | None = None  # what the plan was made for
         self.seen: list[tuple[Tensor, int]] = []  # the tensors of the last save, and where they lay
         self.sources: list[Source] = []  # of the items
@@ -137,7 +136,7 @@ class Staging:
         self.planner.state_dict = whole
         stored = stored_items(self.state)
         names = [item.index.fqn for item in self.layout.items]
-        found = [cast(Tensor, self.planner.resolve_data(item)) for item in self.layout.items]
+        found = [cast(Tensor, self.planner.resolve_data(item)).detach() for item in self.layout.items]
         self.sources = [stored[name] if source.is_meta else source for name, source in zip(names, found, strict=True)]
         self.seen = [(t, address(t)) for t in tensors.values()]
         self.random = [(i, name) for i, name in enumerate(names) if name in random]
@@ -151,20 +150,16 @@ class Staging:
         if self.overlap and self.state.device.type == "cuda":
             return self._copy_beside(sources)
         if self.overlap:
-            return Copying(left=[partial(self._fill, list(sources), group) for group in self.image.groups])
-        self._fill(sources)
+            return Copying(left=self.image.copies(cast(list[Tensor], sources)))
+        self.image.fill(sources)
         return Copying(Moment.here(self.state.device))
-
-    def _fill(self, sources: Sequence[Source], group: slice = ALL) -> None:
-        with torch.no_grad():
-            self.image.fill(sources, group)
 
     def _copy_beside(self, sources: Sequence[Source]) -> Copying:
         """Queued on a stream of its own."""
         stream = Stream(self.state.device)
         stream.after(Moment.here(self.state.device))
         with stream:
-            self._fill(sources)
+            self.image.fill(sources)
             copied = stream.moment()
         for source in sources:
             if isinstance(source, Tensor):
@@ -187,11 +182,9 @@ class Staging:
         """This rank's file; its checksum, which is computed while the disk works."""
         if self.in_place:
             return self._write_in_place(where)
-        with ThreadPoolExecutor(1) as disk:
-            writing = disk.submit(where.write, self.file, self.image.memory, self.layout.nbytes)
-            found = self.image.checksum()
-            writing.result()
-        return found
+        found = self.worker.submit(self.image.checksum)
+        where.write(self.file, self.image.memory, self.layout.nbytes)
+        return found.result()
 
     def _write_in_place(self, where: Place) -> str:
         digest = xxhash.xxh3_128()
@@ -259,6 +252,7 @@ class Staging:
             self.known, self.seen, self.sources, self.copying = None, [], [], None
         self._drop_image()
         self.memory.close()
+        self.worker.close()
 
     def _drop_image(self) -> None:
         """Its views would keep the arena's memory."""

@@ -8,8 +8,9 @@ import dataclasses
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,6 @@ WORD = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-ALL = slice(None)
 GROUP = 1 << 20  # bytes that are copied at once, where two threads share the copying
 TORCH = {word: dtype for dtype, word in WORD.items()}
 
@@ -156,11 +156,16 @@ class Image:
                 first, size = i + 1, 0
         return found
 
-    def fill(self, sources: Sequence[Source], group: slice = ALL) -> None:
+    def copies(self, sources: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """What is to be done to fill the image from a CPU's memory, of tensors without autograd. One call copies many, and
+        leaves the interpreter alone meanwhile."""
+        groups = [(self.targets[group], list(sources[group])) for group in self.groups]
+        return [partial(torch._foreach_copy_, targets, found) for targets, found in groups]
+
+    def fill(self, sources: Sequence[Source]) -> None:
         """Copy the items, in their order. From a GPU it is queued on the current stream."""
-        pairs = list(zip(self.targets[group], sources[group], strict=True))
         here: list[tuple[Tensor, Tensor]] = []
-        for target, source in pairs:
+        for target, source in zip(self.targets, sources, strict=True):
             if not isinstance(source, Tensor):
                 source.read(0, target.view(-1).view(torch.uint8))
             elif source.is_cuda:

@@ -94,15 +94,16 @@ def test_ranks_agree_by_numbers_and_by_a_sentence_when_one_fails(ranks):
 
 
 def test_background_work_is_done_in_order_by_a_thread_that_gives_way():
-    found: list[tuple[int, int]] = []
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    background = Background("test", patient=True)
-    work = lambda i: found.append((i, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    events = [background.start(partial(work, i)) for i in range(3)]
-    assert all(event.wait(10) for event in events)
+    background, done = Background("test", patient=True), []
+    futures = [background.submit(partial(done.append, i)) for i in range(3)]
+    nice = background.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    failed = background.submit(lambda: done[9])
     background.close()
-    assert found == [(i, 19) for i in range(3)]
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert nice.result(10) > own == os.getpriority(os.PRIO_PROCESS, 0)
+    assert [f.result(10) for f in futures] == [None] * 3
+    assert done == [0, 1, 2]
+    assert isinstance(failed.exception(10), IndexError)
 
 
 def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun():
