@@ -222,6 +222,7 @@ def saved_under_training(shelf: str) -> list[bool]:
         before = digests(state)
         saving = writer.save()
         train(state, 1)
+        assert writer.staging.copying is None  # the update has asked for the copies
         saving.result()
         again = make_state(seed=99)
         fs.checkpoint.load(saving.where, again)
