@@ -2,6 +2,7 @@
 
     python benchmarks/memory_error.py --out FOLDER            # every case
     python benchmarks/memory_error.py --only '1.5b*'          # some cases
+    python benchmarks/memory_error.py --fresh                 # a process for each: no addresses left over from others
 
 Measured is the steady state: the peak of the third step. Reserved is the peak since the model was sharded, as
 a run sees it. Writes `memory.json` (a row a case) and `events.jsonl.gz`: the allocator's own record of three
@@ -14,6 +15,8 @@ import fnmatch
 import gc
 import gzip
 import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import date
@@ -251,6 +254,7 @@ def predict(case: Case) -> dict[str, Any]:
     return {
         "predicted_allocated": found.allocated,
         "predicted_reserved": found.reserved,
+        "predicted_reserved_otherwise": found.reserved_otherwise,
         "moment": str(found.moment),
         "terms": dict(found.terms),
         "trace_seconds": round(traced - began, 3),
@@ -305,12 +309,31 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="names of cases, with wildcards")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     parser.add_argument("--no-events", action="store_true", help="without the allocator's record")
+    parser.add_argument("--fresh", action="store_true", help="each case in a process of its own, as a run is")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a GPU; what can be checked without one is in tests/")
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
-    run_cases([c for c in CASES if fnmatch.fnmatch(c.name, args.only)], about, args)
+    cases = [c for c in CASES if fnmatch.fnmatch(c.name, args.only)]
+    if args.fresh and len(cases) > 1:
+        run_apart(cases, about, args)
+    else:
+        run_cases(cases, about, args)
+
+
+def run_apart(cases: list[Case], about: dict[str, str], args: argparse.Namespace) -> None:
+    """Where segments lie, and with it what is reserved, hangs on what a process had before."""
+    rows = []
+    for case in cases:
+        own = args.out / case.name
+        options = [o for o, wanted in (("--no-predict", args.no_predict), ("--no-events", args.no_events)) if wanted]
+        command = [sys.executable, "-m", "benchmarks.memory_error", "--only", case.name, "--out", str(own), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        rows += json.loads((own / "memory.json").read_text())["rows"]
+        print(line(rows[-1]), flush=True)
+        (args.out / "memory.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+    summarise(rows)
 
 
 def run_cases(cases: list[Case], about: dict[str, str], args: argparse.Namespace) -> None:

@@ -3,6 +3,10 @@
 Requests are rounded to 512 bytes; those up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from segments of their own size; a free block is the best fit of its stream,
 split when enough is left, merged with its free neighbours. (CUDACachingAllocator.cpp)
+
+Of free blocks that fit equally well it takes the one at the lowest address, and where segments lie is the driver's
+choice: each above the last where it fills a region that it has, below where it maps a new one. So the order is a
+parameter, and what hangs on it is nobody's to know before the run.
 """
 
 from bisect import bisect_left, insort
@@ -28,9 +32,9 @@ class _Block:
 class Allocator:
     """Bytes allocated and reserved, now and at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, descending: bool = False) -> None:
         self.allocated = self.reserved = self.peak = self.peak_reserved = 0
-        self.address = 0
+        self.address, self.descending = 1 << 60 if descending else 0, descending
         self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # stream and smallness to free (size, address)
         self.blocks: dict[int, _Block] = {}  # free blocks by address
 
@@ -71,8 +75,9 @@ class Allocator:
         whole = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        block = _Block(self.address, whole, pool)
-        self.address += whole + ROUND  # segments never touch
+        apart = whole + ROUND  # segments never touch
+        block = _Block(self.address - apart if self.descending else self.address, whole, pool)
+        self.address += -apart if self.descending else apart
         return block
 
     def _split(self, block: _Block, size: int) -> None:
@@ -104,9 +109,11 @@ class Allocator:
         block.size += side.size
 
 
-def replay(deltas: list[int], tensors: list[int], streams: list[int], starts: list[int]) -> list[tuple[int, int]]:
+def replay(
+    deltas: list[int], tensors: list[int], streams: list[int], starts: list[int], *, descending: bool = False
+) -> list[tuple[int, int]]:
     """Peaks of (allocated, reserved) of each stretch of a tape; stretches begin at `starts`."""
-    allocator, blocks = Allocator(), {}
+    allocator, blocks = Allocator(descending=descending), {}
     found = []
     for begin, end in zip(starts, [*starts[1:], len(deltas)], strict=True):
         allocator.peak, allocator.peak_reserved = allocator.allocated, allocator.reserved

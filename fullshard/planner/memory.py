@@ -17,8 +17,9 @@ from fullshard.planner.schedule import Operation, schedule
 class Peak:
     """The most that is allocated at once in a steady step, in bytes. `moment`: when; `terms`: of what.
 
-    `reserved`: what the allocator has taken from the device by then, if it was asked for. `at_rest`: what
-    stays between steps, by tier and kind. `host` and `disk`: bytes there by term, all of them at once.
+    `reserved`: what the allocator has taken from the device by then, if it was asked for; `reserved_otherwise`: the same
+    if the driver puts every segment below the last, not above. `at_rest`: what stays between steps, by tier and kind.
+    `host` and `disk`: bytes there by term, all of them at once.
     """
 
     allocated: int
@@ -28,6 +29,7 @@ class Peak:
     at_rest: dict[str, dict[str, int]]
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
+    reserved_otherwise: int | None = None
 
 
 def predict(
@@ -51,10 +53,10 @@ def predict(
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
     player = _steady(Replay(plan, description, slots, clip=clip, cpu_share=cpu_share), description, operations)
     allocated, where = _highest(player.tape)
-    taken = None
+    taken = otherwise = None
     if reserved:
         fresh = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
-        allocated, taken = _with_allocator(fresh, description, operations)
+        (allocated, taken), (_, otherwise) = _with_allocator(fresh, description, operations)
     return Peak(
         allocated,
         taken,
@@ -63,6 +65,7 @@ def predict(
         at_rest(plan, description, slots),
         player.away.host(player.most_spilled),
         player.away.disk(),
+        otherwise,
     )
 
 
@@ -129,8 +132,9 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
     return player
 
 
-def _with_allocator(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[int, int]:
-    """Peaks of (allocated, reserved) over three steps: the allocator remembers how it began."""
+def _with_allocator(player: Replay, description: Description, operations: tuple[Operation, ...]) -> list[tuple[int, int]]:
+    """Peaks of (allocated, reserved) over three steps, since the allocator remembers how it began; once for segments that
+    lie each above the last, once for the other way round."""
     player.rest(description)
     tape, starts = player.tape, [0]
     alive: dict[tuple[str, str], object] = {}
@@ -141,8 +145,11 @@ def _with_allocator(player: Replay, description: Description, operations: tuple[
             tape.repeat(starts[-2])
         else:
             player.play(operations)
-    peaks = replay(tape.deltas, tape.tensors, tape.streams, starts)
-    return peaks[-1][0], max(reserved for _, reserved in peaks)
+    found = []
+    for descending in (False, True):
+        peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, descending=descending)
+        found.append((peaks[-1][0], max(reserved for _, reserved in peaks)))
+    return found
 
 
 def _highest(tape: Tape) -> tuple[int, int]:

@@ -138,3 +138,18 @@ def test_free_neighbours_become_one_block():
 def test_stretches_have_peaks_of_their_own():
     peaks = replay([20 * MiB, 30 * MiB, -30 * MiB, 10 * MiB], [1, 2, 2, 3], [0, 0, 0, 0], [0, 3])
     assert peaks == [(50 * MiB, 50 * MiB), (30 * MiB, 50 * MiB)]
+
+
+@pytest.mark.parametrize(("descending", "reserved"), [(False, 120), (True, 200)])
+def test_of_two_blocks_that_fit_equally_well_the_lower_is_taken(descending, reserved):
+    """A whole segment, or half of another: which is lower decides whether the other can be whole again."""
+    a = Allocator(descending=descending)
+    alone = a.allocate(40 * MiB, 0)
+    a.free(a.allocate(80 * MiB, 0))
+    halves = [a.allocate(40 * MiB, 0) for _ in range(2)]
+    a.free(alone)
+    a.free(halves[1])
+    a.allocate(40 * MiB, 0)
+    a.free(halves[0])
+    a.allocate(80 * MiB, 0)
+    assert a.reserved == reserved * MiB
