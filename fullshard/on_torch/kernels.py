@@ -178,6 +178,26 @@ HIDDEN: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Hidden | None]] = {
 
 # -- work --------------------------------------------------------------------------------------------------
 
+# Calls for which the host launches several kernels, as the sources of torch's CUDA kernels have them: a gradient added at
+# indices wraps, scales and divides them, counts and sorts them (three kernels) and adds (Indexing.cu); a sort of few
+# slices fills positions and runs a radix sort (Sort.cu); grouped products are prepared on the device first (GroupMM.cu).
+LAUNCHES = {
+    "aten::index_put": 8,
+    "aten::_index_put_impl_": 8,
+    "aten::sort": 4,
+    "aten::topk": 2,
+    "aten::histc": 2,
+    "aten::cumsum": 2,
+    "aten::nonzero": 4,
+    "aten::_grouped_mm": 2,
+}
+
+
+def launches(name: str) -> int:
+    """Kernels that one call launches."""
+    return LAUNCHES.get(name, 1)
+
+
 VIEWS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fullshard.costs import Action, Moment, OpKind
 from fullshard.description import Description
 from fullshard.on_torch import chunked
-from fullshard.on_torch.kernels import StandIns, hidden, work
+from fullshard.on_torch.kernels import StandIns, hidden, launches, work
 from fullshard.on_torch.loss import LossFunction
 from fullshard.on_torch.private import TorchDispatchMode, sole_owner
 from fullshard.on_torch.remat import apply_remat
@@ -95,6 +95,7 @@ class Recorder(TorchDispatchMode):
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
         if (done := work(name, args, written)) is not None:
             self._work(done)
+            self.sections[-1].ops += [("pointwise", 0, 0, ())] * (launches(name) - 1)
         if (inside := hidden(name, args, outputs)) is not None:
             self.count += 1
             self._note("allocate", self.count, *inside[1], rule=inside[0])
