@@ -19,7 +19,8 @@ POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))  # of B and T
 
 ALLOCATE, FREE, READY = "allocate", "free", "ready"
 Action = Literal["allocate", "free", "ready", "multiply"]
-OpKind = Literal["gemm", "attention", "pointwise"]
+OpKind = Literal["gemm", "attention", "pointwise", "all_reduce", "all_gather", "reduce_scatter"]
+TENSOR_AXIS: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # collectives within a section
 
 
 def evaluate(p: Polynomial, rows: int, tokens: int) -> int:
@@ -77,9 +78,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """Work: one matrix product or attention, or all the pointwise kernels of a section together.
+    """Work: one matrix product or attention, all the pointwise kernels of a section together, or a collective of the
+    tensor axis.
 
-    `moved`: bytes read and written. `shape`: m, n, k of a matrix product. `count`: kernels.
+    `moved`: bytes read and written, of a collective those of the whole tensor. `shape`: m, n, k of a matrix product. `count`: kernels.
     """
 
     kind: OpKind
@@ -126,11 +128,27 @@ class Trace:
 
 @dataclass(frozen=True)
 class Costs:
-    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) they hold for, if one."""
+    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) they hold for, if one.
+
+    `split`: the same for a rank of a tensor axis of so many ranks; those have `shapes`, of the parameters there.
+    """
 
     traces: dict[tuple[str, str, str], Trace] = field(default_factory=dict)
     shape: tuple[int, int] | None = None
-    vocabulary: int = 0  # rows of the head: the chunked loss cuts tokens by it
+    vocabulary: int = 0  # rows of the head: the chunked loss cuts tokens by it; 0 where it cannot
+    split: "dict[int, Costs]" = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def on(self, tensor: int) -> "Costs":
+        """What a rank of a tensor axis of `tensor` ranks computes."""
+        if tensor == 1:
+            return self
+        if tensor not in self.split:
+            known = f" (traced: {', '.join(map(str, self.split))})" if self.split else ""
+            raise FullshardError(
+                f"this model was not traced for mesh.tensor = {tensor}{known}; describe it with tensor=({tensor},)"
+            )
+        return self.split[tensor]
 
     def trace(self, compute: str, loss: str, remat: str) -> Trace:
         key = ("bf16" if compute == "fp16" else compute, loss, remat)  # traced as one
@@ -190,6 +208,7 @@ class _Table:
 LETTERS = {"allocate": "a", "free": "f", "ready": "r", "multiply": "m"}
 ACTIONS: dict[str, Action] = {"a": "allocate", "f": "free", "r": "ready", "m": "multiply"}
 KINDS: dict[str, OpKind] = {"g": "gemm", "t": "attention", "p": "pointwise"}
+KINDS |= {"A": "all_reduce", "G": "all_gather", "R": "reduce_scatter"}
 
 
 def _section_json(section: Section, sizes: _Table) -> list[Any]:

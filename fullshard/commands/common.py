@@ -34,14 +34,21 @@ def describe_model(model: str, classes: list[str] | None, names: list[str] | Non
     return on_torch.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
 
 
-def describe_costs(model: str, sequence: int, compute: DType) -> Description:
-    """As `describe_model`, with what computing it costs: shipped for presets, traced for everything else."""
+def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1) -> Description:
+    """As `describe_model`, with what computing it costs: shipped for presets, traced for everything else, and for ranks of a
+    `tensor` axis."""
     described = describe_model(model, None, None, 0)
-    if described.costs is not None and any(key[0] == compute for key in described.costs.traces):
+    if tensor == 1 and described.costs is not None and any(key[0] == compute for key in described.costs.traces):
         return described
-    from fullshard import on_torch
-
-    return on_torch.describe(on_torch.load_model(model), micro_batch=1, sequence=sequence, compute=compute, title=model)
+    try:
+        from fullshard import on_torch
+    except ImportError as error:
+        raise FullshardError(
+            f"tensor = {tensor} needs torch ({error}); pip install 'fullshard[torch]', or plan without"
+        ) from None
+    axes = (tensor,) if tensor > 1 else ()
+    found = on_torch.load_model(model)
+    return on_torch.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
 
 
 def print_json(data: object) -> None:

@@ -163,8 +163,9 @@ def _search(
     pinned = dict(_pin(text) for text in fix)
     room = parse_bytes(limit) if limit else None
     compute: Any = pinned.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
+    tensor = pinned.get("tensor", 1)
     return find_plan(
-        describe_costs(model, sequence, compute),
+        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1),
         where,
         sequence=sequence,
         global_batch=global_batch,

@@ -4,8 +4,9 @@ Blocks that are alike are traced two or three times, not eighty: the others stan
 second one's trace for their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,18 +20,39 @@ from fullshard.on_torch.chunked import chunked_loss, output_head
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.fusion import compiled
 from fullshard.on_torch.loss import LossFunction, summed_loss
+from fullshard.on_torch.private import WRAPPERS
+from fullshard.on_torch.split import part_shapes, split
 from fullshard.on_torch.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
 
 LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}
 
 
-def costs(model: nn.Module, description: Description, *, micro_batch: int, sequence: int, compute: DType = "bf16") -> Costs:
-    """Traces for every loss and remat choice. For any batch shape if the model allows it, else for this one.
+def costs(
+    model: nn.Module,
+    description: Description,
+    *,
+    micro_batch: int,
+    sequence: int,
+    compute: DType = "bf16",
+    tensor: Sequence[int] = (),
+) -> Costs:
+    """Traces for every loss and remat choice. For any batch shape if the model allows it, else for this one. `tensor`:
+    also for a rank of a tensor axis of each of these sizes.
 
     Remembered as long as the process lives, by what the model is made of.
     """
-    key = (compute, _signature(model), tuple((u.name, u.modules) for u in description.units))
+    whole = _known(model, description, micro_batch, sequence, compute)
+    parts = {}
+    for ranks in tensor:
+        with split(model, description, ranks) as part:
+            found = _known(part, description, micro_batch, sequence, compute, ranks)
+            parts[ranks] = replace(found, shapes=part_shapes(part))
+    return replace(whole, split=parts) if parts else whole
+
+
+def _known(model: nn.Module, description: Description, micro_batch: int, sequence: int, compute: DType, tensor: int = 1) -> Costs:
+    key = (tensor, compute, _signature(model), tuple((u.name, u.modules) for u in description.units))
     if key not in _KNOWN:
         found = _traced(model, description, micro_batch, sequence, compute)
         if found.shape is not None:
@@ -51,6 +73,7 @@ def _traced(model: nn.Module, description: Description, micro_batch: int, sequen
     word = "bf16" if compute == "fp16" else compute  # of one size, and by the same kernels
     with _standing_aside(model, description) as aside:
         for shapes in (_grid(model), [(micro_batch, sequence)]):
+            _rehearse(model, description, compute, shapes)
             made: dict[tuple[str, str, str], Trace | None] = {}
             for loss, remat in wanted:
                 plain, compiled = _traces(model, description, aside, loss, compute, remat, shapes)
@@ -59,6 +82,13 @@ def _traced(model: nn.Module, description: Description, micro_batch: int, sequen
             if len(found) == len(made):
                 return Costs(found, None if len(shapes) > 1 else (micro_batch, sequence), vocabulary)
     raise FullshardError(f"{description.model} does other things at every run; its costs cannot be traced")
+
+
+def _rehearse(model: nn.Module, description: Description, compute: DType, shapes: list[tuple[int, int]]) -> None:
+    """Where parameters are split, a shape's first trace also shows how torch finds out what becomes of them."""
+    if any(isinstance(p, WRAPPERS) for p in model.parameters()):
+        for rows, tokens in shapes:
+            trace(model, description, summed_loss, compute=TORCH[compute], remat="none", rows=rows, tokens=tokens)
 
 
 def _grid(model: nn.Module) -> list[tuple[int, int]]:
@@ -72,9 +102,10 @@ def _grid(model: nn.Module) -> list[tuple[int, int]]:
 def _vocabulary(model: nn.Module) -> int:
     """Rows of the head, if there is one that the chunked loss can use."""
     try:
-        return int(output_head(model).weight.shape[0])
+        weight = output_head(model).weight
     except FullshardError:
         return 0
+    return 0 if isinstance(weight, WRAPPERS) else int(weight.shape[0])
 
 
 def _head_is_a_unit(model: nn.Module, description: Description) -> bool:

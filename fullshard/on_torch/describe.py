@@ -30,8 +30,10 @@ def describe(
     micro_batch: int = 0,
     sequence: int = 0,
     compute: DType = "bf16",
+    tensor: Sequence[int] = (),
 ) -> Description:
-    """The units of `model`; with `micro_batch` and `sequence` also what computing them costs, in dtype `compute`.
+    """The units of `model`; with `micro_batch` and `sequence` also what computing them costs, in dtype `compute`,
+    and for ranks of a `tensor` axis of each of these sizes.
 
     Repeated blocks are found by themselves; what comes before them is the embedding's unit, what comes
     after them the head's, and tied parameters bring their units together. To choose the blocks yourself
@@ -57,7 +59,7 @@ def describe(
     found = Description(title or type(model).__name__, tuple(units), buffers)
     if not micro_batch or not sequence:
         return found
-    return replace(found, costs=costs(model, found, micro_batch=micro_batch, sequence=sequence, compute=compute))
+    return replace(found, costs=costs(model, found, micro_batch=micro_batch, sequence=sequence, compute=compute, tensor=tensor))
 
 
 class _Group:

@@ -198,12 +198,19 @@ def launches(name: str) -> int:
     return LAUNCHES.get(name, 1)
 
 
+COLLECTIVES: dict[str, OpKind] = {  # of a tensor axis; all others are FSDP's, which no trace sees
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+}
 VIEWS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
 
 
 def work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> tuple[OpKind, int, int, tuple[int, ...]] | None:
     """Kind, flops, bytes moved and (m, n, k) of a kernel; None for one that does nothing."""
     inputs = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+    if name in COLLECTIVES:
+        return COLLECTIVES[name], 0, max(t.numel() * t.element_size() for t in [*inputs, *outputs]), ()
     moved = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
     if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"):
         a, b = [t for t in inputs if t.ndim > 1][-2:]

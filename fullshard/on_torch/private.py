@@ -1,33 +1,71 @@
 """The private parts of torch that the engine touches, all of them, so that a new torch is one file to mend."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import _C, Tensor, _foreach_copy_, dtype, empty, ones_like
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, debug
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "WRAPPERS",
     "GatherGroup",
     "StorageWeakRef",
     "TorchDispatchMode",
     "address",
     "cut_dim",
+    "forget_meshes",
     "gather_group",
     "group_size",
+    "inner",
     "keep_reductions_off_the_bus",
+    "one_of",
     "run_backward",
     "same_cut",
     "sole_owner",
 ]
+
+
+WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors that hold another, and no memory of their own
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """The tensor that has the memory."""
+    while isinstance(tensor, WRAPPERS):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor
+
+
+@contextmanager
+def one_of(ranks: int) -> Iterator[None]:
+    """Inside, this process is the first of so many ranks, of which there are no others: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """DTensor remembers what becomes of its operands together with their mesh; a later one that looks the same would be
+    answered with the groups of the earlier."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def cut_dim(placement: Placement) -> int | None:

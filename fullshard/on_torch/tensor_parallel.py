@@ -4,9 +4,10 @@ Attention and feed-forward are split by output features and joined by input feat
 each); a vocabulary that divides evenly is split in the embedding and the head; norms stay whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,10 +17,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fullshard.description import UnitDescription
 from fullshard.errors import FullshardError
 from fullshard.on_torch.ranks import Meshes
 from fullshard.plan import Plan, Unit
 
+AnyUnit = Unit | UnitDescription
 SPLIT_OUTPUT = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "w3"}
 SPLIT_INPUT = {"o_proj", "down_proj", "wo", "w2"}
 PER_HEAD_NORM = {"q_norm", "k_norm"}  # applied to this rank's heads, (B, T, heads, head_dim)
@@ -28,13 +31,17 @@ QUERY_KEY_VALUE = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv"}
 
 def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
     """Split the model's modules over the tensor axis; ties between parameters survive."""
-    if plan.mesh.tensor == 1:
-        return
+    if plan.mesh.tensor > 1:
+        split_units(model, plan.units, plan.mesh.tensor, [meshes.tensor(u.layout) for u in plan.units])
+
+
+def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes: Sequence[DeviceMesh]) -> None:
+    """Split each unit's modules over its mesh."""
     ties = _tied_owners(model)
-    for unit in plan.units:
-        styles = _styles(model, unit, plan.mesh.tensor)
+    for unit, mesh in zip(units, meshes, strict=True):
+        styles = _styles(model, unit, tensor)
         if styles:
-            parallelize_module(model, meshes.tensor(unit.layout), styles)
+            parallelize_module(model, mesh, styles)
     for (first, name), *others in ties:
         for module, other in others:
             module.register_parameter(other, first._parameters[name])
@@ -42,17 +49,19 @@ def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
 
 def refuse_tensor_axis(model: nn.Module, plan: Plan) -> None:
     """Say which unit the tensor axis cannot split, and why, before anything is changed."""
-    if plan.mesh.tensor == 1:
-        return
-    split = [unit for unit in plan.units if _styles(model, unit, plan.mesh.tensor)]
-    if not split:
+    if plan.mesh.tensor > 1:
+        refuse_split(model, plan.units, plan.mesh.tensor)
+
+
+def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> None:
+    if not any([_styles(model, unit, tensor) for unit in units]):  # all of them: each may refuse
         raise FullshardError(
-            f"mesh.tensor = {plan.mesh.tensor}: no module of this model has a tensor-parallel layout; "
+            f"mesh.tensor = {tensor}: no module of this model has a tensor-parallel layout; "
             "use tensor = 1 (the built-in models and Llama-like Hugging Face models can be split)"
         )
 
 
-def _styles(model: nn.Module, unit: Unit, tensor: int) -> dict[str, ParallelStyle]:
+def _styles(model: nn.Module, unit: AnyUnit, tensor: int) -> dict[str, ParallelStyle]:
     """Module path to style for one unit; refuses what it would have to leave wrong."""
     styles: dict[str, ParallelStyle] = {}
     for path, module in _owners(model, unit):
@@ -72,7 +81,7 @@ def _styles(model: nn.Module, unit: Unit, tensor: int) -> dict[str, ParallelStyl
     return styles
 
 
-def _owners(model: nn.Module, unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+def _owners(model: nn.Module, unit: AnyUnit) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit that hold parameters of their own."""
     for root in unit.modules:
         if root == "":
@@ -82,7 +91,7 @@ def _owners(model: nn.Module, unit: Unit) -> Iterator[tuple[str, nn.Module]]:
                 yield (f"{root}.{sub}" if sub else root), module
 
 
-def _refuse_uneven(model: nn.Module, unit: Unit, path: str, module: nn.Module, tensor: int) -> None:
+def _refuse_uneven(model: nn.Module, unit: AnyUnit, path: str, module: nn.Module, tensor: int) -> None:
     parent, _, name = path.rpartition(".")
     if not isinstance(module, nn.Linear):
         raise FullshardError(
@@ -102,7 +111,7 @@ def _vocabulary(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or type(module) is nn.Linear
 
 
-def _splits_vocabulary(model: nn.Module, unit: Unit, tensor: int) -> bool:
+def _splits_vocabulary(model: nn.Module, unit: AnyUnit, tensor: int) -> bool:
     """All embeddings and heads of the unit or none: tied ones must agree."""
     tables = [m for path in unit.modules if path and (m := model.get_submodule(path)) and isinstance(m, nn.Embedding | nn.Linear)]
     return all(_vocabulary(m) and m.weight.shape[0] % tensor == 0 for m in tables)

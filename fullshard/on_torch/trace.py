@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.costs import Action, Moment, OpKind
@@ -19,7 +20,7 @@ from fullshard.description import Description
 from fullshard.on_torch import chunked
 from fullshard.on_torch.kernels import StandIns, hidden, launches, work
 from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.private import TorchDispatchMode, sole_owner
+from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.shadow import Shadows
 from fullshard.plan import Remat
@@ -29,6 +30,8 @@ aten = torch.ops.aten
 
 RawEvent = tuple[Action, int, str, tuple[int, ...]]  # action, tensor, rule, sizes
 RawOp = tuple[OpKind, int, int, tuple[int, ...]]  # as `kernels.work` gives it
+# What a collective's result goes through: the same memory, but for meta tensors, of which these would make another.
+PASSING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 NO_TENSOR = 0  # tensors count from 1
 
 
@@ -86,10 +89,14 @@ class Recorder(TorchDispatchMode):
         self._note("ready", self._number(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, WRAPPERS) for t in types):
+            return NotImplemented  # they ask again for what they hold
+        if func._schema.name in PASSING:
+            return args[0]
         if self.in_backward and _adds_in_place(func, args):
             func = aten.add_.Tensor
         out = self.shadows.call(func, args, kwargs or {})
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not isinstance(t, WRAPPERS)]
         fresh = [t for t in outputs if self._born(t)]
         name = func._schema.name
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
@@ -117,7 +124,7 @@ class Recorder(TorchDispatchMode):
         self.uses.append(Use(len(self.sections) - 1, len(self.sections[-1].events), kind, frozenset(read) - made, made))
 
     def _number(self, tensor: Tensor) -> int:
-        return self.alive.get(tensor.untyped_storage()._cdata, (-1, None))[0]
+        return self.alive.get(inner(tensor).untyped_storage()._cdata, (-1, None))[0]
 
     def _born(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -195,8 +202,8 @@ def _meta_parameters(model: nn.Module, description: Description, compute: torch.
     saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     made: dict[int, nn.Parameter] = {}
     for name, p in model.named_parameters():
-        made[id(p)] = fresh = nn.Parameter(torch.empty(p.shape, dtype=compute, device="meta"), requires_grad=p.requires_grad)
-        recorder.give(fresh)
+        made[id(p)] = fresh = nn.Parameter(_computed_with(p, compute), requires_grad=p.requires_grad)
+        recorder.give(inner(fresh))
         if p.requires_grad:
             fresh.register_post_accumulate_grad_hook(_on_ready(recorder, owner[name], name))
     for module, parameters, buffers in saved:
@@ -212,6 +219,13 @@ def _meta_parameters(model: nn.Module, description: Description, compute: torch.
         for module, parameters, buffers in saved:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _computed_with(parameter: Tensor, compute: torch.dtype) -> Tensor:
+    local = torch.empty(inner(parameter).shape, dtype=compute, device="meta")
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
 
 
 def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], None]:

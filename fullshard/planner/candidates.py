@@ -76,25 +76,36 @@ def want(
 
 def families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
     """Plans that differ in remat alone, the fastest first: one that fits makes the others pointless."""
-    tensor = wanted.fix.get("tensor", 1)
-    if wanted.cluster.devices % tensor:
-        raise FullshardError(f"tensor = {tensor} must divide the {wanted.cluster.devices} devices")
-    ranks = wanted.cluster.devices // tensor
-    shapes = list(_shapes(wanted, ranks))
-    if not shapes:
+    axes = {tensor: list(_shapes(wanted, wanted.cluster.devices // tensor)) for tensor in _tensor_axes(wanted)}
+    if not any(axes.values()):
+        ranks = wanted.cluster.devices // max(axes)
         raise FullshardError(
             f"a global batch of {wanted.global_batch} cannot be cut for {ranks} data ranks"
             f"{_fixed(wanted, 'micro_batch', 'accumulate')}; give a multiple of {ranks * wanted.fix.get('micro_batch', 1)}"
         )
     made = 0
-    for name, own in _strategies(wanted, ranks):
-        for micro, accumulate in shapes:
-            family = list(_family(wanted, name, own, micro, accumulate, tensor))
-            made += len(family)
-            if family:
-                yield family
+    for tensor, shapes in axes.items():
+        for name, own in _strategies(wanted, wanted.cluster.devices // tensor, tensor):
+            for micro, accumulate in shapes:
+                family = list(_family(wanted, name, own, micro, accumulate, tensor))
+                made += len(family)
+                if family:
+                    yield family
     if not made:
         raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
+
+
+def _tensor_axes(wanted: Wanted) -> list[int]:
+    """The one that is fixed; else none, and those that the model was traced for, within a node. A split head has no chunked
+    loss."""
+    devices, costs = wanted.cluster.devices, wanted.description.costs
+    if (fixed := wanted.fix.get("tensor")) is not None:
+        if fixed < 1 or devices % fixed:
+            raise FullshardError(f"tensor = {fixed} must divide the {devices} devices")
+        return [fixed]
+    split = costs.split if costs else {}
+    whole = min(wanted.cluster.node.devices, devices)
+    return [1, *[n for n, part in split.items() if whole % n == 0 and (wanted.loss == "plain" or part.vocabulary)]]
 
 
 def _fixed(wanted: Wanted, *names: str) -> str:
@@ -113,12 +124,12 @@ def _shapes(wanted: Wanted, ranks: int) -> Iterator[tuple[int, int]]:
             yield micro, accumulate
 
 
-def _strategies(wanted: Wanted, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _strategies(wanted: Wanted, ranks: int, tensor: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and own arguments: hybrid and hpz by node and by a few of them."""
     fixed = wanted.fix.get("strategy")
     if fixed is not None and fixed not in STRATEGIES:
         raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
-    node = wanted.cluster.node.devices // wanted.fix.get("tensor", 1) or 1
+    node = wanted.cluster.node.devices // tensor or 1
     groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
     options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
     options += [("hybrid", {"replicate": ranks // n}) for n in groups] + [("hpz", {"reshard": n}) for n in groups]
@@ -176,6 +187,7 @@ def precision_of(wanted: Wanted) -> Precision:
 
 def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
     mesh = f" {plan.mesh.replicate}×{plan.mesh.shard}" if name == "hybrid" else f" {own['reshard']}" if name == "hpz" else ""
+    mesh += f", tensor {plan.mesh.tensor}" if plan.mesh.tensor > 1 else ""
     remat = next((u.remat for u in plan.units if u.remat != "none"), "none")
     away = home_words(plan)
     return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}{f', {away}' if away else ''}"

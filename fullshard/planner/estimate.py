@@ -141,7 +141,8 @@ def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
     """Model flops a second over the devices' peak: nothing recomputed counts, attention counts in full."""
     assert description.costs is not None
-    trace = description.costs.trace(plan.precision.compute, loss, "none")
+    costs = description.costs.on(plan.mesh.tensor)
+    trace = costs.trace(plan.precision.compute, loss, "none")
     peak = getattr(cluster.device.peak, "fp32" if plan.precision.compute == "fp32" else "bf16")
     if peak is None:
         return None
@@ -150,7 +151,7 @@ def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, secon
     for moment, _, section in trace:
         at = (1, shape[0] * shape[1]) if moment == "chunk" else shape
         flops += sum(evaluate(op.flops, *at) for op in section.ops if op.kind != "pointwise")
-    return plan.batch.accumulate * flops / plan.mesh.tensor / seconds / peak
+    return plan.batch.accumulate * flops / seconds / peak
 
 
 # -- in words ------------------------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ CAUSES = {
     "reduce": "waiting for gradients to be reduced",
     "copies": "waiting for the all-reduce between copies",
     "host": "waiting for the host to launch kernels",
+    "tensor": "waiting for the collectives of the tensor axis",
     "others": "waiting for the slowest rank",
     "update": "waiting for updates of state that rests away",
     "fetch": "waiting for what rests away to come to the device",

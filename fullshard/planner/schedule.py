@@ -76,13 +76,16 @@ def chunks(vocabulary: int, tokens: int) -> list[int]:
     return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
 
 
-def _costs(plan: Plan, description: Description) -> Costs:
+def _costs(plan: Plan, description: Description, loss: str) -> Costs:
     """The description's costs; refuses what they do not tell."""
     if description.costs is None:
         raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
-    description.costs.check(plan.batch.micro_batch, plan.batch.sequence)
-    if plan.mesh.tensor > 1:
-        raise FullshardError(f"mesh.tensor = {plan.mesh.tensor} cannot be predicted yet; plan with tensor = 1")
+    costs = description.costs.on(plan.mesh.tensor)
+    costs.check(plan.batch.micro_batch, plan.batch.sequence)
+    if plan.mesh.tensor > 1 and loss == "chunked" and not costs.vocabulary:
+        raise FullshardError(
+            f"chunked loss: mesh.tensor = {plan.mesh.tensor} splits the head; use the plain loss, or a mesh with tensor = 1"
+        )
     if plan.precision.output not in (None, plan.precision.compute):
         raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
     blocks = {u.name for u in description.units if u.kind == "block"}
@@ -95,14 +98,14 @@ def _costs(plan: Plan, description: Description) -> Costs:
             )
         if unit.remat != "none" and unit.name not in blocks:
             raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
-    return description.costs
+    return costs
 
 
 class _Step:
     """FSDP's state while the schedule is written: which units are whole, which gathers are under way."""
 
     def __init__(self, plan: Plan, description: Description, loss: str, clip: bool):
-        costs = _costs(plan, description)
+        costs = _costs(plan, description, loss)
         self.plan = plan
         self.late = waits_for_norm(plan, clip)
         self.groups = groups(plan, description)

@@ -57,10 +57,13 @@ def thinned(description: Description, count: int) -> Description:
     if len(blocks) <= count or len(alike) > 1:
         return description
     dropped = set(blocks[count:])
-    costs = description.costs
-    traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
     units = tuple(u for u in description.units if u.name not in dropped)
-    return replace(description, units=units, costs=Costs(traces, costs.shape, costs.vocabulary))
+    return replace(description, units=units, costs=_thin_costs(description.costs, dropped))
+
+
+def _thin_costs(costs: Costs, dropped: set[str]) -> Costs:
+    traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
+    return replace(costs, traces=traces, split={ranks: _thin_costs(c, dropped) for ranks, c in costs.split.items()})
 
 
 def _without(trace: Trace, dropped: set[str]) -> Trace:

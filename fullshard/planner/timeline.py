@@ -22,6 +22,7 @@ from fullshard.planner.schedule import Operation, schedule
 from fullshard.planner.transfers import Transfers, balance
 from fullshard.planner.work import Machine, Work
 
+LANES = ("compute", "gather", "reduce", "copies", "tensor")
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 # The host's time in units of one bare launch: a kernel of a model comes with its module and autograd's part; a unit's
 # door with FSDP's hooks; every parameter with FSDP's bookkeeping at each door, and with the optimizer's and the norm's.
@@ -85,9 +86,9 @@ class _Lanes:
         self.spilled: dict[str, float] = {}  # when its activations are on the host
         self.mark = 0.0  # when the step began
         precision = plan.precision
-        self.machine = Machine(cluster, precision.compute, compiled=plan.compile)
+        self.machine = Machine(cluster, precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
-        self.free = dict.fromkeys(("compute", "gather", "reduce", "copies"), 0.0)
+        self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
         self.serial = cluster.device.kind == "cpu"
@@ -101,7 +102,7 @@ class _Lanes:
         """Another step, of which alone the result will tell."""
         self.mark = max(*self.free.values(), self.host)
         self.starts.clear()
-        self.found = Timeline(busy=dict.fromkeys(("compute", "gather", "reduce", "copies", "host"), 0.0))
+        self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
         self.transfers.busy = self.found.busy
         self.transfers.began = -1.0
 
@@ -187,6 +188,18 @@ class _Lanes:
         for kind in ("gemm", "attention", "pointwise"):
             if (seconds := getattr(work, kind)) > 0:
                 self._on_compute(seconds, kind, work.kernels * seconds / work.seconds)
+        if work.tensor:
+            self._tensor(work.tensor)
+
+    def _tensor(self, seconds: float) -> None:
+        """Collectives of the tensor axis: the next kernel needs what they leave."""
+        link = "network" if spread_of(self.plan.mesh.tensor, 1, self.cluster).nodes > 1 else "node"
+        start = max(self.free["compute"], self.links[link], self.host)
+        self.free["tensor"] = self.links[link] = start + seconds
+        self.found.busy["tensor"] += seconds
+        self._wait(start + seconds, "tensor")
+        if self.serial:
+            self.host = start + seconds
 
     def _gather(self, op: Operation) -> None:
         group = self.groups[op.unit]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from fullshard.cluster import Cluster
-from fullshard.costs import Op, Section, evaluate
+from fullshard.costs import TENSOR_AXIS, Op, Section, evaluate
+from fullshard.planner.links import collective_seconds
 
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
 # What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
@@ -17,12 +18,14 @@ ALIGNED, UNALIGNED = 8, 0.16
 
 @dataclass(frozen=True)
 class Work:
-    """`seconds` on the device by kind, and how many kernels the host has to launch for them."""
+    """`seconds` on the device by kind, and how many kernels the host has to launch for them; those of collectives of the
+    tensor axis, for which the device waits, apart."""
 
     gemm: float = 0.0
     attention: float = 0.0
     pointwise: float = 0.0
     kernels: float = 0.0
+    tensor: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -32,8 +35,8 @@ class Work:
 class Machine:
     """One device of a cluster at work in one dtype."""
 
-    def __init__(self, cluster: Cluster, dtype: str, *, compiled: bool = False):
-        self.cluster, self.dtype, self.compiled = cluster, dtype, compiled
+    def __init__(self, cluster: Cluster, dtype: str, *, compiled: bool = False, tensor: int = 1):
+        self.cluster, self.dtype, self.compiled, self.tensor = cluster, dtype, compiled, tensor
         self.hbm, self.pointwise, self.launch = cluster.of("hbm"), cluster.of("pointwise"), cluster.of("launch")
         self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
         self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
@@ -48,13 +51,17 @@ class Machine:
 
     def _section(self, section: Section, rows: int, tokens: int, backward: bool) -> Work:
         totals = {"gemm": 0.0, "attention": 0.0, "pointwise": 0.0}
-        kernels = 0.0
+        kernels = waited = 0.0
         for op in section.ops:
+            if op.kind in TENSOR_AXIS:
+                kernels += op.count
+                waited += collective_seconds(op.kind, evaluate(op.moved, rows, tokens), self.tensor, self.cluster)  # type: ignore[arg-type]
+                continue
             op = self._here(op, backward)
             fused = self.compiled and op.kind == "pointwise"
             totals[op.kind] += self._seconds(op, rows, tokens, backward) * (FUSED_BYTES if fused else 1.0)
             kernels += op.count * (FUSED_KERNELS if fused else 1.0)
-        return Work(**{kind: seconds / self.together for kind, seconds in totals.items()}, kernels=kernels)
+        return Work(**{kind: seconds / self.together for kind, seconds in totals.items()}, kernels=kernels, tensor=waited)
 
     def _here(self, op: Op, backward: bool) -> Op:
         """CPUs have fused attention for every dtype and head. Where the trace, which is of CUDA's kernels, has products

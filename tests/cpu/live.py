@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.on_torch.kernels import StandIns
-from fullshard.on_torch.private import sole_owner
+from fullshard.on_torch.private import WRAPPERS, forget_meshes, sole_owner
 
 aten = torch.ops.aten
 ONLY_CUDA = {aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default}
@@ -55,6 +54,8 @@ class Live(TorchDispatchMode):
             del self.refs[key], self.sizes[key]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, WRAPPERS) for t in types):
+            return NotImplemented
         if func is aten.add.Tensor and _autograd_adds(args):
             func = aten.add_.Tensor  # as autograd does when no mode is watching
         if func is aten.addmm.dtype_out:
@@ -64,7 +65,7 @@ class Live(TorchDispatchMode):
         else:
             out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and not isinstance(t, DTensor) and t.device.type == "cpu":
+            if isinstance(t, torch.Tensor) and not isinstance(t, WRAPPERS) and t.device.type == "cpu":
                 self.see(t)
         return out
 
@@ -109,6 +110,7 @@ def ranks(world: int):
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 @dataclass(frozen=True)
