@@ -81,7 +81,8 @@ class Op:
     """Work: one matrix product or attention, all the pointwise kernels of a section together, or a collective of the
     tensor axis.
 
-    `moved`: bytes read and written, of a collective those of the whole tensor. `shape`: m, n, k of a matrix product. `count`: kernels.
+    `moved`: bytes read and written, of a collective those of the whole tensor. `shape`: m, n, k of a
+    matrix product. `count`: kernels.
     """
 
     kind: OpKind

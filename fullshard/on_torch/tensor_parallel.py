@@ -54,7 +54,8 @@ def refuse_tensor_axis(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> None:
-    if not any([_styles(model, unit, tensor) for unit in units]):  # all of them: each may refuse
+    found = [_styles(model, unit, tensor) for unit in units]  # of all: each may refuse
+    if not any(found):
         raise FullshardError(
             f"mesh.tensor = {tensor}: no module of this model has a tensor-parallel layout; "
             "use tensor = 1 (the built-in models and Llama-like Hugging Face models can be split)"
