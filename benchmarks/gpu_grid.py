@@ -108,6 +108,7 @@ class Grid:
         rows = []
         for name, one in {pick: plan, **self.plans}.items():
             row: dict[str, Any] = {"plan": name, "pick": name == pick, **told(self.predicted[name])}
+            row["fits"] = row["predicted_fits"]  # unless the device has counted
             if time.monotonic() - self.began > self.args.seconds:
                 row["skipped"] = "no time left"
             else:
@@ -122,7 +123,7 @@ class Grid:
         except torch.OutOfMemoryError as error:
             return {"failed": str(error)[:200]}
         assert self.limit is not None
-        return found | {"fits": found.get("reserved", 0) <= self.limit}
+        return found | ({"fits": found["reserved"] <= self.limit} if "reserved" in found else {})
 
 
 def alike(one: fs.Plan, other: fs.Plan) -> bool:
@@ -158,6 +159,9 @@ def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
         return {"measured": statistics.median(times), "flush": flushed, "seconds": time.perf_counter() - began, **reserved}
     finally:
+        if state.tiers:
+            state.tiers.close()
+            state.tiers.resting.close_all()  # or the next plan's pinned memory comes on top of this one's
         del state, batches
         gc.collect()
         if cuda:
