@@ -253,3 +253,15 @@ def test_remedies_save_memory_and_are_ranked_by_time():
 @pytest.mark.parametrize(("text", "value"), [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("512mib", 512 << 20), ("1000", 1000)])
 def test_amounts_of_memory(text, value):
     assert parse_bytes(text) == value
+
+
+def test_a_strategy_that_reduces_at_the_end_anyway_is_not_asked_to_wait_longer():
+    """Its accumulated micro-batches are reduced once: there is no later."""
+    found = fs.find_plan(
+        fs.presets.describe("llama-125m"),
+        fs.Cluster.load("8xh100"),
+        sequence=512,
+        global_batch=64,
+        fix={"strategy": "zero1", "accumulate": 2},
+    )
+    assert found.plan.batch.sync == "every"
