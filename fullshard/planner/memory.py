@@ -39,13 +39,15 @@ def predict(
     loss: str = "chunked",
     optimizer: Optimizer | None = None,
     reserved: bool = True,
+    otherwise: bool = True,
     clip: bool = True,
     cpu_share: float = SHARE,
 ) -> Peak:
     """What a steady step of `plan` takes on a rank's device, in its host's memory and on disk.
 
     Without `reserved`, the allocator is left out: ten times as fast, and `allocated` then lacks the ends of
-    blocks that were not worth splitting, a few MiB. `clip` and `cpu_share`, the part of the pieces that the CPU updates,
+    blocks that were not worth splitting, a few MiB. Without `otherwise`, one order of segments is enough. `clip` and `cpu_share`, the part of the pieces that the CPU
+    updates,
     matter to units whose optimizer state rests away; their gradients count until the unit's next forward, which is
     later than they go where updates are quicker than the device.
     """
@@ -53,10 +55,11 @@ def predict(
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
     player = _steady(Replay(plan, description, slots, clip=clip, cpu_share=cpu_share), description, operations)
     allocated, where = _highest(player.tape)
-    taken = otherwise = None
+    taken = other_way = None
     if reserved:
         fresh = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
-        (allocated, taken), (_, otherwise) = _with_allocator(fresh, description, operations)
+        (allocated, taken), *others = _with_allocator(fresh, description, operations, (False, True) if otherwise else (False,))
+        other_way = others[0][1] if others else None
     return Peak(
         allocated,
         taken,
@@ -65,7 +68,7 @@ def predict(
         at_rest(plan, description, slots),
         player.away.host(player.most_spilled),
         player.away.disk(),
-        otherwise,
+        other_way,
     )
 
 
@@ -132,9 +135,11 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
     return player
 
 
-def _with_allocator(player: Replay, description: Description, operations: tuple[Operation, ...]) -> list[tuple[int, int]]:
-    """Peaks of (allocated, reserved) over three steps, since the allocator remembers how it began; once for segments that
-    lie each above the last, once for the other way round."""
+def _with_allocator(
+    player: Replay, description: Description, operations: tuple[Operation, ...], orders: tuple[bool, ...]
+) -> list[tuple[int, int]]:
+    """Peaks of (allocated, reserved) over three steps, since the allocator remembers how it began; for each order of
+    segments, ascending or `descending`."""
     player.rest(description)
     tape, starts = player.tape, [0]
     alive: dict[tuple[str, str], object] = {}
@@ -146,7 +151,7 @@ def _with_allocator(player: Replay, description: Description, operations: tuple[
         else:
             player.play(operations)
     found = []
-    for descending in (False, True):
+    for descending in orders:
         peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, descending=descending)
         found.append((peaks[-1][0], max(reserved for _, reserved in peaks)))
     return found
