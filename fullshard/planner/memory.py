@@ -46,10 +46,9 @@ def predict(
     """What a steady step of `plan` takes on a rank's device, in its host's memory and on disk.
 
     Without `reserved`, the allocator is left out: ten times as fast, and `allocated` then lacks the ends of
-    blocks that were not worth splitting, a few MiB. Without `otherwise`, one order of segments is enough. `clip` and `cpu_share`, the part of the pieces that the CPU
-    updates,
-    matter to units whose optimizer state rests away; their gradients count until the unit's next forward, which is
-    later than they go where updates are quicker than the device.
+    blocks that were not worth splitting, a few MiB. Without `otherwise`, one order of segments is enough. `clip` and
+    `cpu_share`, the part of the pieces that the CPU updates, matter to units whose optimizer state rests away; their
+    gradients count until the unit's next forward, which is later than they go where updates are quicker than the device.
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
