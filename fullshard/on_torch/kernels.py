@@ -178,7 +178,8 @@ HIDDEN: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Hidden | None]] = {
 
 # -- work --------------------------------------------------------------------------------------------------
 
-# Calls for which the host launches several kernels, as the sources of torch's CUDA kernels have them: a gradient added at
+# Calls for which the host launches several kernels; how many is counted by what they do, not measured yet
+# (benchmarks/host_probe.py does): a gradient added at
 # indices wraps, scales and divides them, counts and sorts them (three kernels) and adds (Indexing.cu); a sort of few
 # slices fills positions and runs a radix sort (Sort.cu); grouped products are prepared on the device first (GroupMM.cu).
 LAUNCHES = {
