@@ -141,7 +141,7 @@ def _with_allocator(
     segments, ascending or `descending`."""
     player.rest(description)
     tape, starts = player.tape, [0]
-    alive: dict[tuple[str, str], object] = {}
+    alive: dict[tuple[str, str], object] | None = None
     for _ in range(3):
         alike, alive = alive == tape.alive, {**tape.alive}
         starts.append(len(tape.deltas))

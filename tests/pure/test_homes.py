@@ -93,6 +93,13 @@ def test_without_clipping_gradients_pass_six_slots():
     assert found.host == {"optimizer": 12 * MODEL.numel, "staging": 6 * 4 * LARGEST}
 
 
+def test_a_device_on_which_nothing_rests_still_needs_memory_for_a_step():
+    made = plan(Home("host", "host"))
+    plain, with_allocator = (peak(made, cpu_share=1, reserved=reserved) for reserved in (False, True))
+    assert plain.allocated <= with_allocator.allocated <= 1.01 * plain.allocated
+    assert with_allocator.reserved >= with_allocator.allocated
+
+
 def test_state_on_disk_passes_four_slots_of_the_host():
     found = peak(plan(Home(optimizer="disk")), cpu_share=0)
     assert found.disk == {"optimizer": 12 * MODEL.numel}
