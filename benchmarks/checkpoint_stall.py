@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_stall.py                                       # 2 gloo ranks, CPU, the demo's size
     python benchmarks/checkpoint_stall.py --ranks 1 --preset llama-3.6b --batch 4 --sequence 2048 --compute bf16 \\
-        --shelf /disk/checkpoints --rounds 1 --warm stage --alone 1             # one GPU
+        --shelf /disk/checkpoints --rounds 1 --warm stage --alone 1 --beside 20 # one GPU
 
 Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
 to the same disk, which needs room for one checkpoint: each is removed before the next. A save and the steps after
@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=16, help="saves of each kind")
     parser.add_argument("--steady", type=int, default=2, help="steps between the end of one window and the next")
     parser.add_argument("--after", type=int, default=4, help="steps timed after each save, at least")
+    parser.add_argument("--beside", type=int, default=1 << 20, help="steps timed without a save after each, at most")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--warm", default="save", choices=["save", "stage"], help="before the first round: one save of each kind,"
                         " or fullshard's arena alone")  # fmt: skip
@@ -221,7 +222,7 @@ def measure(bench: Bench) -> dict:
     for i in range(args.rounds):
         for kind in args.only if i % 2 == 0 else args.only[::-1]:
             # As many steps without a save: over a long window a step's length must be known well.
-            for each, after in ((kind, args.after), ("nothing", longest)):
+            for each, after in ((kind, args.after), ("nothing", min(longest, args.beside))):
                 one = one_round(bench, each, after)
                 longest = max(longest, int(one["steps"])) if each == kind else longest
                 found[each].append(one)

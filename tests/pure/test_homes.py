@@ -95,7 +95,7 @@ def test_without_clipping_gradients_pass_six_slots():
 
 def test_a_device_on_which_nothing_rests_still_needs_memory_for_a_step():
     made = plan(Home("host", "host"))
-    plain, with_allocator = (peak(made, cpu_share=1, reserved=reserved) for reserved in (False, True))
+    plain, with_allocator = (predict(made, MODEL, cpu_share=1, reserved=reserved) for reserved in (False, True))
     assert plain.allocated <= with_allocator.allocated <= 1.01 * plain.allocated
     assert with_allocator.reserved >= with_allocator.allocated
 
