@@ -19,7 +19,7 @@ from fullshard.errors import FullshardError, nearest
 from fullshard.pieces import STAGING
 from fullshard.text import spans, table
 
-VERSION = 3  # 1 had no staging, 2 no cpu_share
+VERSION = 4  # 1 had no staging, 2 no cpu_share, 3 no backlog
 
 Place = Literal["device", "host", "disk"]
 Layout = Literal["replicated", "optimizer", "sharded"]
@@ -177,7 +177,8 @@ class Plan:
 
     `staging`: pieces of optimizer state that are on the device at a time while those that rest elsewhere are updated.
     `cpu_share`: of the pieces that rest elsewhere, how many the host's cores update, from 0 to 1; the engine measures what is
-    best where it is None.
+    best where it is None. `backlog`: pieces whose gradients may wait on the device for their update while backward runs, no
+    matter how many where it is None; where gradients are clipped, all of them wait for the norm.
     """
 
     mesh: Mesh
@@ -188,6 +189,7 @@ class Plan:
     compile: bool = False
     staging: int = STAGING
     cpu_share: float | None = None
+    backlog: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
@@ -200,6 +202,8 @@ class Plan:
         _positive("plan.staging", self.staging)
         if self.cpu_share is not None:
             object.__setattr__(self, "cpu_share", _share("plan.cpu_share", self.cpu_share))
+        if self.backlog is not None:
+            _positive("plan.backlog", self.backlog)
         _refuse_twice("unit", [u.name for u in self.units])
         _refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
@@ -210,21 +214,22 @@ class Plan:
             )
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
-        if self.staging != STAGING and not self.stages:
-            raise PlanError(
-                f"staging = {self.staging} has no effect: the optimizer state of every unit rests on the device; "
-                f"leave it out, or give a unit home.optimizer = 'host'"
-            )
-        if self.cpu_share is not None and not self.stages:
-            raise PlanError(
-                f"cpu_share = {self.cpu_share:g} has no effect: the optimizer state of every unit rests on the device; "
-                f"leave it out, or give a unit home.optimizer = 'host'"
-            )
+        self._check_updates()
 
     @property
     def stages(self) -> bool:
         """Whether any optimizer state rests away from the device."""
         return any(u.home.optimizer != "device" for u in self.units)
+
+    def _check_updates(self) -> None:
+        """Choices about state that rests elsewhere, where none does."""
+        staging = None if self.staging == STAGING else self.staging
+        for name, value in (("staging", staging), ("cpu_share", self.cpu_share), ("backlog", self.backlog)):
+            if value is not None and not self.stages:
+                raise PlanError(
+                    f"{name} = {value:g} has no effect: the optimizer state of every unit rests on the device; "
+                    f"leave it out, or give a unit home.optimizer = 'host'"
+                )
 
     def _check_reshard(self, unit: Unit) -> None:
         if isinstance(unit.reshard, bool):
@@ -265,7 +270,7 @@ class Plan:
         version = data.pop("version", None)
         if type(version) is not int or not 1 <= version <= VERSION:
             raise PlanError(f"plan version {version!r} is not known here; this fullshard reads versions 1 to {VERSION}")
-        for name, since, value in (("staging", 2, STAGING), ("cpu_share", 3, None)):
+        for name, since, value in (("staging", 2, STAGING), ("cpu_share", 3, None), ("backlog", 4, None)):
             if version < since:
                 if name in data:
                     raise PlanError(f"plan version {version} has no {name}; write version {VERSION}, or leave {name} out")
@@ -306,12 +311,12 @@ class Plan:
     def digest(self) -> str:
         """A name for this plan that is the same in every process and on every machine."""
         data = self.to_dict()
-        if self.cpu_share is None:  # named as before there was such a choice: checkpoints remember the name
-            del data["cpu_share"]
-            data["version"] = 2
-            if self.staging == STAGING:
-                del data["staging"]
-                data["version"] = 1
+        # Named as before there were such choices: checkpoints remember the name.
+        for version, name, value in ((3, "backlog", None), (2, "cpu_share", None), (1, "staging", STAGING)):
+            if data[name] != value:
+                break
+            del data[name]
+            data["version"] = version
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -368,6 +373,7 @@ class Plan:
             f"compile    {'each block' if self.compile else 'no'}",
             *([f"staging    {self.staging} pieces of optimizer state on the device at a time"] if self.stages else []),
             *([] if self.cpu_share is None else [f"cpu_share  {self.cpu_share:g} of the pieces are updated by the host's cores"]),
+            *([] if self.backlog is None else [f"backlog    {self.backlog} pieces whose gradients wait for their update at most"]),
             f"digest     {self.digest[:12]}",
         ]
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -436,6 +442,8 @@ def _part_diffs(a: Plan, b: Plan) -> Iterator[str]:
         yield f"staging: {a.staging} → {b.staging}"
     if a.cpu_share != b.cpu_share:
         yield f"cpu_share: {_measured(a.cpu_share)} → {_measured(b.cpu_share)}"
+    if a.backlog != b.backlog:
+        yield f"backlog: {a.backlog or 'any'} → {b.backlog or 'any'}"
 
 
 def _measured(share: float | None) -> str:

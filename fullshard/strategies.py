@@ -2,7 +2,7 @@
 
 Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. What
 every strategy accepts besides its own arguments is in `_plan`: precision, batch, prefetch, remat,
-compile, tensor, home, staging, cpu_share.
+compile, tensor, home, staging, cpu_share, backlog.
 """
 
 import fnmatch
@@ -148,9 +148,10 @@ def _plan(
     choose: Callable[[UnitDescription], Choice],
     **common: Any,
 ) -> Plan:
-    """What every strategy accepts: tensor, precision, batch, prefetch, compile, staging, cpu_share; remat for the blocks, for
-    every `remat_every`-th of them; a home for all units, of activations for the blocks alone."""
-    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home", "staging", "cpu_share"]
+    """What every strategy accepts: tensor, precision, batch, prefetch, compile, staging, cpu_share, backlog; remat for the
+    blocks, for every `remat_every`-th of them; a home for all units, of activations for the blocks alone."""
+    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
+    known += ["staging", "cpu_share", "backlog"]
     for key in common:
         if key not in known:
             raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(known)}){nearest(key, known)}")
@@ -171,6 +172,7 @@ def _plan(
         compile=common.get("compile", False),
         staging=common.get("staging", STAGING),
         cpu_share=common.get("cpu_share"),
+        backlog=common.get("backlog"),
     )
 
 

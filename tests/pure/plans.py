@@ -17,6 +17,7 @@ precisions = st.builds(
 )
 batches = st.builds(Batch, counts, counts, counts) | st.builds(Batch, counts, counts, st.integers(2, 9), st.just("last"))
 prefetches = st.builds(Prefetch, counts, counts)
+PARTS = ["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging", "backlog"]
 
 
 @st.composite
@@ -48,14 +49,15 @@ def plans(draw) -> Plan:
     batch = draw(batches.filter(lambda b: b.sync == "every") if layouts == {"optimizer"} else batches)
     away = any(u.home.optimizer != "device" for u in units)
     staging = draw(st.integers(1, 9)) if away else 4
-    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()), staging)
+    backlog = draw(st.none() | st.integers(1, 9)) if away else None
+    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()), staging, backlog=backlog)
 
 
 @st.composite
 def neighbours(draw) -> tuple[Plan, Plan]:
     """Two plans of the same unit order that differ in one part at most."""
     first = draw(plans())
-    part = draw(st.sampled_from(["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging"]))
+    part = draw(st.sampled_from(PARTS))
     if part == "nothing":
         return first, Plan.from_json(first.to_json())
     if part == "unit":

@@ -159,6 +159,11 @@ REFUSED = [
         lambda: small(cpu_share=0.5),
         "cpu_share = 0.5 has no effect: the optimizer state of every unit rests on the device; leave it out, or give a unit",
     ),
+    (lambda: small(backlog=0), "plan.backlog must be a positive integer, not 0"),
+    (
+        lambda: small(backlog=8),
+        "backlog = 8 has no effect: the optimizer state of every unit rests on the device; leave it out, or give a unit",
+    ),
     (lambda: small(units=()), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=[unit()]), "plan.units must be a non-empty tuple of Unit"),
     (lambda: small(units=("a",)), "plan.units must be a non-empty tuple of Unit"),
@@ -202,10 +207,11 @@ def edited(edit) -> dict:
 
 
 MISREAD = [
-    (lambda d: d.update(version=4), "plan version 4 is not known here; this fullshard reads versions 1 to 3"),
-    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads versions 1 to 3"),
-    (lambda d: d.update(version=1), "plan version 1 has no staging; write version 3, or leave staging out"),
-    (lambda d: d.update(version=2), "plan version 2 has no cpu_share; write version 3, or leave cpu_share out"),
+    (lambda d: d.update(version=5), "plan version 5 is not known here; this fullshard reads versions 1 to 4"),
+    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads versions 1 to 4"),
+    (lambda d: d.update(version=1), "plan version 1 has no staging; write version 4, or leave staging out"),
+    (lambda d: d.update(version=2), "plan version 2 has no cpu_share; write version 4, or leave cpu_share out"),
+    (lambda d: d.update(version=3), "plan version 3 has no backlog; write version 4, or leave backlog out"),
     (lambda d: d.pop("staging"), "plan lacks the key 'staging'"),
     (lambda d: d.update(precison={}), "plan has an unknown key 'precison'; did you mean 'precision'?"),
     (lambda d: d["mesh"].update(pipeline=2), "plan.mesh has an unknown key 'pipeline'"),
@@ -243,10 +249,28 @@ def test_a_share_of_the_cores_travels_with_the_plan_and_changes_its_name():
     assert "cpu_share  1 of the pieces are updated by the host's cores" in str(given)
 
 
+def test_a_backlog_travels_with_the_plan_and_changes_its_name():
+    plain = small(units=(unit(home=Home(optimizer="host")),))
+    given = dataclasses.replace(plain, backlog=8)
+    assert Plan.from_json(given.to_json()) == given
+    assert given.digest != plain.digest
+    assert plain.diff(given) == ["backlog: any → 8"]
+    assert "backlog    8 pieces whose gradients wait for their update at most" in str(given)
+
+
+def test_a_plan_of_version_3_loads_and_keeps_its_name():
+    plan = small(units=(unit(home=Home(optimizer="host")),), cpu_share=0.5)
+    old = plan.to_dict() | {"version": 3}
+    del old["backlog"]
+    assert Plan.from_dict(old) == plan
+    canonical = json.dumps(old, sort_keys=True, separators=(",", ":"))
+    assert plan.digest == hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def test_a_plan_of_version_2_loads_and_keeps_its_name():
     plan = small(units=(unit(home=Home(optimizer="host")),), staging=2)
     old = plan.to_dict() | {"version": 2}
-    del old["cpu_share"]
+    del old["backlog"], old["cpu_share"]
     assert Plan.from_dict(old) == plan
     canonical = json.dumps(old, sort_keys=True, separators=(",", ":"))
     assert plan.digest == hashlib.sha256(canonical.encode()).hexdigest()
@@ -255,7 +279,7 @@ def test_a_plan_of_version_2_loads_and_keeps_its_name():
 def test_a_plan_of_version_1_loads_and_keeps_its_name():
     plan = small().change("embed", home=Home(optimizer="host"))
     old = plan.to_dict() | {"version": 1}
-    del old["cpu_share"]
+    del old["backlog"], old["cpu_share"]
     del old["staging"]
     assert Plan.from_dict(old) == plan
     assert (
