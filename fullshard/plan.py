@@ -373,7 +373,11 @@ class Plan:
             f"compile    {'each block' if self.compile else 'no'}",
             *([f"staging    {self.staging} pieces of optimizer state on the device at a time"] if self.stages else []),
             *([] if self.cpu_share is None else [f"cpu_share  {self.cpu_share:g} of the pieces are updated by the host's cores"]),
-            *([] if self.backlog is None else [f"backlog    {self.backlog} pieces whose gradients wait for their update at most"]),
+            *(
+                []
+                if self.backlog is None
+                else [f"backlog    {self.backlog} pieces whose gradients wait for their update at most"]
+            ),
             f"digest     {self.digest[:12]}",
         ]
         alike: dict[tuple[str, ...], list[str]] = {}

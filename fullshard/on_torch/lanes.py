@@ -85,14 +85,49 @@ class Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     had: list[bool] = field(default_factory=list)  # whether there was a gradient, by parameter
     counted: bool = False
+    readers: tuple[Stream, ...] = ()  # that the gradients are read on
+    unread: int = 0  # pieces whose gradients are to be read from the device
+    dropped: threading.Event = field(default_factory=threading.Event)  # the gradients, after the last was queued to be read
+    free: list[Moment] = field(default_factory=list)  # when their memory is there for others
 
     def issue(self, moment: Moment) -> None:
-        """One more piece is queued. After the last, the gradients are let go."""
+        """One more piece is queued. After the last, the gradients are let go, if they were not before."""
         with self.lock:
             self.moments.append(moment)
             if len(self.moments) == len(self.away.pieces):
-                self.gradients, self.drained = [], {}
+                self._drop()
+                self.drained = {}
                 self.issued.set()
+
+    def keep(self, *readers: Stream) -> None:
+        """FSDP may not have the gradients' memory, one storage for all of a unit's, before these have read it."""
+        self.readers, self.unread = readers, len(self.away.pieces) - len(self.drained)
+        for g in {g.untyped_storage().data_ptr(): g for g in self.gradients if g is not None}.values():
+            for reader in readers:
+                reader.keep(g)
+
+    def read(self) -> None:
+        """One more piece's gradients are queued to be read. After the last, they are let go."""
+        with self.lock:
+            self.unread -= 1
+            if self.unread == 0:
+                self._drop()
+
+    def _drop(self) -> None:
+        """The allocator has the memory when the streams that it was kept for are where they are now."""
+        if not self.dropped.is_set():
+            self.gradients = []
+            self.free = [stream.moment() for stream in self.readers]
+            self.dropped.set()
+
+    def let_go(self) -> bool:
+        """Whether the gradients' memory is there for others."""
+        return self.dropped.is_set() and all(moment.done() for moment in self.free)
+
+    def wait_let_go(self) -> None:
+        self.dropped.wait()
+        for moment in self.free:
+            moment.wait()
 
     def copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What takes the piece's gradients to `parts`, a segment each: targets and sources."""
@@ -324,6 +359,7 @@ class Streamed:
         with self.work:
             self.work.after(slot.filled, job.ready, job.go.moment)
             job.collect(piece, views.gradients)
+            job.read()
             for factor in job.go.factors:
                 views.gradient.mul_(factor.to(slot.gradient.dtype))
             for start, stop, index in job.runs(piece):
@@ -374,6 +410,7 @@ class Cores:
         if piece.number not in job.drained:
             slot.filled = self.bus.down.send(*job.copies(piece, slot.of(piece).gradients), job.ready)
             self.bus.moved_down += slot.of(piece).gradient.nbytes
+            job.read()
         return slot
 
     def apply(self, job: Job, piece: Piece, slot: Slot) -> Moment:

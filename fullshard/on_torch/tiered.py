@@ -1,8 +1,9 @@
 """The optimizer of away units: gradients arrive under backward, updates run beside it or beside the next forward.
 
-Without clipping a unit is updated as soon as its gradient is reduced. With clipping (or a loss scale) all wait for the
-global norm; until then the CPU's share of the gradients drains to the host and the first pieces of state come up. Either
-way the next gather of a unit waits for that unit's own update and for nothing else.
+Without clipping a unit is updated as soon as its gradient is reduced; backward waits where the plan allows no more of them
+to wait for that. With clipping (or a loss scale) all wait for the global norm; until then the CPU's share of the gradients
+drains to the host and the first pieces of state come up. Either way the next gather of a unit waits for that unit's own
+update and for nothing else.
 """
 
 import weakref
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.backlog import Backlog
 from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
@@ -52,7 +54,7 @@ class Tiered:
         self.jobs: dict[int, Job] = {}  # the last one of each unit
         self.coming: dict[int, Job] = {}  # those that wait for the norm
         self.eager = self.draining = self.last = False
-        self.go = Go()
+        self.go, self.backlog = Go(), Backlog(plan.backlog)
         self.norms: dict[int, Tensor] = {}  # of this rank's gradients, by parameter
         self.received: dict[str, list[Tensor]] = {}  # the same, by unit
         self.arrived: dict[int, set[int]] = {id(a): set() for a in self.units}
@@ -81,7 +83,7 @@ class Tiered:
         ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
         if self.resting.spooled:  # a slot of the device holds one of the file's
             ring = min(ring, DISK_SLOTS)
-        in_turn = self.resting.spooled is not None
+        in_turn = self.resting.spooled is not None or self.plan.backlog is not None  # what came first makes room first
         outs = any(a.unit.home.params != "device" for a in self.units)
         slots = [
             Slot(
@@ -122,6 +124,7 @@ class Tiered:
         self.go.drop()  # of a step that was given up in the middle, else long said
         self.coming = {}
         self.resting.begin()
+        self.backlog.begin()
         self.eager, self.draining, self.go = eager, draining, Go()
         self.norms, self.received = {}, {}
         groups = self.optimizer.param_groups if self.optimizer else []
@@ -186,6 +189,8 @@ class Tiered:
             self.resting.renew([away])
             self._give(job, "cpu")
             self._give(job, "gpu")
+            self.backlog.add(job)
+            self._raise()
         elif self.draining:
             self._drain(job)
 
@@ -194,10 +199,7 @@ class Tiered:
         job.steps = [step + 1 for step in self.steps[id(job.away)]]
 
     def _keep(self, job: Job) -> None:
-        """FSDP may not have the gradients' memory, one storage for all of a unit's, before the lanes have read it."""
-        for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
-            self.streamed.work.keep(g)
-            self.bus.down.stream.keep(g)
+        job.keep(self.streamed.work, self.bus.down.stream)
 
     def _make_drains(self) -> None:
         """Memory for the gradients of the CPU's pieces, between backward and the norm."""

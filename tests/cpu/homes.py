@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,17 @@ class Case:
     frozen: str = ""
     remat: str = "none"
     steps: int = 20
+    backlog: int | None = None
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k) and k not in ("homes", "optimizer")]
         kind = [type(self.optimizer).__name__] if self.optimizer != Case().optimizer else []
         return " ".join([*(str(h) for h in self.homes), *changed, *kind])
+
+
+def resident(case: Case) -> Case:
+    """The same with everything on the device."""
+    return replace(case, homes=(Home(),), backlog=None)
 
 
 def make(case: Case, disk: str) -> on_torch.State:
@@ -66,6 +74,7 @@ def make(case: Case, disk: str) -> on_torch.State:
     on_disk = any("disk" in (u.home.params, u.home.optimizer) for u in plan.units)
     away = any(u.home != replace(Home(), activations=u.home.activations) for u in plan.units)
     share = case.share if away else None
+    plan = replace(plan, backlog=case.backlog)
     return on_torch.shard(model, plan, case.optimizer, disk=disk if on_disk else None, cpu_share=share)
 
 
@@ -105,7 +114,7 @@ def compare(cases: list[Case]) -> list[tuple[float, float]]:
     found, known = [], {}
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
-            plain = replace(case, homes=(Home(),))
+            plain = resident(case)
             if plain not in known:
                 known[plain] = train(plain, disk)
             own, reference = train(case, disk), known[plain]
@@ -139,7 +148,7 @@ def moved(case: Case) -> dict[str, Any]:
 def skip(case: Case) -> dict[str, Any]:
     """A step whose loss is not a number, between steps that are fine."""
     with tempfile.TemporaryDirectory() as disk:
-        state, plain = make(case, disk), make(replace(case, homes=(Home(),)), disk)
+        state, plain = make(case, disk), make(resident(case), disk)
         skipped = []
         for s in range(4):
             poison = (lambda m, b: on_torch.summed_loss(m, b) * float("nan")) if s == 2 else on_torch.summed_loss
@@ -263,7 +272,7 @@ def cut_short() -> str:
 def between(case: Case) -> tuple[float, float, float]:
     """Evaluations between steps, which gather in an order of their own: how far losses are from the device's, one, and state."""
     with tempfile.TemporaryDirectory() as disk:
-        state, plain = make(case, disk), make(replace(case, homes=(Home(),)), disk)
+        state, plain = make(case, disk), make(resident(case), disk)
         losses = []
         for s in range(3):
             for one in (state, plain):
@@ -274,6 +283,57 @@ def between(case: Case) -> tuple[float, float, float]:
             losses[0],
             apart(values(state), values(plain)),
         )
+
+
+def _slowly(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.01)
+        return apply(*arguments)
+
+    return slow
+
+
+def waiting(case: Case) -> tuple[list[int], list[int]]:
+    """Lanes that are slower than backward: after each unit of a step, how many pieces hold their gradients; and how many
+    pieces units have."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(case, disk)
+        tiers, counts = state.tiers, []
+        for lane in (tiers.gpu, tiers.cpu):
+            lane.apply = _slowly(lane.apply)
+        reduced = tiers._reduced
+
+        def counted(away: Any) -> None:
+            reduced(away)
+            counts.append(sum(len(job.away.pieces) for job in tiers.jobs.values() if job.gradients))
+
+        on_torch.train_step(state, batches(state, 0))  # whose checks look at all gradients
+        tiers._reduced = counted
+        on_torch.train_step(state, batches(state, 1))
+        state.flush()
+        return counts, [len(a.pieces) for a in tiers.units]
+
+
+def lane_breaks(case: Case) -> tuple[str, bool]:
+    """What a step says whose lanes fail in its middle, and whether it was backward that said so."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(case, disk)
+        on_torch.train_step(state, batches(state, 0))
+        state.flush()
+
+        def fail(*arguments: Any) -> Any:
+            time.sleep(0.01)
+            raise fs.FullshardError("a lane broke")
+
+        state.tiers.gpu.apply = state.tiers.cpu.apply = fail
+        done = state.tiers.backward_done
+        passed = []
+        state.tiers.backward_done = lambda: (passed.append(1), done())
+        try:
+            on_torch.train_step(state, batches(state, 1))
+        except fs.FullshardError as error:
+            return str(error), not passed
+    return "", False
 
 
 def leftovers() -> list[str]:

@@ -49,6 +49,8 @@ CASES = [
     *(Case((HOST, DISK), strategy=s, clip=None, steps=6) for s in ("ddp", "zero1", "zero2")),
     Case((HOST, Home("host", "host")), optimizer=fs.SGD(lr=0.1, momentum=0.9, nesterov=True), steps=6),
     Case((HOST,), optimizer=fs.SGD(lr=0.1), clip=None, steps=6),
+    *(Case((HOST, Home("host", "host")), share=s, clip=None, backlog=2, compute="bf16", steps=6) for s in (0.0, 0.5, 1.0)),
+    Case((DISK, FILED, Home()), clip=None, backlog=1, steps=6),
     Case((HOST, DISK), optimizer=fs.Adam(lr=1e-2, weight_decay=0.1), steps=6),
     Case((HOST, Home("host", "disk")), frozen="layers.0.", steps=6),
     Case((HOST, Home()), model="gpt-nano", steps=6),
@@ -68,6 +70,19 @@ def test_homes_on_a_hybrid_mesh(ranks):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_homes_go_with_everything_else(ranks, case):
     close(ranks, [case])
+
+
+@pytest.mark.parametrize(("share", "limit"), [(0.0, 4), (0.5, 4), (1.0, 2), (0.5, 1)])
+def test_no_more_gradients_wait_than_the_plan_allows(ranks, share, limit):
+    """A unit that is larger than the limit waits alone."""
+    any_number, units = ranks(1).run(homes.waiting, Case((HOST,), clip=None, share=share))[0]
+    found, _ = ranks(1).run(homes.waiting, Case((HOST,), clip=None, share=share, backlog=limit))[0]
+    assert len(found) == len(units) == len(any_number)
+    assert max(found) <= max(limit, *units) < max(any_number)
+
+
+def test_a_lane_that_fails_is_heard_by_the_backward_that_waits_for_it(ranks):
+    assert ranks(1).run(homes.lane_breaks, Case((HOST,), clip=None, backlog=1)) == [("a lane broke", True)]
 
 
 def test_the_bytes_that_move_are_those_that_must(ranks):
