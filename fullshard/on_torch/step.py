@@ -70,8 +70,11 @@ def train_step(
     if first:
         checks.check_labels(tokens)
     clock = Clock(state.device)
+    before = None
     if state.tiers:
-        now = clip is None and state.loss_scale is None and not first  # the checks look at whole gradients first
+        whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
+        now = clip is None and state.loss_scale is None and not whole
+        before = checks.fingerprints(state) if first and now else None
         state.tiers.begin(eager=now, draining=not now and not first)
     summed = _forward_backward(state, batches, loss, tokens, clock)
     if first:
@@ -82,7 +85,7 @@ def train_step(
     own = torch.stack([square, summed.double() / state.plan.mesh.tensor])
     totals = all_reduce_sum(torch.cat([own, raised]))
     norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
-    skipped = _update(state, parts, norm, clip)
+    skipped = _update(state, parts, norm, clip, before)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
     return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2:] > 0, clock)
@@ -148,8 +151,11 @@ def _set_sync(state: State, *, last: bool) -> None:
             module.set_reshard_after_backward(last or unit.layout != "optimizer", recurse=False)
 
 
-def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None) -> Tensor:
-    """Unscale, clip and step; whether the step was skipped because a gradient was not finite."""
+def _update(
+    state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None, before: dict[str, int] | None
+) -> Tensor:
+    """Unscale, clip and step; whether the step was skipped because a gradient was not finite. `before`: fingerprints of the
+    first step, where units have been updated already."""
     assert state.optimizer is not None
     skipped = ~norm.isfinite()
     factors = []
@@ -159,11 +165,13 @@ def _update(state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: fl
         factors.append((clip / (norm + 1e-6)).clamp(max=1.0))
     for factor in factors:
         scale(parts, factor)
-    before = checks.fingerprints(state) if state.checks and not bool(skipped) else None
+    compares = state.checks and not bool(skipped)
+    if compares and before is None:
+        before = checks.fingerprints(state)
     step_unless(skipped, state.optimizer)
     if state.tiers:
         state.tiers.update(factors, skipped)
-    if before is not None:
+    if compares and before is not None:
         checks.after_first_update(state, before)
     state.optimizer.zero_grad()
     if state.loss_scale is not None:

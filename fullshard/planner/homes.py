@@ -4,6 +4,7 @@ An away unit's shard, which is gathered from, is in the compute dtype; its maste
 gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py)
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
@@ -50,6 +51,31 @@ def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: boo
     return set(groups) - (by_cores if waits_for_norm(plan, clip) else set())
 
 
+class Waiting:
+    """Units whose gradients wait on the device, as they come; not more than the plan's backlog, but for one that is larger
+    than that. (on_torch/backlog.py)"""
+
+    def __init__(self, away: "Away"):
+        self.limit, self.pieces = away.backlog, Counter(p.unit for p in away.pieces)
+        self.units: list[str] = []
+
+    def add(self, unit: str) -> list[str]:
+        """The units that must be gone before backward goes on after this one, the oldest first."""
+        self.units.append(unit)
+        gone = 0
+        while self.limit is not None and sum(self.pieces[u] for u in self.units[gone:]) > self.limit:
+            if len(self.units) - gone == 1:
+                break
+            gone += 1
+        waited, self.units = self.units[:gone], self.units[gone:]
+        return waited
+
+    def drop(self, unit: str) -> None:
+        """Its update is known to be done."""
+        if unit in self.units:
+            self.units.remove(unit)
+
+
 class Away:
     """The bytes of a plan's away units on one rank. `cpu_share`: where the plan leaves it open."""
 
@@ -60,6 +86,11 @@ class Away:
         self.pieces = pieces(groups, cpu_share if plan.cpu_share is None else plan.cpu_share)
         self.late = waits_for_norm(plan, clip)
         self.staying = staying(plan, groups, self.pieces, clip)
+
+    @property
+    def backlog(self) -> int | None:
+        """Pieces whose gradients may wait beside the unit at hand; where updates wait for the norm, all of them do."""
+        return None if self.late else self.plan.backlog
 
     def __bool__(self) -> bool:
         return any(g.away or g.home.activations != "device" for g in self.groups.values())

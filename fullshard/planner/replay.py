@@ -14,7 +14,7 @@ from fullshard.description import Description
 from fullshard.kernels import HIDDEN, WORKSPACE
 from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
-from fullshard.planner.homes import SHARE, Away
+from fullshard.planner.homes import SHARE, Away, Waiting
 from fullshard.planner.schedule import Operation
 
 Term = Literal[
@@ -103,6 +103,7 @@ class Replay:
         self.plan, self.tape, self.slots = plan, Tape(), slots
         self.groups = groups(plan, description)
         self.away = Away(plan, self.groups, slots, clip=clip, cpu_share=cpu_share)
+        self.waiting = Waiting(self.away)
         self.hosted: dict[tuple[str, str], tuple[int, Term]] = {}  # activations that are on the host
         self.spilled = self.most_spilled = 0  # their bytes, now and at most
         p = plan.precision
@@ -157,10 +158,11 @@ class Replay:
                     self._add("rest", f"state{slot}:{name}", group.shards[i] * self.master, "optimizer")
 
     def left_over(self) -> None:
-        """Gradients of the step before whose updates are still under way."""
-        for group in self.groups.values():
+        """Gradients of the step before whose updates are still under way; the first units' came last."""
+        for group in reversed(self.groups.values()):
             if group.away and group.name in self.away.staying:
                 self._add(group.name, "gradient", group.moving * self.away.gradient, "gradients", REDUCE)
+                self._linger(group.name)
 
     def workspaces(self, *threads: str) -> None:
         """cuBLAS's: one for the thread that runs forward, one for autograd's."""
@@ -315,6 +317,13 @@ class Replay:
         """Fused: in place, but for the first."""
         if not op.unit:
             self.states()
+        elif not self.away.late:
+            self._linger(op.unit)
+
+    def _linger(self, unit: str) -> None:
+        """A gradient waits for its update; backward goes on when others' are gone."""
+        for gone in self.waiting.add(unit):
+            self._drop(gone, "gradient")
 
     def _zero(self, op: Operation) -> None:
         for name, group in self.groups.items():
@@ -326,6 +335,7 @@ class Replay:
     def _await(self, op: Operation) -> None:
         if op.what == "update":
             self._drop(op.unit, "gradient")
+            self.waiting.drop(op.unit)
 
     def _fetch(self, op: Operation) -> None:
         if op.what == "params":

@@ -16,7 +16,7 @@ from fullshard.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
-from fullshard.planner.homes import Away, slots_of
+from fullshard.planner.homes import Away, Waiting, slots_of
 from fullshard.planner.links import axis, collective_seconds, spread_of
 from fullshard.planner.schedule import Operation, schedule
 from fullshard.planner.transfers import Transfers, balance
@@ -81,6 +81,7 @@ class _Lanes:
         self.plan, self.cluster, self.groups, self.away = plan, cluster, held, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # when a unit's update is done
+        self.waiting = Waiting(away)  # units whose gradients the lanes have still to read
         self.arrived: dict[str, float] = {}  # when a unit's shard is on the device
         self.returned: dict[str, float] = {}  # when its activations are
         self.spilled: dict[str, float] = {}  # when its activations are on the host
@@ -105,6 +106,7 @@ class _Lanes:
         self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
         self.transfers.busy = self.found.busy
         self.transfers.began = -1.0
+        self.waiting.units.clear()
 
     def run(self, op: Operation) -> None:
         getattr(self, f"_{op.kind}", self._nothing)(op)
@@ -286,6 +288,10 @@ class _Lanes:
         else:
             self._on_compute(group.moving * self.transfers.core, "update")
             self.updated[group.name] = self._on_files(group)
+        for gone in self.waiting.add(group.name) if self.away.backlog else ():
+            read = self.transfers.taken.get(gone, 0.0)
+            self.host = max(self.host, read)
+            self._wait(read, "update")
 
     def _copied(self, group: Group) -> float:
         return self.free["copies"] if group.copies > 1 else 0.0

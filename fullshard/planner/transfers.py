@@ -106,6 +106,7 @@ class Transfers:
         self.shelves = Slots.of(READ_SLOTS)
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
+        self.taken: dict[str, float] = {}  # when a unit's gradient on the device has been read
         self.of_unit: dict[str, list[Piece]] = {}
         for piece in away.pieces:
             self.of_unit.setdefault(piece.unit, []).append(piece)
@@ -138,6 +139,7 @@ class Transfers:
 
     def update(self, unit: str, ready: float) -> float:
         """When all of a unit's parameters are updated and where they rest, their gradient being there at `ready`."""
+        self.taken[unit] = ready
         return max((self._new(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
 
     def _new(self, piece: Piece, updated: float) -> float:
@@ -156,6 +158,9 @@ class Transfers:
         self.files.give(self.lay("disk", back, state / self.write))
         return updated
 
+    def _take(self, piece: Piece, when: float) -> None:
+        self.taken[piece.unit] = max(self.taken[piece.unit], when)
+
     def _work(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
         """When the parameters are updated, and when the state is back on the host."""
         return self._stream(piece, ready, ahead) if piece.lane == "gpu" else self._by_cores(piece, ready)
@@ -164,6 +169,7 @@ class Transfers:
         n, away = piece.elements, self.away
         up = self.lay("pcie_up", max(self.staging.take(), ahead), n * away.state / self.both)
         done = max(up, ready) + n * self.kernel
+        self._take(piece, done)
         there = away.groups[piece.unit].home.params == "device"
         down = self.lay("pcie_down", done, n * (away.state + (0 if there else away.compute)) / self.both)
         self.staging.give(down)
@@ -176,6 +182,7 @@ class Transfers:
             here = max(ready, self.drained.get(piece.unit, 0.0))
         else:
             here = self.lay("pcie_down", max(ready, slot), n * away.gradient / self.both)
+        self._take(piece, here)
         done = self.lay("cpu", max(here, self.parameters.take()), n * self.core)
         self.gradients.give(done)
         up = done

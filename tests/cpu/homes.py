@@ -307,7 +307,8 @@ def waiting(case: Case) -> tuple[list[int], list[int]]:
             reduced(away)
             counts.append(sum(len(job.away.pieces) for job in tiers.jobs.values() if job.gradients))
 
-        on_torch.train_step(state, batches(state, 0))  # whose checks look at all gradients
+        if case.backlog is None:
+            on_torch.train_step(state, batches(state, 0))  # whose checks look at all gradients
         tiers._reduced = counted
         on_torch.train_step(state, batches(state, 1))
         state.flush()

@@ -100,6 +100,32 @@ def test_a_device_on_which_nothing_rests_still_needs_memory_for_a_step():
     assert with_allocator.reserved >= with_allocator.allocated
 
 
+def test_a_backlog_bounds_the_gradients_that_wait():
+    """The head has eight pieces, every block two: of eight pieces of gradients beside the unit at hand, four blocks'."""
+    small = plan(Home(optimizer="host"), batch=fs.Batch(1, 128))  # so that the peak is one of gradients
+    without = peak(small, cpu_share=0, clip=False)
+    made = dataclasses.replace(small, backlog=8)
+    found = peak(made, cpu_share=0, clip=False)
+    blocks = [n for name, n in UNITS.items() if "layers" in name]
+    assert {-(-n // PIECE) for n in blocks} == {2}
+    assert without.terms["gradients"] == rounded(*[4 * n for n in UNITS.values()])
+    assert found.moment == without.moment == "reduce of embed, micro-batch 0"
+    assert found.terms["gradients"] == rounded(4 * UNITS["embed"], *[4 * n for n in blocks[:4]])
+    assert without.allocated - found.allocated == rounded(4 * max(UNITS.values()), *[4 * n for n in blocks[4:]])
+
+
+def test_a_unit_that_is_larger_than_the_backlog_waits_alone():
+    made = dataclasses.replace(plan(Home(optimizer="host"), batch=fs.Batch(1, 128)), backlog=1)
+    found = peak(made, cpu_share=0, clip=False)
+    assert found.moment == "backward of model.layers.15, micro-batch 0"  # the block before the head
+    assert found.terms["gradients"] == rounded(4 * max(UNITS.values()))
+
+
+def test_with_clipping_a_backlog_changes_nothing():
+    made = plan(Home(optimizer="host"))
+    assert peak(dataclasses.replace(made, backlog=1)) == peak(made)
+
+
 def test_state_on_disk_passes_four_slots_of_the_host():
     found = peak(plan(Home(optimizer="disk")), cpu_share=0)
     assert found.disk == {"optimizer": 12 * MODEL.numel}

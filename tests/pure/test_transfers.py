@@ -122,6 +122,24 @@ def test_a_slow_link_bounds_the_step(clip):
     assert found.exposed["update"] > 0.9 * (found.seconds - found.busy["compute"])
 
 
+def test_backward_waits_for_the_lanes_where_few_gradients_may_wait():
+    """Links so slow that all is waiting: updates then hold up backward rather than the next forward, for as long."""
+    made, where = plan(HOST), cluster(**SLOW)
+    free, bound = (run(dataclasses.replace(made, backlog=b), where, clip=False, cpu_share=0) for b in (None, 8))
+    assert bound.busy == free.busy
+    assert free.seconds <= bound.seconds <= 1.05 * free.seconds
+    assert run(dataclasses.replace(made, backlog=8), where).seconds == run(made, where).seconds  # all wait for the norm
+    quick = cluster(**FAST)
+    assert run(dataclasses.replace(made, backlog=1), quick, clip=False).seconds <= 1.01 * run(made, quick, clip=False).seconds
+
+
+def test_the_fewer_gradients_may_wait_the_longer_a_step():
+    made, where = plan(HOST), measured()
+    seconds = [run(dataclasses.replace(made, backlog=b), where, clip=False).seconds for b in (None, 64, 16, 8, 2)]
+    assert all(later >= 0.995 * sooner for sooner, later in itertools.pairwise(seconds))
+    assert seconds[-1] > seconds[0]
+
+
 def test_no_step_is_faster_than_its_floors():
     for home in (HOST, Home("host", "host"), Home("host", "host", "host"), Home(optimizer="disk"), Home("disk", "disk")):
         for clip in (True, False):
