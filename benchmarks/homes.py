@@ -13,6 +13,7 @@ import argparse
 import json
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ def arguments() -> argparse.Namespace:
     case.add_argument("--rest", default="device", choices=["device", "host", "disk"], help="where the other units' optimizer is")
     case.add_argument("--cpu-share", type=float)
     case.add_argument("--staging", type=int, default=4)
+    case.add_argument("--backlog", type=int, help="pieces whose gradients may wait on the device while backward runs")
     case.add_argument("--disk", type=Path)
     case.add_argument("--cap", type=float, help="GiB of the device that may be used")
     case.add_argument("--update", default="all", choices=["all", "none"])
@@ -85,9 +87,7 @@ def plan_for(args: argparse.Namespace, model: torch.nn.Module) -> fs.Plan:
     for i, unit in enumerate(plan.units):
         home = fs.Home(args.params, args.optimizer) if i < count else fs.Home("device", args.rest)
         plan = plan.change(unit.name, home=home)
-    if args.staging != 4:
-        plan = fs.Plan.from_dict({**plan.to_dict(), "staging": args.staging})
-    return plan
+    return replace(plan, staging=args.staging, backlog=args.backlog)
 
 
 def run_case(args: argparse.Namespace) -> list[dict[str, object]]:

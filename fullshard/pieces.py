@@ -14,6 +14,7 @@ Lane = Literal["cpu", "gpu"]
 PIECE = 1 << 25  # elements: the most in a piece
 GRAIN = 1024  # elements: pieces begin at multiples of it
 STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise
+BACKLOG = 8  # pieces whose gradients wait on the device, where a search finds no room for all of them
 GRAD_SLOTS = 6  # pinned slots for the gradients of the CPU's pieces
 NEW_SLOTS = 2  # device slots that their new master comes to
 EIGHTHS = 8  # shares of the pieces are told in eighths, so that two runs on one machine seldom differ

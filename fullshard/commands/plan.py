@@ -67,6 +67,9 @@ def plan(
     mtbf: Annotated[
         str | None, typer.Option(metavar="TIME", help="--cluster: a device fails every 50000h, 400d, 5y: how often to save.")
     ] = None,
+    no_clip: Annotated[
+        bool, typer.Option("--no-clip", help="--cluster: gradients are not clipped, so that no update waits for their norm.")
+    ] = False,
     loss: Annotated[Loss, typer.Option(help="--cluster: how the loss is computed.")] = Loss.chunked,  # type: ignore[attr-defined]
     strategy_name: Annotated[
         Strategy | None, typer.Option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
@@ -121,12 +124,18 @@ def plan(
             if on is not None:
                 raise FullshardError(f"{_spell(option)} has no effect with --cluster; write --fix {option}={on}")
         failing = parse_mtbf(mtbf) if mtbf else None
-        found = _search(model, cluster, sequence, global_batch, fix or [], limit, str(loss))
+        found = _search(model, cluster, sequence, global_batch, fix or [], limit, str(loss), clip=not no_clip)
         if output:
             _write(output, found.plan)
         _show_found(found, as_json, _saving(found, model, sequence, cluster, failing) if failing else None)
         return
-    for option, given in (("--global-batch", global_batch), ("--fix", fix), ("--limit", limit), ("--mtbf", mtbf)):
+    for option, given in (
+        ("--global-batch", global_batch),
+        ("--fix", fix),
+        ("--limit", limit),
+        ("--mtbf", mtbf),
+        ("--no-clip", no_clip),
+    ):
         if given:
             raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
     assert devices is not None
@@ -153,7 +162,15 @@ def plan(
 
 
 def _search(
-    model: str, cluster: str, sequence: int, global_batch: int | None, fix: list[str], limit: str | None, loss: str
+    model: str,
+    cluster: str,
+    sequence: int,
+    global_batch: int | None,
+    fix: list[str],
+    limit: str | None,
+    loss: str,
+    *,
+    clip: bool,
 ) -> "Found":
     from fullshard.cluster import Cluster
     from fullshard.planner.search import find_plan
@@ -172,6 +189,7 @@ def _search(
         fix=pinned,
         limit=room,
         loss=loss,
+        clip=clip,
     )
 
 

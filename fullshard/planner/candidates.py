@@ -20,8 +20,9 @@ REMATS = ("none", "selective", "full")  # from the fastest to the leanest
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
     "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
-    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float,
+    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
+OF_UPDATES = ("staging", "cpu_share", "backlog")  # of the whole plan; recipes have them under home, as they may be here
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def want(
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
+    fix = {name.removeprefix("home.") if name.removeprefix("home.") in OF_UPDATES else name: v for name, v in fix.items()}
     fix = {name: float(value) if FIXABLE.get(name) is float and type(value) is int else value for name, value in fix.items()}
     for name, value in fix.items():
         if name not in FIXABLE:
@@ -72,6 +74,14 @@ def want(
                 f"{name} = {value!r} is not {'a ' if FIXABLE[name] is not int else 'an '}{FIXABLE[name].__name__}"
             )
     return Wanted(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
+
+
+def refuse_idle_backlog(wanted: Wanted) -> None:
+    if "backlog" in wanted.fix and (wanted.clip or precision_of(wanted).compute == "fp16"):
+        why = "with clipping" if wanted.clip else "with compute = 'fp16'"
+        raise FullshardError(
+            f"backlog = {wanted.fix['backlog']} has no effect {why}: all gradients wait for their norm; leave one of them out"
+        )
 
 
 def families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
@@ -165,7 +175,7 @@ def _family(
                 remat=remat,
                 compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
                 home=_least_away(wanted.homes),
-                **{key: fix[key] for key in ("staging", "cpu_share") if key in fix},
+                **{key: fix[key] for key in OF_UPDATES if key in fix},
             )
         except FullshardError:
             if fix:

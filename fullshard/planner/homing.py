@@ -22,20 +22,29 @@ Estimated = tuple[Plan, Estimate]
 @dataclass(frozen=True)
 class Ladder:
     """A plan with more and more away from the device. A height is a number of stairs; a part of one is taken by the last
-    units, as many as hold that part of the parameters. `all_cores`: the host's cores do all updates, so that no gradient
-    waits on the device."""
+    units, as many as hold that part of the parameters. `all_cores`: the host's cores do all updates, so that with clipping no
+    gradient waits on the device; `backlog`: without clipping, so many pieces' do, unless the plan says it itself."""
 
     plan: Plan
     description: Description
     stairs: tuple[Home, ...]
     all_cores: bool = False
+    backlog: int | None = None
 
     @classmethod
-    def of(cls, plan: Plan, description: Description, fixed: dict[str, Any], *, all_cores: bool = False) -> "Ladder":
+    def of(
+        cls,
+        plan: Plan,
+        description: Description,
+        fixed: dict[str, Any],
+        *,
+        all_cores: bool = False,
+        backlog: int | None = None,
+    ) -> "Ladder":
         """`fixed`: homes that stay as they are. Parameters do not go to disk before their state leaves the device."""
         stairs = [replace(home, **fixed) for home in STAIRS]
         stairs = [home for home in stairs if (home.params, home.optimizer) != ("disk", "device")]
-        return cls(plan, description, tuple(dict.fromkeys(stairs)), all_cores)
+        return cls(plan, description, tuple(dict.fromkeys(stairs)), all_cores, backlog)
 
     @property
     def top(self) -> int:
@@ -51,8 +60,12 @@ class Ladder:
             found = self.stairs[stair + (unit.name in last)]
             return found if unit.name in blocks else replace(found, activations=self.stairs[0].activations)
 
-        made = replace(self.plan, units=tuple(replace(u, home=home(u)) for u in self.plan.units), cpu_share=None)
-        return replace(made, cpu_share=1.0 if self.all_cores else self.plan.cpu_share) if made.stages else made
+        units = tuple(replace(u, home=home(u)) for u in self.plan.units)
+        made = replace(self.plan, units=units, cpu_share=None, backlog=None)
+        if not made.stages:
+            return made
+        share = 1.0 if self.all_cores else self.plan.cpu_share
+        return replace(made, cpu_share=share, backlog=self.plan.backlog or self.backlog)
 
     def _last(self, part: float) -> set[str]:
         """The last units that hold at least `part` of all parameters."""
@@ -178,7 +191,8 @@ def _moved(plan: Plan, description: Description, found: Estimate, kind: str, lac
 
 
 def home_words(plan: Plan) -> str:
-    """What rests away, in a few words: `optimizer of the last 12 units on host`; and who updates it, where that is fixed."""
+    """What rests away, in a few words: `optimizer of the last 12 units on host`; who updates it, and how many gradients wait
+    for that, where the plan says it."""
     found: dict[tuple[str, str], list[str]] = {}  # kinds by which units and which place
     for place in ("host", "disk"):
         for kind in ("optimizer", "params", "activations"):
@@ -186,7 +200,8 @@ def home_words(plan: Plan) -> str:
             if there:
                 found.setdefault((_which(plan, there, kind), place), []).append(kind)
     words = [f"{_listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
-    return ", ".join(words if plan.cpu_share is None else [*words, f"{plan.cpu_share:.0%} of the updates by the cores"])
+    words += [] if plan.cpu_share is None else [f"{plan.cpu_share:.0%} of the updates by the cores"]
+    return ", ".join(words if plan.backlog is None else [*words, f"a backlog of {plan.backlog} pieces"])
 
 
 def _which(plan: Plan, there: list[Unit], kind: str) -> str:

@@ -14,9 +14,11 @@ from fullshard.cluster import Cluster
 from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
+from fullshard.pieces import BACKLOG
 from fullshard.plan import Batch, Plan, Prefetch
-from fullshard.planner.candidates import Wanted, families, precision_of, want
+from fullshard.planner.candidates import Wanted, families, precision_of, refuse_idle_backlog, want
 from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, estimate, host_available
+from fullshard.planner.homes import waits_for_norm
 from fullshard.planner.homing import Ladder, home_words, lowest, settle
 from fullshard.planner.thin import Thin, blocks_of
 from fullshard.strategies import choose
@@ -85,6 +87,7 @@ def find_plan(
     began = time.perf_counter()
     wanted = want(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     wanted = replace(wanted, clip=clip, disk=disk)
+    refuse_idle_backlog(wanted)
     room = available(cluster, limit)
     thin = _thin(wanted)
     fitting: list[Candidate] = []
@@ -135,10 +138,20 @@ def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: in
     if alike and "strategy" not in wanted.fix:
         return
     for label, plan in family:
-        ladder = Ladder.of(plan, wanted.description, wanted.homes, all_cores=all_cores)
-        if found := lowest(ladder, thin, room, wanted.disk):
-            label = f"{label}, {home_words(ladder.at(found.height))}"
-            yield Candidate(label, plan, found.needed, found.time.seconds, found.time.exposed, ladder, found.height)
+        height = float("inf")
+        for backlog in _backlogs(wanted, plan):
+            ladder = Ladder.of(plan, wanted.description, wanted.homes, all_cores=all_cores, backlog=backlog)
+            found = lowest(ladder, thin, room, wanted.disk)
+            if found and found.height < height:  # backward waits for nothing unless more may stay on the device for it
+                height = found.height
+                words = f"{label}, {home_words(ladder.at(height))}"
+                yield Candidate(words, plan, found.needed, found.time.seconds, found.time.exposed, ladder, height)
+
+
+def _backlogs(wanted: Wanted, plan: Plan) -> tuple[int | None, ...]:
+    """What of gradients may wait while backward runs: all, or, where they need not wait for the norm, a few."""
+    late = waits_for_norm(plan, wanted.clip)
+    return (None,) if late or plan.backlog is not None else (None, BACKLOG)
 
 
 def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:

@@ -91,9 +91,7 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
     """What the recipe says of the plan; the compute dtype is the recipe's own even where it is the default."""
     keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
     pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
-    of_plan = ("staging", "cpu_share")
-    homes = {key if key in of_plan else f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
-    pinned |= homes
+    pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
@@ -234,6 +232,7 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         home=Home(recipe.home.params, recipe.home.optimizer, recipe.home.activations),
         staging=recipe.home.staging,
         cpu_share=recipe.home.cpu_share,
+        backlog=recipe.home.backlog,
     )
 
 

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
@@ -60,7 +60,7 @@ class Data(Section):
 
 class Optim(Section):
     """`name`: adamw, adam, sgd, or another of torch.optim with its own `options`. `decay_all` also decays norms
-    and biases; `clip` is the largest gradient norm."""
+    and biases; `clip` is the largest gradient norm, or `none`."""
 
     name: str = "adamw"
     lr: float = Field(gt=0)
@@ -71,6 +71,11 @@ class Optim(Section):
     decay_all: bool = False
     clip: float | None = Field(1.0, gt=0)
     options: dict[str, Any] = Field({})
+
+    @field_validator("clip", mode="before")
+    @classmethod
+    def _toml_has_no_null(cls, value: object) -> object:
+        return None if value == "none" else value
 
     @model_validator(mode="after")
     def _each_has_its_own(self) -> Self:
@@ -166,17 +171,19 @@ class Planned(Section):
 
 class Homes(Section):
     """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
-    while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured."""
+    while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured;
+    `backlog`: of how many the gradients may wait on the device while backward runs, by default of any number."""
 
     params: Place = "device"
     optimizer: Place = "device"
     activations: Literal["device", "host"] = "device"
     staging: int = Field(STAGING, gt=0)
     cpu_share: float | None = Field(None, ge=0, le=1)
+    backlog: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
-        for key in sorted(changed(self) & {"staging", "cpu_share"}):
+        for key in sorted(changed(self) & {"staging", "cpu_share", "backlog"}):
             if self.optimizer == "device":
                 raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
         return self
@@ -277,6 +284,14 @@ class Recipe(Section):
             raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
         if self.checkpoint.best and self.checkpoint.metric == "eval_loss" and not self.eval.every:
             raise ValueError("checkpoint.best ranks by the evaluation loss; give eval.every, or checkpoint.metric = 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _a_backlog_is_of_updates_under_backward(self) -> Self:
+        if self.home.backlog is not None and (self.optim.clip is not None or self.plan.compute == "fp16"):
+            clips = self.optim.clip is not None
+            which, other = ("optim.clip", "optim.clip = 'none'") if clips else ("plan.compute = 'fp16'", "plan.compute = 'bf16'")
+            raise ValueError(f"home.backlog has no effect with {which}: all gradients wait for their norm; write {other}")
         return self
 
     @model_validator(mode="after")

@@ -53,6 +53,17 @@ def test_homes(tmp_path):
         load(tmp_path, SMALL, "plan=a.json", "home.optimizer=host")
 
 
+def test_a_backlog_is_for_runs_without_clipping(tmp_path):
+    given = ("home.optimizer=host", "home.backlog=8")
+    recipe = load(tmp_path, SMALL, *given, "optim.clip=none")
+    assert (recipe.home.backlog, recipe.optim.clip) == (8, None)
+    assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
+    with pytest.raises(FullshardError, match=r"home\.backlog has no effect with optim\.clip: .* write optim\.clip = 'none'"):
+        load(tmp_path, SMALL, *given)
+    with pytest.raises(FullshardError, match=r"home\.backlog has no effect with plan\.compute = 'fp16'"):
+        load(tmp_path, SMALL, *given, "optim.clip=none", "plan.compute=fp16")
+
+
 def test_tokens_are_turned_into_steps(tmp_path):
     recipe = load(tmp_path, SMALL.replace("steps = 10", "tokens = 10_000"))
     assert recipe.steps == math.ceil(10_000 / (16 * 128))
@@ -97,6 +108,9 @@ WRONG = {
     "home.optimiser=host": "did you mean 'optimizer'?",
     "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",
     "home.cpu_share=0.5": "home: cpu_share has no effect with optimizer = 'device'; write optimizer = 'host'",
+    "home.backlog=8": "home: backlog has no effect with optimizer = 'device'; write optimizer = 'host'",
+    "home.backlog=0": "home.backlog = 0: input should be greater than 0",
+    "optim.clip=never": "optim.clip = 'never': input should be a valid number",
     "home.cpu_share=2.0": "home.cpu_share = 2.0: input should be less than or equal to 1",
     "disk.path=/tmp": "disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out",
     "disk.pth=/tmp": "unknown key disk.pth (known: path); did you mean 'path'?",

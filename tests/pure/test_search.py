@@ -12,6 +12,7 @@ from fullshard import FullshardError, presets
 from fullshard.cli import app
 from fullshard.cluster import Cluster
 from fullshard.planner.estimate import estimate
+from fullshard.planner.homing import home_words
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import find_plan
 from fullshard.text import parse_bytes
@@ -104,6 +105,9 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --fix home.optimizer=moon": "home.optimizer must be one of device, host, disk, not 'moon'",
     "plan llama3-8b --cluster 8xh100 --fix home.optimiser=host": "'home.optimiser' cannot be fixed",
     "plan llama3-8b --cluster 8xh100 --fix staging=2": "staging = 2 has no effect: the optimizer state of every unit rests on",
+    "plan llama3-8b --cluster 8xh100 --fix home.backlog=8": "backlog = 8 has no effect with clipping: all gradients wait",
+    "plan llama3-8b --cluster 8xh100 --no-clip --fix backlog=8": "backlog = 8 has no effect: the optimizer state of every unit",
+    "plan llama3-8b --devices 8 --no-clip": "--no-clip has no effect with --devices; write --cluster, or leave it out",
     "plan llama3-8b --cluster 8xh100 --fix home.activations=disk": "home.activations = 'disk' is not carried out; write 'host'",
 }
 
@@ -199,6 +203,18 @@ def test_where_gradients_do_not_fit_the_cores_do_all_updates():
             limit=24 << 30,
             fix={"cpu_share": 0.5, "home.optimizer": "host"},
         )
+
+
+def test_without_clipping_fewer_gradients_wait_before_more_leaves_the_device():
+    model, where = presets.describe("llama3-8b"), Cluster.named("1xh200")
+    common = {"sequence": 4096, "global_batch": 8, "limit": 24 << 30, "clip": False}
+    found = find_plan(model, where, **common)
+    assert (found.plan.backlog, found.plan.cpu_share) == (8, None)
+    assert found.estimate.needed <= 24 << 30
+    assert "a backlog of 8 pieces" in home_words(found.plan)
+    pinned = find_plan(model, where, **common, fix={"home.backlog": 4, "home.optimizer": "host"})
+    assert pinned.plan.backlog == 4
+    assert find_plan(model, where, sequence=4096, global_batch=8, clip=False).plan.backlog is None  # there is room
 
 
 def test_parameters_on_disk_can_be_asked_for_and_take_their_state_off_the_device():
