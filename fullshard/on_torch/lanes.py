@@ -164,8 +164,8 @@ class Job:
 
 class Lane:
     """Two threads: one stages pieces, up to `depth` of them ahead, the other applies them in the same order. `in_turn`: as
-    they came, as they are read from a file; else, of those whose gradients are there, first what the next forward needs
-    first."""
+    they came, as they are read from a file or make room for the next; else, of those whose gradients are there, first what
+    the next forward needs first."""
 
     def __init__(
         self,
