@@ -7,8 +7,10 @@
 Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
 to the same disk, which needs room for one checkpoint: each is removed before the next. A save and the steps after
 it, until it is durable, are timed as one window; what it took beyond as many steps of the windows without a save is
-lost. Of all numbers the lower quartile is told: other work on the machine only ever adds. The raw rate is that of
-O_DIRECT writes. Every window is told as soon as it is over, one JSON object a line; the last object sums up.
+lost. Of windows the mean of the middle half is told, with its standard error over resampled windows. Beside it, what a
+save takes of the cores: the processor's time of its call and of the threads that came with `Checkpointer`, which is what
+training would lose if it never left a core idle, and which other work on the machine disturbs less. The raw rate is
+that of O_DIRECT writes. Every window is told as soon as it is over, one JSON object a line; the last object sums up.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import dataclasses
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import sys
@@ -41,6 +44,8 @@ from fullshard.presets import LlamaSize, preset
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = ["fullshard", "dcp.async_save", "dcp.save"]
+RESAMPLED = 100
+Windows = list[dict[str, float]]
 SPARE = 1 << 30  # bytes of the disk that are left alone
 
 
@@ -103,6 +108,7 @@ class Bench:
         ids = torch.randint(0, size.vocab, (args.batch, args.sequence + 1), generator=draw).to(self.device)
         self.batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         self.step(), self.step()
+        self.training = set(thread_seconds())
         self.written = sum(self.state.held_bytes()[k] for k in ("params", "optimizer"))
         self.refuse_small()
         self.writer = on_torch.Checkpointer(args.shelf / "fullshard", self.state, overlap=True)
@@ -134,6 +140,10 @@ class Bench:
             return Saved()
         return dcp.async_save(both, checkpoint_id=where, process_group=self.group)
 
+    def beside(self) -> float:
+        """Processor's time of this process's threads that did not come with the training."""
+        return sum(used for thread, used in thread_seconds().items() if thread not in self.training)
+
     def all_done(self, done: bool) -> bool:
         total = torch.tensor(int(done))
         dist.all_reduce(total, group=self.group)
@@ -158,6 +168,11 @@ class Bench:
         synchronize()
 
 
+def thread_seconds() -> dict[str, float]:
+    """Processor's time of each thread of this process."""
+    return {t.name: int((t / "schedstat").read_text().split()[0]) / 1e9 for t in Path("/proc/self/task").iterdir()}
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -174,9 +189,9 @@ def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
     for _ in range(bench.args.steady):
         bench.step()
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.thread_time() + bench.beside()
     saving = bench.save(kind)
-    blocked = time.perf_counter() - start
+    blocked, called = time.perf_counter() - start, time.thread_time()
     window, steps, finished = blocked, 0, 0.0
     while steps < after or not finished:
         window += bench.step()
@@ -184,12 +199,15 @@ def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
         if not finished and bench.all_done(saving.done()):
             finished = time.perf_counter() - start
     saving.result()
+    used = called + bench.beside() - used
     bench.remove(kind)
-    return {"window": window, "steps": steps, "blocked": blocked, "durable": finished}
+    return {"window": window, "cores": used, "steps": steps, "blocked": blocked, "durable": finished}
 
 
-def quartile(values: list[float]) -> float:
-    return sorted(values)[len(values) // 4]
+def middle(values: list[float]) -> float:
+    """The mean of the middle half."""
+    cut = len(values) // 4
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
@@ -228,24 +246,36 @@ def measure(bench: Bench) -> dict:
                 found[each].append(one)
                 tell(kind=each, **one, **lost_of(found, each))
     told = {kind: summary(found, kind) for kind in args.only}
-    return {"saves": {"step_seconds": step_seconds(found), **told}, "rate": rates(bench)}
+    return {"saves": {"step_seconds": step_seconds(found["nothing"]), **told}, "rate": rates(bench)}
 
 
-def step_seconds(found: dict[str, list[dict[str, float]]]) -> float:
-    return quartile([r["window"] / r["steps"] for r in found["nothing"]])
+def step_seconds(windows: Windows) -> float:
+    return middle([r["window"] / r["steps"] for r in windows])
 
 
-def lost_of(found: dict[str, list[dict[str, float]]], kind: str) -> dict[str, float]:
+def lost(saves: Windows, others: Windows) -> float:
+    """Of a step."""
+    step = step_seconds(others)
+    return middle([r["window"] / step - r["steps"] for r in saves])
+
+
+def lost_of(found: dict[str, Windows], kind: str) -> dict[str, float]:
     """What saves of a kind have cost so far; unknown before there is a window without a save."""
-    if not found["nothing"]:
+    saves, others = found[kind], found["nothing"]
+    if not others:
         return {}
-    step = step_seconds(found)
-    lost = quartile([r["window"] - r["steps"] * step for r in found[kind]])
-    return {"lost_seconds": lost, "lost_of_a_step": lost / step}
+    again = random.Random(0)
+    tries = [lost(again.choices(saves, k=len(saves)), again.choices(others, k=len(others))) for _ in range(RESAMPLED)]
+    cores = middle([r["cores"] for r in saves]) - middle([r["cores"] for r in others])
+    return {
+        "lost_of_a_step": lost(saves, others),
+        "standard_error": statistics.pstdev(tries),
+        "cores_of_a_step": cores / step_seconds(others),
+    }
 
 
-def summary(found: dict[str, list[dict[str, float]]], kind: str) -> dict[str, float]:
-    return lost_of(found, kind) | {key: quartile([r[key] for r in found[kind]]) for key in ("blocked", "durable")}
+def summary(found: dict[str, Windows], kind: str) -> dict[str, float]:
+    return lost_of(found, kind) | {key: middle([r[key] for r in found[kind]]) for key in ("blocked", "durable")}
 
 
 def rates(bench: Bench) -> dict[str, float]:

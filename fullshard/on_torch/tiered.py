@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.backlog import Backlog
+from fullshard.on_torch.bus import Bus
 from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
-from fullshard.on_torch.lanes import Bus, Cores, Go, Job, Lane, Slot, Streamed, segment_views
+from fullshard.on_torch.jobs import Go, Job
+from fullshard.on_torch.lanes import Cores, Lane, Slot, Streamed, segment_views
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
 from fullshard.on_torch.resting import Resting

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,6 +34,8 @@ class Arena:
         self.nbytes, self.pinned, self.why, self.used = aligned_size(nbytes), pinned, why, 0
         self._memory = _pages(self.nbytes, why)
         self._registered: list[int] = []
+        # Pages that were given up while they are pinned cannot be pinned again when they come back.
+        weakref.finalize(self, _unpin, self._registered).atexit = False
         _touch(self._memory)
 
     def take(self, nbytes: int, align: int = ALIGNMENT) -> Tensor:
@@ -61,10 +64,16 @@ class Arena:
 
     def close(self) -> None:
         """Unpin. No copy may be under way; the memory itself goes when the last piece goes."""
-        for pointer in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._registered, self._memory = [], torch.empty(0, dtype=torch.uint8)
+        _unpin(self._registered)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self.nbytes = self.used = 0
+
+
+def _unpin(registered: list[int]) -> None:
+    if registered:
+        torch.cuda.synchronize()
+    while registered:
+        torch.cuda.cudart().cudaHostUnregister(registered.pop())
 
 
 def room(sizes: Iterable[int]) -> int:
