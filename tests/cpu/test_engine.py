@@ -10,7 +10,7 @@ REFUSALS = {
     "another model": "unit embed: this model has no module 'transformer.wte'",
     "missing unit": "parameter model.norm.weight is in no unit of the plan",
     "tied apart": "units embed and head: model.embed_tokens.weight and lm_head.weight are one tied parameter",
-    "home": "unit model.layers.1: home.params = 'disk' is not supported",
+    "home": "unit model.layers.1: home.params = 'disk' saves nothing while the optimizer's own copy",
     "root remat": "unit root: remat = 'full' would recompute the whole model",
     "integer": "odd is int8; only floating-point parameters can be sharded",
     "scalar": "odd is a scalar",

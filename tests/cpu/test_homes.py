@@ -34,7 +34,7 @@ def test_mixtures_of_homes_train_as_the_device_does(ranks):
     close(ranks, [Case(third, clip=None), Case((*third, Home("host", "host")), compute="bf16", accumulate=3, sync="last")])
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.full), 1.0])
 def test_parameters_on_disk_train_as_on_the_device(ranks, clip):
     homes = [(FILED,), (BOTH,), (BOTH, Home(), FILED, Home("host", "disk", "host"))]
     close(ranks, [Case(home, clip=clip, compute="bf16") for home in homes])
@@ -72,7 +72,7 @@ def test_homes_go_with_everything_else(ranks, case):
     close(ranks, [case])
 
 
-@pytest.mark.parametrize(("share", "limit"), [(0.0, 4), (0.5, 4), (1.0, 2), (0.5, 1)])
+@pytest.mark.parametrize(("share", "limit"), [(0.0, 4), (1.0, 2), pytest.param(0.5, 1, marks=pytest.mark.full)])
 def test_no_more_gradients_wait_than_the_plan_allows(ranks, share, limit):
     """A unit that is larger than the limit waits alone."""
     any_number, units = ranks(1).run(homes.waiting, Case((HOST,), clip=None, share=share))[0]

@@ -105,7 +105,7 @@ full = pytest.mark.full
 # In `make test`, test_resume.py compares the losses of 1, 2 and 4 ranks, without the seconds that launchers take.
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [pytest.param(1, [], marks=full), pytest.param(2, ["plan.strategy=ddp"], marks=full), (4, ["plan.remat=full"])],
+    [(1, []), pytest.param(2, ["plan.strategy=ddp"], marks=full), pytest.param(4, ["plan.remat=full"], marks=full)],
 )
 def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
     run = here / f"runs/{ranks}"
@@ -253,6 +253,7 @@ def test_optimizers_by_name(here, name, kind):
     assert made.decay_all is True
 
 
+@full
 def test_what_rests_on_disk_is_judged_before_the_run_and_changes_no_loss(here):
     resident = train(here, "train.steps=3", "--run", "resident")
     assert resident.returncode == 0, resident.stderr

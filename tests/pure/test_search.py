@@ -100,7 +100,7 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --global-batch -8": "the global batch must be at least 1, not -8",
     "plan llama3-8b --cluster 8xh100 --sequence 0": "the sequence must be at least 1, not 0",
     "plan llama3-8b --cluster 8xh100 --limit much": "'much' is no amount of memory",
-    "plan llama3-405b --cluster 8xh100 --sequence 8192": "nothing fits: the leanest plan",
+    "plan llama3-70b --cluster 1xrtx4090 --sequence 8192": "nothing fits: the leanest plan",
     "plan llama3-8b --cluster none.json": "cannot read cluster none.json",
     "plan llama3-8b --cluster 8xh100 --fix home.optimizer=moon": "home.optimizer must be one of device, host, disk, not 'moon'",
     "plan llama3-8b --cluster 8xh100 --fix home.optimiser=host": "'home.optimiser' cannot be fixed",
