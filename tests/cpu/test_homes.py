@@ -114,7 +114,7 @@ def test_state_on_disk_is_read_and_written_once_a_step(ranks):
     assert 12 * own <= found["read"] <= 12 * own + 3 * 4096 * (own // 512)
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("clip", [pytest.param(1.0, marks=pytest.mark.full), None])
 def test_a_shard_on_disk_is_read_once_a_gather_and_written_once_a_step(ranks, clip):
     """Two bytes an element, in pieces of 1,024 elements on a page each; gathers as the planner's schedule has them."""
     found = ranks(2).run(homes.moved, Case((FILED,), clip=clip, compute="bf16"))[0]

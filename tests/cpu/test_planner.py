@@ -179,6 +179,7 @@ def test_chunks_are_cut_as_the_engine_cuts_them():
     assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (chunked.BUDGET, chunked.BYTES_A_LOGIT, chunked.TILE)
 
 
+@pytest.mark.full
 def test_blocks_that_stood_aside_cost_what_blocks_cost(monkeypatch):
     found = on_torch.describe(build("plain", layers=6), micro_batch=ROWS, sequence=TOKENS)
     wanted = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat="full", remat_every=2)

@@ -105,7 +105,11 @@ full = pytest.mark.full
 # In `make test`, test_resume.py compares the losses of 1, 2 and 4 ranks, without the seconds that launchers take.
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, []), pytest.param(2, ["plan.strategy=ddp"], marks=full), pytest.param(4, ["plan.remat=full"], marks=full)],
+    [
+        pytest.param(1, [], marks=full),
+        pytest.param(2, ["plan.strategy=ddp"], marks=full),
+        pytest.param(4, ["plan.remat=full"], marks=full),
+    ],
 )
 def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
     run = here / f"runs/{ranks}"
@@ -162,6 +166,7 @@ def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     assert said.splitlines()[-1] == f"ended after step {last['step']}: stopped"
 
 
+@full
 def test_a_signal_before_the_first_step_is_no_traceback_either(here):
     """Ranks that are still importing torch have no step to end at."""
     process = start(here, "train.steps=100000", "--run", "runs/early")
