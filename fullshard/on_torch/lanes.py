@@ -283,11 +283,7 @@ class Cores:
             self.failed(error)
             job.issue(DONE)
         else:
-            self.post.share(self._send, [(job, piece, master)], self._sent)
-
-    def _sent(self, error: BaseException | None) -> None:
-        if error is not None:
-            self.failed(error)
+            self.post.share(self._send, [(job, piece, master)], lambda _: None)
 
     def _send(self, job: Job, piece: Piece, master: Tensor) -> None:
         """New parameters on their way to where the unit's shards rest."""
@@ -298,8 +294,9 @@ class Cores:
             else:
                 new = self.emit(piece, master, None, self.work)
             self.store.close(piece, new)
-        finally:
-            job.issue(new)
+        except BaseException as error:
+            self.failed(error)  # before anybody goes on who waits for the piece
+        job.issue(new)
 
     def _by_device(self, piece: Piece, master: Tensor) -> Moment:
         turn = self.sent % len(self.outs)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
@@ -75,6 +76,8 @@ class Optim(Section):
     @field_validator("clip", mode="before")
     @classmethod
     def _toml_has_no_null(cls, value: object) -> object:
+        if isinstance(value, str) and value != "none":
+            raise PydanticCustomError("number_or_none", "Input should be a valid number, or 'none'")
         return None if value == "none" else value
 
     @model_validator(mode="after")
