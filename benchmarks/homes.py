@@ -66,7 +66,7 @@ def measure_floors(args: argparse.Namespace) -> dict[str, float]:
     found = {"threads": float(share.update_threads()), "cpu_adamw_ns": share.cores_seconds(rule) / share.ELEMENTS * 1e9}
     if device.type == "cuda":
         found["pcie_each_way_gbs"] = 12 * share.ELEMENTS / share.bus_seconds(device, rule) / 1e9
-        found["share"] = share.measured_share(device, rule, sent=8)
+        found["share"] = share.measured_share(device, rule, streamed=10, sent=8)
     if args.disk:
         rates = disk_rates(args.disk)
         found |= {"disk_read_gbs": rates.read / 1e9, "disk_write_gbs": rates.write / 1e9}

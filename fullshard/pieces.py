@@ -12,11 +12,11 @@ from fullshard.errors import FullshardError
 Lane = Literal["cpu", "gpu"]
 
 PIECE = 1 << 25  # elements: the most in a piece
+TOLD = 2  # bytes of a packed master that its parameter tells
 GRAIN = 1024  # elements: pieces begin at multiples of it
 STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise
 BACKLOG = 8  # pieces whose gradients wait on the device, where a search finds no room for all of them
-GRAD_SLOTS = 6  # pinned slots for the gradients of the CPU's pieces
-NEW_SLOTS = 2  # device slots that their new master comes to
+TRAYS = 6  # pinned trays for the gradients of the CPU's pieces, and their new parameters
 EIGHTHS = 8  # shares of the pieces are told in eighths, so that two runs on one machine seldom differ
 DISK_SLOTS = 4  # pinned slots that state passes on its way between disk and device
 READ_SLOTS = 2  # pinned slots for a unit's shard on its way from disk: one goes up while the next is read

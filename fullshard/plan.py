@@ -252,9 +252,18 @@ class Plan:
     @property
     def away_gradients(self) -> DType:
         """In which dtype the gradients of units away from the device wait for their update: as they were reduced, or as
-        coarse as the master; but where several reductions are added up, in the master's, as on the device."""
-        adds_up = self.batch.accumulate > 1 and self.batch.sync == "every"
-        return self.precision.master if adds_up or self.precision.master != "fp32" else self.precision.reduce
+        coarse as the master; but where several reductions are added up, in the master's, as on the device. Of one
+        micro-batch on one device nothing is added up, and a gradient is as exact in the dtype that it was made in."""
+        if self.precision.master != "fp32" or (self.batch.accumulate > 1 and self.batch.sync == "every"):
+            return self.precision.master
+        alone = self.mesh.devices == 1 and self.batch.accumulate == 1 and self.precision.reduce == "fp32"
+        return self.precision.compute if alone else self.precision.reduce
+
+    def packs(self, home: Home, slots: int) -> bool:
+        """Whether state that is streamed past the device leaves there the half of the master that its parameter tells.
+        `slots`: the optimizer's tensors for each parameter; the second moment takes a mark along."""
+        kinds = (self.precision.compute, self.precision.master, home.params, home.optimizer)
+        return kinds == ("bf16", "fp32", "device", "host") and slots == 2
 
     # -- the other forms of a plan ---------------------------------------------------------------
 

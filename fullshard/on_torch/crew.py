@@ -1,4 +1,4 @@
-"""Threads that share out one large update: each takes the next chunk when it is done with its own.
+"""Threads that share out large updates: each takes the next call when it is done with its own.
 
 torch would give every thread an equal part and wait for the slowest. Cores that others use as well, as those of most
 rented machines, are not equally fast, and one that is away for a moment would hold up all the others.
@@ -10,8 +10,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-
-CHUNK = 1 << 21  # elements that one core updates at a time: milliseconds, and what it made is still in the caches
 
 
 class Batch:

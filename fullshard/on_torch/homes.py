@@ -42,6 +42,7 @@ class Piece:
     stop: int
     segments: list[Segment]
     lane: Lane = "gpu"
+    packed: bool = False  # its master rests as what the parameter does not tell of it
 
     @property
     def elements(self) -> int:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.bus import Bus
-from fullshard.on_torch.crew import CHUNK, Crew
+from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.homes import Piece
 from fullshard.on_torch.jobs import Job
+from fullshard.on_torch.one_pass import OnePass, library
+from fullshard.on_torch.packing import pack, unpack
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.on_torch.streams import DONE, Moment, Stream
 
@@ -37,6 +39,9 @@ class Store(Protocol):
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
         """The piece's memory has, after `changed`, new values; None: it is as it was."""
+
+    def shards_of(self, piece: Piece) -> list[Tensor]:
+        """Where the piece's parameters rest, by segment."""
 
 
 class Lane:
@@ -138,54 +143,86 @@ def _set() -> threading.Event:
 
 @dataclass
 class Slot:
-    """Staging memory for one piece; free again after `free`."""
+    """Staging memory of the device for one piece's state; free again after `free`."""
 
     state: list[Tensor]
-    gradient: Tensor
-    out: Tensor | None = None
     free: Moment = DONE
     filled: Moment = DONE
-    idle: threading.Event = field(default_factory=_set)  # no core works in it
-    views: dict[int, "Views"] = field(default_factory=dict)  # by piece
+    idle: threading.Event = field(default_factory=_set)  # what it holds is queued to go back
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
 
-    def of(self, piece: Piece) -> "Views":
+    def of(self, piece: Piece) -> list[Tensor]:
         if piece.number not in self.views:
-            n = piece.elements
-            out = None if self.out is None else self.out[:n]
-            gradients = segment_views(self.gradient, piece)
-            self.views[piece.number] = Views([t[:n] for t in self.state], self.gradient[:n], gradients, out)
+            first, *moments = self.state
+            first = first.view(torch.int16) if piece.packed else first
+            self.views[piece.number] = [t[: piece.elements] for t in (first, *moments)]
         return self.views[piece.number]
 
 
 @dataclass
-class Views:
-    """What of a slot a piece takes up."""
+class Bench:
+    """Memory of the device that one piece after the other is updated in."""
 
-    state: list[Tensor]
     gradient: Tensor
-    gradients: list[Tensor]  # by segment
-    out: Tensor | None
+    master: Tensor | None  # where pieces come packed
+    rounded: Tensor | None  # the parameters, where pieces come packed or go on to the host
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece: its gradients, by segment
+
+    def gradients(self, piece: Piece) -> list[Tensor]:
+        if piece.number not in self.views:
+            self.views[piece.number] = segment_views(self.gradient, piece)
+        return self.views[piece.number]
 
 
-def segment_views(flat: Tensor, piece: Piece) -> list[Tensor]:
+@dataclass
+class Tray:
+    """Memory of the host for one piece that the cores update: its gradients come to it, its new parameters go from it."""
+
+    gradient: Tensor
+    rounded: Tensor | None  # None: they rest on the host
+    filled: Moment = DONE
+    sent: Moment = DONE
+    idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece: its gradients, by segment
+
+    def gradients(self, piece: Piece) -> list[Tensor]:
+        if piece.number not in self.views:
+            self.views[piece.number] = segment_views(self.gradient, piece)
+        return self.views[piece.number]
+
+
+def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:
     """A piece's segments in flat memory; whole parameters in their own shape, so that gradients are copied as they come."""
-    found = [flat[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
+    found = [memory[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
+    if flat:
+        return found
     return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]
 
 
 class Streamed:
-    """The GPU's lane: state up, update, state down. On a CPU the same by copies."""
+    """The GPU's lane: state up, update, state down. On a CPU the same by copies.
 
-    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], emit: "Emit", bus: Bus):
-        self.rule, self.store, self.slots, self.emit, self.bus = rule, store, slots, emit, bus
+    State goes back by a thread of its own: with many slots, the next updates do not wait for the bus, and a forward that
+    waits for them goes on.
+    """
+
+    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], bench: Bench, emit: "Emit", bus: Bus):
+        self.rule, self.store, self.slots, self.bench, self.emit, self.bus = rule, store, slots, bench, emit, bus
         self.work = Stream(device, first=True)
         self.turn = 0
+        self.back = Crew("back", 1 if slots else 0)
+        self.returned: dict[int, threading.Event] = {}  # by piece: its state is queued to go back
+        self.failed: Callable[[BaseException], None] = _raised
 
     def stage(self, job: Job, piece: Piece) -> tuple[Slot, list[Tensor]]:
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
+        if piece.number in self.returned:
+            self.returned[piece.number].wait()
+        slot.idle.wait()
+        slot.idle.clear()
         resting, there = self.store.open(piece)
-        slot.filled = self.bus.up.send(slot.of(piece).state, resting, slot.free, there)
+        slot.filled = self.bus.up.send(slot.of(piece), resting, slot.free, there)
         self.bus.moved_up += sum(t.nbytes for t in resting)
         return slot, resting
 
@@ -194,32 +231,74 @@ class Streamed:
         _, skip = job.go.wait()
         if skip:
             self.store.close(piece, None)
+            slot.idle.set()
             return DONE
-        views = slot.of(piece)
+        state = slot.of(piece)
         with self.work:
             self.work.after(slot.filled, job.ready, job.go.moment)
-            job.collect(piece, views.gradients)
-            job.read()
-            for factor in job.go.factors:
-                views.gradient.mul_(factor.to(slot.gradient.dtype))
+            gradient = self._gradient(job, piece)
+            master, *moments = self._wide(piece, state)
             for start, stop, index in job.runs(piece):
-                part = [t[start:stop] for t in views.state]
-                gradient = views.gradient[start:stop]
-                apply_rule(self.rule, part[0], gradient, part[1:], job.steps[index], job.groups[index])
-            new = self.emit(piece, views.state[0], slot.out, self.work)
+                part = [t[start:stop] for t in (master, gradient, *moments)]
+                apply_rule(self.rule, part[0], part[1], part[2:], job.steps[index], job.groups[index])
+            new = self._out(piece, master, state)
             updated = self.work.moment()
-        slot.free = self.bus.down.send(resting, views.state, updated)
-        self.bus.moved_down += sum(t.nbytes for t in resting)
-        self.store.close(piece, slot.free)
+        self.returned[piece.number] = threading.Event()
+        self.back.share(self._return, [(piece, slot, resting, updated)], lambda _: None)
+        return new
+
+    def _return(self, piece: Piece, slot: Slot, resting: list[Tensor], updated: Moment) -> None:
+        try:
+            slot.free = self.bus.down.send(resting, slot.of(piece), updated)
+            self.bus.moved_down += sum(t.nbytes for t in resting)
+            self.store.close(piece, slot.free)
+        except BaseException as error:
+            self.failed(error)
+        slot.idle.set()
+        self.returned[piece.number].set()
+
+    def settle(self) -> None:
+        """All state is queued to go back."""
+        for event in list(self.returned.values()):
+            event.wait()
+
+    def _gradient(self, job: Job, piece: Piece) -> Tensor:
+        job.collect(piece, self.bench.gradients(piece))
+        job.read()
+        gradient = self.bench.gradient[: piece.elements]
+        for factor in job.go.factors:
+            gradient.mul_(factor.to(gradient.dtype))
+        return gradient
+
+    def _wide(self, piece: Piece, staged: list[Tensor]) -> list[Tensor]:
+        """Master and moments, as the rule takes them."""
+        if not piece.packed:
+            return staged
+        assert self.bench.master is not None
+        assert self.bench.rounded is not None
+        low, first, second = staged
+        master, rounded = self.bench.master[: piece.elements], self.bench.rounded[: piece.elements]
+        torch._foreach_copy_(segment_views(rounded, piece, flat=True), self.store.shards_of(piece))
+        unpack(rounded, low, second, master)
+        return [master, first, second]
+
+    def _out(self, piece: Piece, master: Tensor, staged: list[Tensor]) -> Moment:
+        """New parameters on their way, and the state as it goes back."""
+        if not piece.packed:
+            return self.emit(piece, master, self.bench.rounded, self.work)
+        assert self.bench.rounded is not None
+        rounded = self.bench.rounded[: piece.elements].copy_(master)
+        new = self.emit(piece, rounded, None, self.work)
+        low, _, second = staged
+        pack(master, rounded, low, second)
         return new
 
 
 class Cores:
-    """The CPU's lane: the gradient down, the update in place where the state rests, the new master up.
+    """The CPU's lane: the gradient down, the update in place where the state rests, the new parameters up.
 
     The lane's thread waits for gradients and shares the pieces out to the cores, and another one sends off what they have
-    updated: so the cores go on with the next piece while this one's last chunk ends. `outs`: memory of the device that a
-    new master comes to, to be narrowed there: the cores are scarcer than the bus.
+    updated: so the cores go on with the next piece while this one's last chunk ends.
     """
 
     def __init__(
@@ -227,86 +306,85 @@ class Cores:
         device: torch.device,
         rule: Rule,
         store: Store,
-        slots: list[Slot],
-        outs: list[Tensor],
+        trays: list[Tray],
         emit: "Emit",
         bus: Bus,
         *,
         threads: int,
     ):
-        self.rule, self.store, self.slots, self.outs, self.emit, self.bus = rule, store, slots, outs, emit, bus
+        self.rule, self.store, self.trays, self.emit, self.bus = rule, store, trays, emit, bus
         self.work = Stream(device, first=True)
-        self.narrowed = [DONE] * len(outs)  # when each of `outs` may be written to again
-        self.turn = self.sent = 0
-        self.crew, self.post = Crew("cores", threads if slots else 0), Crew("post", 1 if slots else 0, cores=POSTING)
-        self.depth = max(1, len(slots) // 2)  # of the slots, those that gradients come to; in the others cores work
+        self.turn = 0
+        size, self.threads = teams(threads)
+        self.crew, self.post = Crew("cores", size if trays else 0), Crew("post", 1 if trays else 0, cores=POSTING)
+        self.depth = max(1, len(trays) // 2)  # of the trays, those that gradients come to; in the others cores work
         self.failed: Callable[[BaseException], None] = _raised
 
-    def stage(self, job: Job, piece: Piece) -> Slot:
-        slot = self.slots[self.turn % len(self.slots)]
+    def stage(self, job: Job, piece: Piece) -> Tray:
+        tray = self.trays[self.turn % len(self.trays)]
         self.turn += 1
-        slot.idle.wait()
-        slot.idle.clear()
+        tray.idle.wait()
+        tray.idle.clear()
+        tray.sent.wait()
         if piece.number not in job.drained:
-            slot.filled = self.bus.down.send(*job.copies(piece, slot.of(piece).gradients), job.ready)
-            self.bus.moved_down += slot.of(piece).gradient.nbytes
+            tray.filled = self.bus.down.send(*job.copies(piece, tray.gradients(piece)), job.ready)
+            self.bus.moved_down += piece.elements * tray.gradient.itemsize
             job.read()
-        return slot
+        return tray
 
-    def apply(self, job: Job, piece: Piece, slot: Slot) -> Moment:
+    def apply(self, job: Job, piece: Piece, tray: Tray) -> Moment:
         factors, skip = job.go.wait()
         resting, there = self.store.open(piece)
         if skip:
             self.store.close(piece, None)
-            slot.idle.set()
+            tray.idle.set()
             return DONE
-        gradient, filled = job.drained.get(piece.number, (slot.gradient, slot.filled))
+        gradient, filled = job.drained.get(piece.number, (tray.gradient, tray.filled))
         for moment in (filled, there):
             moment.wait()
-        work = partial(self._chunk, job, resting, gradient, [f for f in factors if f != 1.0])
-        chunks = [(a, min(a + CHUNK, stop), i) for start, stop, i in job.runs(piece) for a in range(start, stop, CHUNK)]
-        self.crew.share(work, chunks, partial(self._updated, job, piece, slot, resting[0]))
+        rounded = tray.rounded if piece.away.unit.home.params == "device" else None
+        update = OnePass(self.rule, resting, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
+        calls = update.calls((start, stop, job.steps[i], job.groups[i]) for start, stop, i in job.runs(piece))
+        self.crew.share(update.run, calls, partial(self._updated, job, piece, tray, resting[0]))
         return LATER
 
-    def _chunk(
-        self, job: Job, resting: list[Tensor], gradient: Tensor, factors: list[float], start: int, stop: int, index: int
-    ) -> None:
-        own = gradient[start:stop].to(resting[0].dtype)
-        for factor in factors:
-            own.mul_(factor)
-        master, *moments = [t[start:stop] for t in resting]
-        apply_rule(self.rule, master, own, moments, job.steps[index], job.groups[index])
-
-    def _updated(self, job: Job, piece: Piece, slot: Slot, master: Tensor, error: BaseException | None) -> None:
-        slot.idle.set()
+    def _updated(self, job: Job, piece: Piece, tray: Tray, master: Tensor, error: BaseException | None) -> None:
         if error is not None:
             self.failed(error)
+            tray.idle.set()
             job.issue(DONE)
         else:
-            self.post.share(self._send, [(job, piece, master)], lambda _: None)
+            self.post.share(self._send, [(job, piece, tray, master)], lambda _: None)
 
-    def _send(self, job: Job, piece: Piece, master: Tensor) -> None:
+    def _send(self, job: Job, piece: Piece, tray: Tray, master: Tensor) -> None:
         """New parameters on their way to where the unit's shards rest."""
         new = DONE
         try:
             if piece.away.unit.home.params == "device":
-                new = self._by_device(piece, master)
+                new = tray.sent = self._up(job, piece, tray)
             else:
                 new = self.emit(piece, master, None, self.work)
             self.store.close(piece, new)
         except BaseException as error:
             self.failed(error)  # before anybody goes on who waits for the piece
+        tray.idle.set()
         job.issue(new)
 
-    def _by_device(self, piece: Piece, master: Tensor) -> Moment:
-        turn = self.sent % len(self.outs)
-        self.sent += 1
-        out = self.outs[turn][: piece.elements]
-        self.work.after(self.bus.up.send([out], [master], self.narrowed[turn]))
-        self.bus.moved_up += out.nbytes
-        with self.work:
-            self.narrowed[turn] = self.emit(piece, out, None, self.work)
-        return self.narrowed[turn]
+    def _up(self, job: Job, piece: Piece, tray: Tray) -> Moment:
+        """To the shards on the device, but for parameters that had no gradient."""
+        assert tray.rounded is not None
+        there = zip(piece.segments, self.store.shards_of(piece), segment_views(tray.rounded, piece, flat=True), strict=True)
+        pairs = [(shard, part) for s, shard, part in there if job.had[s.parameter]]
+        self.bus.moved_up += sum(part.nbytes for _, part in pairs)
+        return self.bus.up.send([shard for shard, _ in pairs], [part for _, part in pairs])
+
+
+def teams(threads: int) -> tuple[int, int]:
+    """How many pieces the cores update at a time, and how many cores each: two, where updates are compiled, so that one's
+    end is no pause; torch's kernels run on one core each, which share the pieces out among them."""
+    if library() is None or threads < 2:
+        return threads, 1
+    return 2, threads // 2
 
 
 def _raised(error: BaseException) -> None:

@@ -5,7 +5,7 @@ the device before FSDP gathers from them. Knows nothing of updates.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.filed import Filed
 from fullshard.on_torch.homes import Away, Piece, away_units, gradient_dtype, local, shadow
+from fullshard.on_torch.packing import pack, unpack
 from fullshard.on_torch.private import GatherGroup, gather_group
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.rule import Rule, rule_of
@@ -22,9 +23,11 @@ from fullshard.on_torch.share import measured_share
 from fullshard.on_torch.spooled import Spooled, Stored
 from fullshard.on_torch.streams import DONE, Moment, Stream
 from fullshard.optimizer import Optimizer
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, READ_SLOTS, WRITE_SLOTS, deal, filed
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, WRITE_SLOTS, deal, filed
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, refuse_more_than, room
+
+PART = 1 << 22  # elements that are packed at a time
 
 
 class Resting:
@@ -47,6 +50,7 @@ class Resting:
         pieces = [p for a in units for p in a.pieces]
         for piece, lane in zip(pieces, deal(len(pieces), cpu_share), strict=True):
             piece.lane = lane if piece.away.unit.home.optimizer != "device" else "gpu"
+            piece.packed = piece.lane == "gpu" and plan.packs(piece.away.unit.home, rule.slots)
         self.largest = max((p.elements for p in pieces), default=0)
         nbytes = room(self._sizes())
         why = "the optimizer's state and parameters in host memory"
@@ -66,7 +70,8 @@ class Resting:
             self.filed = Filed(on_disk, self.compute, disk, self.arena, self.largest)
         self.changed: dict[int, Moment] = {}  # by piece: when its memory holds the last update
         self.views: dict[int, list[Tensor]] = {}  # by piece: its master and moments
-        self.targets: dict[int, list[Tensor]] = {}  # by piece: where its segments' new parameters go
+        self.shard_views: dict[int, list[Tensor]] = {}  # by piece: where its segments' parameters rest
+        self.packed = False  # those pieces that are, now; whole units are looked at as they are, wide
         self.up = Stream(device)
         self.fetched: dict[int, Moment] = {}
         self.fetched_bytes = self.emitted_bytes = 0  # shards up, new parameters down
@@ -83,13 +88,19 @@ class Resting:
                 sizes += [a.elements * master, *[a.moving * master] * self.rule.slots]
             if a.unit.home.params == "host":
                 sizes.append(sum(a.padded) * compute)
-        cores = min(GRAD_SLOTS, sum(p.lane == "cpu" for a in self.units for p in a.pieces))
+        cores = min(TRAYS, sum(p.lane == "cpu" for a in self.units for p in a.pieces))
         sizes += [self.largest * gradient_dtype(self.plan).itemsize] * cores
+        sizes += [self.largest * compute] * cores if self.sends else []
         if any(a.unit.home.optimizer == "disk" for a in self.units):
             sizes += [self.largest * master] * DISK_SLOTS * (1 + self.rule.slots)
         if on_disk := [filed(a.elements, a.moving, compute) for a in self.units if a.unit.home.params == "disk"]:
             sizes += [max(on_disk)] * READ_SLOTS + [self.largest * compute] * WRITE_SLOTS
         return sizes
+
+    @property
+    def sends(self) -> bool:
+        """Whether the cores send new parameters to the device."""
+        return any(p.lane == "cpu" and a.unit.home.params == "device" for a in self.units for p in a.pieces)
 
     def _take(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.arena.take(elements * dtype.itemsize).view(dtype)
@@ -106,8 +117,50 @@ class Resting:
         if piece.away.unit.home.optimizer == "disk":
             return self._spooled.open(piece)
         if piece.number not in self.views:
-            self.views[piece.number] = [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
+            self.views[piece.number] = self._packed(piece) if piece.packed else self._wide(piece)
         return self.views[piece.number], self.changed.get(piece.number, DONE)
+
+    def _wide(self, piece: Piece) -> list[Tensor]:
+        return [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
+
+    def _packed(self, piece: Piece) -> list[Tensor]:
+        """In the first half of the master's memory, what the parameters do not tell of it."""
+        master, *moments = self._wide(piece)
+        return [master.view(torch.int16)[: piece.elements], *moments]
+
+    def pack(self) -> None:
+        """Before pieces are opened."""
+        if not self.packed:
+            for piece, rounded in self._packable():
+                (master, _, second), low = self._wide(piece), self._packed(piece)[0]
+                for part in _parts(piece):
+                    values, moment, half = self._here(master[part]), self._here(second[part]), self._like(low[part])
+                    pack(values, rounded[part], half, moment)
+                    low[part], second[part] = half, moment
+            self.packed = True
+
+    def widen(self) -> None:
+        """Before whole units are looked at; at rest."""
+        if self.packed:
+            for piece, rounded in self._packable():
+                (low, _, second), master = self._packed(piece), self._wide(piece)[0]
+                for part in reversed(_parts(piece)):  # the low halves lie in the first half of what is written
+                    half, moment, values = self._here(low[part]), self._here(second[part]), self._like(master[part])
+                    unpack(rounded[part], half, moment, values)
+                    master[part], second[part] = values, moment
+            self.packed = False
+
+    @torch.no_grad()
+    def _packable(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Pieces that rest packed while training runs, with their parameters, on the device."""
+        for piece in (p for a in self.units for p in a.pieces if p.packed):
+            yield piece, torch.cat(self.shards_of(piece))
+
+    def _here(self, values: Tensor) -> Tensor:
+        return values.to(self.device, copy=True)
+
+    def _like(self, values: Tensor) -> Tensor:
+        return torch.empty_like(values, device=self.device)
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
         if changed is None and piece.away.unit.home.params == "disk":
@@ -134,6 +187,7 @@ class Resting:
 
     def begin(self) -> None:
         """A step begins."""
+        self.pack()
         if self.filed is not None:
             self.filed.begin()
 
@@ -161,13 +215,17 @@ class Resting:
             self.emitted_bytes += values.nbytes
         if piece.away.unit.home.params == "disk":
             return self._filed.emit(piece, values, stream)
-        if piece.number not in self.targets:
-            self.targets[piece.number] = self._targets(piece)
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
-        torch._foreach_copy_(self.targets[piece.number], sources, non_blocking=True)
+        torch._foreach_copy_(self.shards_of(piece), sources, non_blocking=True)
         return stream.moment()
 
-    def _targets(self, piece: Piece) -> list[Tensor]:
+    def shards_of(self, piece: Piece) -> list[Tensor]:
+        """Where the piece's parameters rest, by segment."""
+        if piece.number not in self.shard_views:
+            self.shard_views[piece.number] = self._find_shards(piece)
+        return self.shard_views[piece.number]
+
+    def _find_shards(self, piece: Piece) -> list[Tensor]:
         away = piece.away
         if away.unit.home.params == "device":
             return [local(away.params[s.parameter]).view(-1)[s.start : s.stop] for s in piece.segments]
@@ -218,6 +276,7 @@ class Resting:
 
     def memory(self, away: Away) -> list[Tensor]:
         """A unit's master and moments in memory; where they rest on disk, a copy, until `give_back`."""
+        self.widen()
         return self.flats[id(away)] if away.unit.home.optimizer != "disk" else self._spooled.borrow(away)
 
     def give_back(self, *, changed: bool) -> None:
@@ -326,10 +385,17 @@ def make_resting(
     assert optimizer is not None
     rule = rule_of(optimizer)
     share = plan.cpu_share if cpu_share is None else cpu_share
-    sent = gradient_dtype(plan).itemsize + TORCH[plan.precision.master].itemsize
-    share = measured_share(device, rule, sent) if share is None else share
+    sent = gradient_dtype(plan).itemsize + TORCH[plan.precision.compute].itemsize
+    state = (1 + rule.slots) * TORCH[plan.precision.master].itemsize
+    streamed = min(state - TOLD * plan.packs(a.unit.home, rule.slots) for a in units)
+    share = measured_share(device, rule, streamed, sent) if share is None else share
     path = Path(disk) if disk is not None else None
     return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
+
+
+def _parts(piece: Piece) -> list[slice]:
+    """A piece in parts for which the device has room in any case."""
+    return [slice(a, min(a + PART, piece.elements)) for a in range(0, piece.elements, PART)]
 
 
 def _starts(away: Away) -> list[int]:

@@ -9,9 +9,11 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from fullshard.on_torch.crew import CHUNK, Crew
+from fullshard.on_torch.crew import Crew
+from fullshard.on_torch.lanes import teams
+from fullshard.on_torch.one_pass import OnePass
 from fullshard.on_torch.ranks import ranks_here
-from fullshard.on_torch.rule import Rule, apply_rule
+from fullshard.on_torch.rule import Rule
 from fullshard.pieces import balanced
 from fullshard.tiers.host import Arena
 
@@ -19,15 +21,17 @@ ELEMENTS = 1 << 26  # of a trial: above the largest caches
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
-def measured_share(device: torch.device, rule: Rule, sent: int) -> float:
-    """From 0 (all streamed past the GPU) to 1; `sent`: bytes of a gradient and a new parameter that cross the bus for the
-    cores. The same on all ranks. Without a GPU there is nothing to balance: half."""
+def measured_share(device: torch.device, rule: Rule, streamed: int, sent: int) -> float:
+    """From 0 (all streamed past the GPU) to 1; `streamed`: bytes of state that cross the bus each way for the GPU; `sent`:
+    of a gradient and a new parameter, both ways together, for the cores. The same on all ranks. Without a GPU there is
+    nothing to balance: half."""
     if device.type != "cuda":
         return 0.5
     seconds = torch.tensor(at_once(device, rule), dtype=torch.float64)
     dist.all_reduce(seconds)
     cores, bus = (seconds / dist.get_world_size()).tolist()
-    return balanced(bus, cores, bus * sent / (2 * 4 * (1 + rule.slots)))
+    whole = 4 * (1 + rule.slots)  # bytes each way of the trial
+    return balanced(bus * streamed / whole, cores, bus * sent / (2 * whole))
 
 
 def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
@@ -54,20 +58,20 @@ def update_threads() -> int:
     """Cores for the updates of this rank: its share of the machine's, less those for the threads that queue work. The
     host's memory is busy before all cores are."""
     cores = len(os.sched_getaffinity(0)) // ranks_here()
-    return max(1, cores - max(2, cores // 4))
+    return max(1, cores - max(2, 3 * cores // 8))
 
 
 def cores_seconds(rule: Rule) -> float:
     """Of an update of ELEMENTS by this rank's cores, as the lane has it done."""
-    master, gradient, moments = torch.zeros(ELEMENTS), torch.ones(ELEMENTS), [torch.zeros(ELEMENTS) for _ in rule.keys]
-    crew, ended = Crew("trial", update_threads()), Event()
-
-    def chunk(start: int, stop: int) -> None:
-        apply_rule(rule, master[start:stop], gradient[start:stop], [m[start:stop] for m in moments], 1, SETTINGS)
+    state, gradient = [torch.zeros(ELEMENTS) for _ in ("master", *rule.keys)], torch.ones(ELEMENTS)
+    size, threads = teams(update_threads())
+    update = OnePass(rule, state, gradient, torch.zeros(ELEMENTS, dtype=torch.bfloat16), threads=threads)
+    crew, ended, half = Crew("trial", size), Event(), ELEMENTS // 2
+    calls = update.calls([(0, half, 1, SETTINGS), (half, ELEMENTS, 1, SETTINGS)])
 
     def whole() -> None:
         ended.clear()
-        crew.share(chunk, [(a, a + CHUNK) for a in range(0, ELEMENTS, CHUNK)], lambda _: ended.set())
+        crew.share(update.run, calls, lambda _: ended.set())
         ended.wait()
 
     try:

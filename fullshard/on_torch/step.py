@@ -74,7 +74,7 @@ def train_step(
     if state.tiers:
         whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
         now = clip is None and state.loss_scale is None and not whole
-        before = checks.fingerprints(state) if first and now else None
+        before = checks.fingerprints(state) if first else None
         state.tiers.begin(eager=now, draining=not now and not first)
     summed = _forward_backward(state, batches, loss, tokens, clock)
     if first:

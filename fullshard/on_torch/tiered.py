@@ -24,13 +24,13 @@ from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
 from fullshard.on_torch.jobs import Go, Job
-from fullshard.on_torch.lanes import Cores, Lane, Slot, Streamed, segment_views
+from fullshard.on_torch.lanes import Bench, Cores, Lane, Slot, Streamed, Tray, segment_views
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
 from fullshard.on_torch.resting import Resting
 from fullshard.on_torch.share import update_threads
 from fullshard.on_torch.streams import Moment, Stream
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS
+from fullshard.pieces import DISK_SLOTS, TRAYS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, room
@@ -73,7 +73,7 @@ class Tiered:
         keep_reductions_off_the_bus()
         resting.watch(_weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
-        self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.cores.crew, self.cores.post)
+        self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.streamed.back, self.cores.crew, self.cores.post)
 
     # -- made once -----------------------------------------------------------------------------------
 
@@ -81,31 +81,36 @@ class Tiered:
         pieces = [p for a in self.units for p in a.pieces]
         largest = max((p.elements for p in pieces), default=0)
         make = partial(torch.zeros, largest)
-        master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
         ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
         if self.resting.spooled:  # a slot of the device holds one of the file's
             ring = min(ring, DISK_SLOTS)
         in_turn = self.resting.spooled is not None or self.plan.backlog is not None  # what came first makes room first
-        outs = any(a.unit.home.params != "device" for a in self.units)
-        slots = [
-            Slot(
-                [make(dtype=master, device=self.device) for _ in range(1 + self.rule.slots)],
-                make(dtype=master, device=self.device),
-                make(dtype=compute, device=self.device) if outs else None,
-            )
-            for _ in range(ring)
-        ]
+        slots, bench = self._staging(ring, make)
         self.bus = bus = Bus.of(self.device)
-        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, self.resting.emit, bus)
+        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, bench, self.resting.emit, bus)
         self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
         count = sum(p.lane == "cpu" for p in pieces)
-        gradients = [Slot([], self._pinned(largest, self.dtype)) for _ in range(min(GRAD_SLOTS, count))]
-        here = any(p.lane == "cpu" and p.away.unit.home.params == "device" for p in pieces)
-        new = [make(dtype=master, device=self.device) for _ in range(min(NEW_SLOTS, count) if here else 0)]
+        compute = TORCH[self.plan.precision.compute]
+        trays = [
+            Tray(self._pinned(largest, self.dtype), self._pinned(largest, compute) if self.resting.sends else None)
+            for _ in range(min(TRAYS, count))
+        ]
         threads = update_threads()
-        self.cores = cores = Cores(self.device, self.rule, self.resting, gradients, new, self.resting.emit, bus, threads=threads)
+        self.cores = cores = Cores(self.device, self.rule, self.resting, trays, self.resting.emit, bus, threads=threads)
         self.cpu = Lane("cores", cores.depth, cores.stage, cores.apply, in_turn=in_turn)
-        cores.failed = partial(setattr, self.cpu, "error")
+        cores.failed, streamed.failed = partial(setattr, self.cpu, "error"), partial(setattr, self.gpu, "error")
+
+    def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
+        """Memory of the device for pieces that are streamed past it; none where no piece is."""
+        master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
+        kinds = {p.packed for a in self.units for p in a.pieces if p.lane == "gpu"}
+        first = master if False in kinds else torch.int16
+        outs = any(a.unit.home.params != "device" for a in self.units)
+        memory = partial(make, device=self.device)
+        slots = [Slot([memory(dtype=t) for t in (first, *[master] * self.rule.slots)]) for _ in range(ring)]
+        gradient = memory(dtype=master) if ring else torch.empty(0)
+        wide = memory(dtype=master) if True in kinds else None
+        return slots, Bench(gradient, wide, memory(dtype=compute) if ring and (outs or True in kinds) else None)
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
@@ -316,6 +321,7 @@ class Tiered:
         for away in self.units:
             for moment in self._finished(away):
                 moment.wait()
+        self.streamed.settle()
         self.resting.settle()
         self._doubt(wait=True)
         self._raise()

@@ -10,7 +10,6 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.groups import item
 from fullshard.planner.homes import slots_of
 from fullshard.planner.memory import predict
 from fullshard.planner.timeline import Timeline, timeline
@@ -135,7 +134,7 @@ def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None
     """Of the pieces of updates, how many the host's cores do: as the plan says, or as they and the bus balance."""
     if plan.cpu_share is not None:
         return plan.cpu_share
-    return balance(cluster, item(plan.away_gradients), slots_of(optimizer or AdamW()), item(plan.precision.master))
+    return balance(cluster, plan, slots_of(optimizer or AdamW()))
 
 
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, filed
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, WRITE_SLOTS, Lane, cut, deal, filed
 from fullshard.plan import Place, Plan
 from fullshard.planner.groups import Group, item
 
@@ -110,15 +110,24 @@ class Away:
         return max((p.elements for p in self.pieces), default=0)
 
     def staging(self) -> list[int]:
-        """Bytes of each device slot: those that state is streamed through hold it, the gradient in the master dtype, and
-        the parameters where they go on to the host; those of the CPU's pieces the new master, to be narrowed."""
+        """Bytes of each device slot: those that state is streamed through; the bench that it is updated on, with the gradient
+        in the master dtype, the master where pieces come packed, and the parameters where they do or go on to the host."""
         streamed = sum(p.lane == "gpu" for p in self.pieces)
-        here = any(p.lane == "cpu" and self.groups[p.unit].home.params == "device" for p in self.pieces)
-        new = min(NEW_SLOTS, len(self.pieces) - streamed) if here else 0
         files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
-        out = self.compute if any(g.home.params != "device" for g in self.groups.values()) else 0
-        slot = self.largest * (self.state + self.master + out)
-        return [slot] * min(self.plan.staging, streamed, files) + [self.largest * self.master] * new
+        slots = min(self.plan.staging, streamed, files)
+        bench = [self._bench()] if slots else []
+        slot = max((self.streamed(p) for p in self.pieces if p.lane == "gpu"), default=0)
+        return [self.largest * nbytes for nbytes in [slot] * slots + bench]
+
+    def streamed(self, piece: Piece) -> int:
+        """Bytes of state, an element, that pass the device and come back."""
+        return self.state - TOLD * self.plan.packs(self.groups[piece.unit].home, self.slots)
+
+    def _bench(self) -> int:
+        """Bytes of the memory that pieces are updated in, an element."""
+        packed = any(p.lane == "gpu" and self.streamed(p) < self.state for p in self.pieces)
+        rounded = packed or any(g.home.params != "device" for g in self.groups.values() if g.away)
+        return self.master * (1 + packed) + self.compute * rounded
 
     def _on_disk(self) -> bool:
         return any(p.home == "disk" for p in self.pieces)
@@ -158,8 +167,10 @@ class Away:
         return [filed(sum(g.shards), g.moving, self.compute) for g in on_disk]
 
     def _host_staging(self) -> int:
-        """Gradients down for the CPU's pieces; state and shards between disk and device."""
-        cores = min(GRAD_SLOTS, sum(p.lane == "cpu" for p in self.pieces)) * self.gradient
+        """Gradients down and parameters up, of the CPU's pieces; state and shards between disk and device."""
+        by_cores = [p for p in self.pieces if p.lane == "cpu"]
+        sends = any(self.groups[p.unit].home.params == "device" for p in by_cores)
+        cores = min(TRAYS, len(by_cores)) * (self.gradient + self.compute * sends)
         files = DISK_SLOTS * self.state if self._on_disk() else 0
         shards = self._filed()
         new = WRITE_SLOTS * self.compute if shards else 0

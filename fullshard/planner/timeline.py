@@ -63,7 +63,7 @@ def timeline(
     last = plan.batch.accumulate - 1
     shown = tuple(sorted({0, min(1, last), last}))
     slots = slots_of(optimizer or AdamW())
-    share = balance(cluster, item(plan.away_gradients), slots, item(plan.precision.master)) if cpu_share is None else cpu_share
+    share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     held = groups(plan, description)
     lanes = _Lanes(plan, held, cluster, Away(plan, held, slots, clip=clip, cpu_share=share))
     operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)

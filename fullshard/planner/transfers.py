@@ -12,19 +12,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.cluster import Cluster
-from fullshard.pieces import DISK_SLOTS, GRAD_SLOTS, NEW_SLOTS, READ_SLOTS, balanced
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, balanced
+from fullshard.plan import Plan
+from fullshard.planner.groups import item
 from fullshard.planner.homes import Away, Piece
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
 
 
-def balance(cluster: Cluster, gradient_bytes: int, slots: int, master_bytes: int = 4) -> float:
+def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
     """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
-    return balanced(2 * 4 * (1 + slots) / both, cores, (gradient_bytes + master_bytes) / both)
+    p, gradient = plan.precision, item(plan.away_gradients)
+    streamed = (1 + slots) * item(p.master) - TOLD * any(plan.packs(u.home, slots) for u in plan.units)
+    return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
 
 
 def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
@@ -102,7 +106,7 @@ class Transfers:
         self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
-        self.gradients, self.parameters = Slots.of(GRAD_SLOTS), Slots.of(NEW_SLOTS)
+        self.trays = Slots.of(TRAYS)
         self.shelves = Slots.of(READ_SLOTS)
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
@@ -167,26 +171,25 @@ class Transfers:
 
     def _stream(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
-        up = self.lay("pcie_up", max(self.staging.take(), ahead), n * away.state / self.both)
+        state = away.streamed(piece)
+        up = self.lay("pcie_up", max(self.staging.take(), ahead), n * state / self.both)
         done = max(up, ready) + n * self.kernel
         self._take(piece, done)
         there = away.groups[piece.unit].home.params == "device"
-        down = self.lay("pcie_down", done, n * (away.state + (0 if there else away.compute)) / self.both)
+        down = self.lay("pcie_down", done, n * (state + (0 if there else away.compute)) / self.both)
         self.staging.give(down)
         return (done if there else down), down
 
     def _by_cores(self, piece: Piece, ready: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
-        slot = self.gradients.take()
+        tray = self.trays.take()
         if away.late:
-            here = max(ready, self.drained.get(piece.unit, 0.0))
+            here = max(ready, tray, self.drained.get(piece.unit, 0.0))
         else:
-            here = self.lay("pcie_down", max(ready, slot), n * away.gradient / self.both)
+            here = self.lay("pcie_down", max(ready, tray), n * away.gradient / self.both)
         self._take(piece, here)
-        done = self.lay("cpu", max(here, self.parameters.take()), n * self.core)
-        self.gradients.give(done)
-        up = done
+        up = done = self.lay("cpu", here, n * self.core)
         if away.groups[piece.unit].home.params == "device":
-            up = self.lay("pcie_up", done, n * away.master / self.both)  # narrowed on the device
-        self.parameters.give(up)
+            up = self.lay("pcie_up", done, n * away.compute / self.both)
+        self.trays.give(up)
         return up, done

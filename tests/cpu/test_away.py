@@ -35,8 +35,8 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         state.flush()
         tiers = state.tiers
         drained = sum(t.nbytes for t in tiers.drains.values())
-        slots = [[*s.state, s.gradient, *([] if s.out is None else [s.out])] for s in tiers.streamed.slots]
-        slots += [[new] for new in tiers.cores.outs]
+        slots, bench = [s.state for s in tiers.streamed.slots], tiers.streamed.bench
+        slots += [[t for t in (bench.gradient, bench.master, bench.rounded) if t is not None]]
         tiers.close()
     assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
     if tiers.resting.filed is not None:

@@ -86,15 +86,18 @@ def test_a_lane_that_fails_is_heard_by_the_backward_that_waits_for_it(ranks):
 
 
 def test_the_bytes_that_move_are_those_that_must(ranks):
-    """A streamed piece: master and two moments, 12 bytes, up and down. One on the cores: the gradient down, the new
-    master up. On disk: 12 bytes read and written, to whole pages."""
-    for clip in (None, 1.0):
-        found = ranks(2).run(homes.moved, Case((HOST,), clip=clip))[0]
-        lanes = found["lanes"]
+    """A streamed piece: master and two moments, 12 bytes, up and down, of which 2 stay where the parameter is their rounding.
+    One on the cores: the gradient down, the new parameter up. On disk: 12 bytes read and written, to whole pages."""
+    sizes = {"fp32": (12, 4, 4), "bf16": (10, 2, 4)}  # of state, a new parameter, a gradient that is a sum
+    for clip, compute in ((None, "fp32"), (1.0, "fp32"), (None, "bf16")):
+        found = ranks(2).run(homes.moved, Case((HOST,), clip=clip, compute=compute))[0]
+        lanes, (state, new, gradient) = found["lanes"], sizes[compute]
         assert all(lanes.values())
         assert sum(lanes.values()) == found["own"]
-        assert found["moved"] == {"up": 12 * lanes["gpu"] + 4 * lanes["cpu"], "down": 12 * lanes["gpu"] + 4 * lanes["cpu"],
-                                  "read": 0, "written": 0}  # fmt: skip
+        up, down = state * lanes["gpu"] + new * lanes["cpu"], state * lanes["gpu"] + gradient * lanes["cpu"]
+        assert found["moved"] == {"up": up, "down": down, "read": 0, "written": 0}
+    alone = ranks(1).run(homes.moved, Case((HOST,), accumulate=1, compute="bf16"))[0]  # nothing is summed
+    assert alone["moved"]["down"] == 10 * alone["lanes"]["gpu"] + 2 * alone["lanes"]["cpu"]
 
 
 def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
