@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, Shard, debug
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,6 +63,8 @@ def one_of(ranks: int) -> Iterator[None]:
 def forget_meshes() -> None:
     """DTensor remembers what becomes of its operands together with their mesh; a later one that looks the same would be
     answered with the groups of the earlier."""
+    from torch.distributed.tensor import debug  # brings torch's compiler along: a second that `import` need not take
+
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
