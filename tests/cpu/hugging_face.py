@@ -61,9 +61,13 @@ def plain(name: str, *, lora: bool = False) -> torch.nn.Module:
     return model
 
 
+def oracle(name: str, parts: int, clip: float | None, lora: bool):
+    return parity.unsharded(name, parts, clip, plain(name, lora=lora))
+
+
 def errors(name: str, case: parity.Case, *, lora: bool = False) -> dict:
     """As `parity.errors`, for a Hugging Face model; distances of all parameters, and of the model as a whole."""
-    want_losses, want_norms, want = parity.unsharded(name, parity.parts(case), case.clip, plain(name, lora=lora))
+    want_losses, want_norms, want = parity.from_first(oracle, name, parity.parts(case), case.clip, lora)
     losses, norms, params = parity.sharded(case, build(name, lora=lora))
     square = {n: float((params[n] - want[n]).double().square().sum()) for n in want}
     return {

@@ -86,7 +86,7 @@ def unsharded(kind: str, parts: int, clip: float | None = None, model: torch.nn.
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+    return losses, norms, {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
 
 
 def _mine(batch: dict, rank: int, data_ranks: int, accumulate: int) -> list[dict]:
@@ -118,21 +118,21 @@ def sharded(case: Case, model: torch.nn.Module | None = None):
         result = on_torch.train_step(state, mine, clip=case.clip, loss=getattr(on_torch, f"{case.loss}_loss"))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    return losses, norms, {n: p.full_tensor().detach() for n, p in state.model.named_parameters()}
+    return losses, norms, {n: p.full_tensor().detach().cpu() for n, p in state.model.named_parameters()}
 
 
-def stock(case: Case):
+def stock(kind: str, accumulate: int):
     """The same with bare `fully_shard`, as its documentation says to use it."""
-    model = build(case.kind)
+    model = build(kind)
     world, rank = dist.get_world_size(), dist.get_rank()
     options = {
         "mesh": init_device_mesh(DEVICE, (world,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
-    inner = model.base_model.model if case.kind == "lora" else model
+    inner = model.base_model.model if kind == "lora" else model
     for layer in inner.model.layers:
         fully_shard(layer, **options)
-    if case.kind == "tied":
+    if kind == "tied":
         fully_shard([inner.model.embed_tokens, inner.model.norm, inner.lm_head], **options)
     else:
         fully_shard(inner.model.embed_tokens, **options)
@@ -144,7 +144,7 @@ def stock(case: Case):
     for batch in data():
         tokens = (batch["labels"] != -100).sum()
         total = torch.zeros((), device=DEVICE)
-        for part in _mine(batch, rank, world, case.accumulate):
+        for part in _mine(batch, rank, world, accumulate):
             logits = model(part["input_ids"])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), part["labels"].flatten(), reduction="sum")
             (loss * world / tokens).backward()
@@ -153,7 +153,7 @@ def stock(case: Case):
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append((total / tokens).item())
-    return losses, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    return losses, {n: p.full_tensor().detach().cpu() for n, p in model.named_parameters()}
 
 
 def distance(a: dict, b: dict) -> dict[str, float]:
@@ -171,15 +171,26 @@ def parts(case: Case) -> int:
     return dist.get_world_size() // case.arguments.get("tensor", 1) * case.accumulate
 
 
-_oracle: dict = {}
+_known: dict = {}
+
+
+def once(function, *key):
+    """What a run that depends on nothing but `key` gave: it runs once in the ranks' life."""
+    if (function, key) not in _known:
+        _known[function, key] = function(*key)
+    return _known[function, key]
+
+
+def from_first(function, *args):
+    """What the first rank computes, on all ranks: it needs no others, and they would all compute the same."""
+    found = [function(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def oracle(case: Case):
-    """The unsharded run, once a rank's life."""
-    key = (case.kind, parts(case), case.clip)
-    if key not in _oracle:
-        _oracle[key] = unsharded(*key)
-    return _oracle[key]
+    """The unsharded run."""
+    return once(from_first, unsharded, case.kind, parts(case), case.clip)
 
 
 def errors(case: Case) -> dict[str, float]:
@@ -194,7 +205,7 @@ def errors(case: Case) -> dict[str, float]:
 def bf16_errors(case: Case) -> dict:
     """Distances of fullshard and of stock `fully_shard` from the fp32 oracle, both in bf16."""
     losses, _, params = sharded(case)
-    stock_losses, stock_params = stock(case)
+    stock_losses, stock_params = once(stock, case.kind, case.accumulate)
     want_losses, _, want_params = oracle(case)
     ours, theirs = distance(params, want_params), distance(stock_params, want_params)
     return {
