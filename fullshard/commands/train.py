@@ -8,6 +8,7 @@ import typer
 
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
+from fullshard.slurm import adopt_slurm
 
 
 def train(
@@ -30,7 +31,11 @@ def train(
 
     Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
     """
+    inside = adopt_slurm() or inside_ranks()  # first: what follows may refuse, and only rank 0 shall say so
     try:
+        from fullshard.train.recipe import load_recipe
+
+        loaded = load_recipe(recipe, overrides or [])  # a wrong one is told before the seconds that torch takes
         from fullshard import on_torch
     except ImportError as error:
         raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
@@ -38,11 +43,8 @@ def train(
     from fullshard.train.checkpoints import refuse_resume
     from fullshard.train.metrics import refuse_sinks
     from fullshard.train.prepare import prepare
-    from fullshard.train.recipe import load_recipe
     from fullshard.train.run import execute, refuse_run
 
-    inside = on_torch.adopt_slurm() or inside_ranks()  # first: what follows may refuse, and only rank 0 shall say so
-    loaded = load_recipe(recipe, overrides or [])
     refuse_sinks(loaded)
     for option, given in (("ranks", ranks is not None), ("dry-run", dry)):
         if inside and given:

@@ -18,7 +18,6 @@ from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices,
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.restore import load_checkpoint
 from fullshard.on_torch.shard import shard
-from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.on_torch.state import State, memory
 from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, train_step
 from fullshard.on_torch.weights import Weights
@@ -31,7 +30,6 @@ __all__ = [
     "StepResult",
     "Weights",
     "add_adapters",
-    "adopt_slurm",
     "chunked_cross_entropy",
     "chunked_loss",
     "data_rank",

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.slurm import adopt_slurm
 from fullshard.plan import Layout, Mesh, Plan
+from fullshard.slurm import adopt_slurm
 
 
 def start(device: str | None = None) -> torch.device:

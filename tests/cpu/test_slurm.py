@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.pack import pack
-from fullshard.on_torch.slurm import PORTS, adopt_slurm, first_host
+from fullshard.slurm import PORTS, adopt_slurm, first_host
 from tests.cpu.slurm import free_ports, slurm  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]

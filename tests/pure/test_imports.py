@@ -20,7 +20,7 @@ FACE = 4  # the package's own __init__: above what it shows, below the command l
 ROOMS = [
     {
         *("errors", "text", "plan", "description", "strategies", "optimizer", "presets"),
-        *("costs", "kernels", "hardware", "measured", "cluster", "pieces", "direct"),
+        *("costs", "kernels", "hardware", "measured", "cluster", "pieces", "direct", "slurm"),
     },
     {"planner", "tiers", "checkpoint", "data"},
     {"on_torch", "on_jax"},
