@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Most tests keep one core busy, or wait for ranks that do. A file stays with one worker: its tests share what is costly.
+WORKERS := --numprocesses=2 --dist=loadfile
 
 .PHONY: demo test test-all lint bench clean
 
@@ -10,10 +12,10 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -m "not full" tests/pure tests/cpu
+	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu
 
 test-all: lint
-	$(BIN)/python -m pytest tests/pure tests/cpu
+	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
