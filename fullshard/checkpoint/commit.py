@@ -63,16 +63,17 @@ def new_nonce() -> str:
 
 @contextmanager
 def begin(made: Draft) -> Iterator[None]:
-    """Make the staging directory, and hold it: `sweep` leaves alone what a live process holds."""
+    """Make the staging directory, and hold it: `sweep` leaves alone what a live process holds. In a directory each writer
+    does so, whoever comes first; in an object store one does, before the others write."""
     if not isinstance(made.staging, Local):
         made.staging.remove_file(MANIFEST)  # first, so that no reader sees an old manifest over new files
         made.staging.remove()
         yield
         return
-    os.makedirs(made.staging.path)
+    os.makedirs(made.staging.path, exist_ok=True)
     file = os.open(made.staging.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH)
         yield
     finally:
         os.close(file)
@@ -84,10 +85,12 @@ def commit(made: Draft, manifest: bytes) -> None:
     if not (isinstance(made.staging, Local) and isinstance(made.target, Local)):
         return
     direct.sync_directory(made.staging.path)
-    if made.target.path.exists():
-        _replace(made.staging.path, made.target.path)
-    else:
+    try:
         os.rename(made.staging.path, made.target.path)
+    except OSError:
+        if not made.target.path.exists():
+            raise
+        _replace(made.staging.path, made.target.path)
     direct.sync_directory(made.target.path.parent)
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -100,13 +101,13 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.files.values())
 
-    def to_bytes(self, tensors: str | None = None) -> bytes:
-        """A line for each tensor and file, for people and for diff. `tensors`: their `tensors_text`, where it is known."""
+    def to_bytes(self, known: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        """A line for each tensor and file, for people and for diff. `known`: the text of fields that was made before."""
         small = {"format": FORMAT, "version": VERSION, "step": self.step, "cursor": self.cursor, "created": self.created}
-        parts = [f"{_json(k)}: {_json(v)}" for k, v in small.items()]
-        parts += [f"{_json(k)}: {_json(getattr(self, k))}" for k in ("metrics", "state", "plan", "recipe")]
+        parts = [field_text(k, v) for k, v in small.items()]
+        parts += [known.get(k) or field_text(k, getattr(self, k)) for k in ("metrics", "state", "plan", "recipe")]
         parts += [_lines("files", {n: _file_dict(f) for n, f in self.files.items()})]
-        parts += [tensors_text(self.tensors) if tensors is None else tensors]
+        parts += [known.get("tensors") or tensors_text(self.tensors)]
         body = (",\n".join(parts) + "}\n").encode()
         return f'{{"checksum": "{checksum(body)}",\n'.encode() + body
 
@@ -133,6 +134,10 @@ class Manifest:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def field_text(key: str, value: Any) -> str:
+    return f"{_json(key)}: {_json(value)}"
 
 
 def _lines(key: str, table: Mapping[str, Any]) -> str:

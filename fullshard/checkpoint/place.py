@@ -127,10 +127,10 @@ class Local(Place):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def free(self) -> int | None:
-        here = self.path.absolute()
-        while not here.exists():
-            here = here.parent
-        found = os.statvfs(here)
+        try:
+            found = os.statvfs(self.path)
+        except FileNotFoundError:  # it will lie where its parent does
+            return Local(self.path.absolute().parent).free()
         return found.f_bavail * found.f_frsize
 
 

@@ -3,7 +3,7 @@
 Over a gloo group of its own, so that a background thread may use it while training uses the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -79,6 +79,63 @@ def tally(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: in
     if not all(row[0] for row in told):
         unwrap(gather(group, (worked, None if worked else found)))
     return [row[1:] for row in told]
+
+
+def settle(
+    group: dist.ProcessGroup,
+    leaders: Collection[int],
+    make: Callable[[], Sequence[int]],
+    count: int,
+    finish: Callable[[list[list[int]]], None],
+) -> None:
+    """Every rank makes `count` numbers; if all could, the leaders, of whom the first rank is one, finish with everybody's
+    numbers. If one fails in either, all raise its sentence.
+
+    By messages to the first rank and from it: a collective wakes threads of its own, and takes four times as much of the
+    cores that training uses.
+    """
+    rank, everybody = dist.get_rank(), range(dist.get_world_size(group))
+    mine = attempt(make)
+    worked, found = mine
+    rows = _collect(group, everybody, [int(worked), *(found if worked else [0] * count)])
+    rows = _spread(group, leaders, rows, (len(everybody), 1 + count))
+    if rank in leaders and all(row[0] for row in rows):
+        mine = attempt(lambda: finish([row[1:] for row in rows]))
+    ends = _collect(group, leaders, [int(mine[0])])
+    begun = all(row[0] for row in rows)  # what only leaders know, and the first rank says
+    ((well,),) = _spread(group, everybody, [[int(begun and all(end for (end,) in ends))]], (1, 1))
+    if not well:
+        unwrap(gather(group, (mine[0], None if mine[0] else mine[1])))
+
+
+def _collect(group: dist.ProcessGroup, ranks: Collection[int], mine: list[int]) -> list[list[int]]:
+    """The numbers of these ranks, on the first; nothing elsewhere."""
+    rank = dist.get_rank()
+    if rank:
+        if rank in ranks:
+            dist.send(torch.tensor(mine), 0, group=group)
+        return []
+    rows = [mine]
+    for other in [r for r in ranks if r]:
+        row = torch.empty(len(mine), dtype=torch.int64)
+        dist.recv(row, other, group=group)
+        rows.append(row.tolist())
+    return rows
+
+
+def _spread(group: dist.ProcessGroup, ranks: Collection[int], rows: list[list[int]], shape: tuple[int, int]) -> list[list[int]]:
+    """The first rank's rows, on these ranks; nothing elsewhere."""
+    rank = dist.get_rank()
+    others = [r for r in ranks if r]
+    if rank == 0 and others:
+        told = torch.tensor(rows)
+        for other in others:
+            dist.send(told, other, group=group)
+    elif rank in others:
+        told = torch.empty(shape, dtype=torch.int64)
+        dist.recv(told, 0, group=group)
+        return told.tolist()
+    return rows
 
 
 def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:

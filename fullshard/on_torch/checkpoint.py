@@ -1,8 +1,8 @@
 """Checkpoints of a sharded state: each rank writes its own part, nothing is gathered, and all agree on the end.
 
-A save has two halves. Staging copies this rank's items into an arena, after which training may go on. Writing, in
-a background thread, has four phases that all ranks go through together: the first makes the staging directory, each
-writes its file, the first (of each node, without a shared disk) commits, all learn how it went.
+A save has two halves. Staging copies this rank's items into an arena, after which training may go on. Writing is done by
+a background thread: each rank writes its file into the staging directory, the first (of each node, without a shared
+disk) hears of all checksums and commits, all learn how it went.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Place, open_place
+from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.retention import Candidate, Kept, to_remove
 from fullshard.errors import FullshardError
 from fullshard.on_torch import named
-from fullshard.on_torch.agree import attempt, decide, gather, give_group, take_group, tally, together
+from fullshard.on_torch.agree import attempt, decide, gather, give_group, settle, take_group, tally, together
 from fullshard.on_torch.background import Background
 from fullshard.on_torch.nodes import find_nodes
 from fullshard.on_torch.restore import damage
@@ -30,6 +30,7 @@ from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import About, file_records, make_manifest
 from fullshard.text import bytes_text
 
+Copied = Future[str | None]  # the copies of a save, and their checksum where it was made on the way
 HEADERS = 1 << 20  # bytes: what a checkpoint takes besides its tensors, about
 
 
@@ -99,17 +100,18 @@ class Checkpointer:
         self.wait()
         state, staging = self.state, self.staging
         with torch.no_grad(), state.values(at_rest=True) as values:
-            numbers = named.numbers_of(state) | {"extra": extra or {}}
+            held = named.all_slots(state, values)
+            numbers = named.numbers_of(state, held) | {"extra": extra or {}}
             about = About(state.step, cursor, self.plan, recipe, numbers, metrics or {})
             self.count += 1
-            self.saving = saving = Saving(state.step, staging.start(values), note=staging.why)
+            self.saving = saving = Saving(state.step, staging.start(values, held), note=staging.why)
             if staging.in_place:  # inside: the values stay as they are until they are written
-                self._write(saving, about)
-                saving.finished.set_result(None)
+                self._write(saving, about, staging.worker.submit(saving.copying.finish))
         if staging.in_place or state.tiers:
             staging.forget()
         if not staging.in_place:
-            saving.finished = self.background.submit(partial(self._write, saving, about))
+            copied = staging.worker.submit(saving.copying.finish)
+            copied.add_done_callback(lambda _: self.background.submit(partial(self._write, saving, about, copied)))
         return saving
 
     def wait(self) -> None:
@@ -128,24 +130,28 @@ class Checkpointer:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def _write(self, saving: Saving, about: About) -> None:
+    def _write(self, saving: Saving, about: About, copied: Copied) -> None:
         """In the background. Whatever goes wrong becomes the saving's error, the same sentence on all ranks."""
         try:
-            copied = self.staging.worker.submit(saving.copying.finish)
             saving.where = self._write_and_commit(about, copied)
             self._retire(about)
         except FullshardError as error:
             saving.error = f"the checkpoint of step {saving.step} was not saved: {error}"
         except Exception as error:  # a rank is gone: training will find out by itself
             saving.error = f"the checkpoint of step {saving.step} was not saved: {type(error).__name__}: {error}"
+        finally:
+            saving.finished.set_result(None)
 
-    def _write_and_commit(self, about: About, copied: Future[None]) -> str:
+    def _write_and_commit(self, about: About, copied: Copied) -> str:
         made = commit.draft(self.shelf, about.step, f"{self.nonce}{self.count:04x}")
+        write, finish = partial(self._write_file, made, copied), partial(self._commit, made, about)
         try:
             with contextlib.ExitStack() as held:
-                began = tally(self.group, lambda: self._begin(held, made), 1)
-                sums = tally(self.group, lambda: self._write_file(made, copied), 2)
-                tally(self.group, lambda: self._commit(made, about, sums, began[0][0] / 1000), 0)
+                if isinstance(self.shelf, Local):
+                    settle(self.group, self.nodes.leaders, lambda: self._begin(held, made) + write(), 3, finish)
+                else:  # what is there of an old checkpoint goes before anybody writes
+                    began = tally(self.group, lambda: self._begin(held, made) if self.nodes.leads else [0], 1)
+                    settle(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
         except FullshardError:
             if self.nodes.leads:
                 attempt(lambda: commit.abandon(made))
@@ -155,33 +161,29 @@ class Checkpointer:
     def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> list[int]:
         """Milliseconds since 1970: the first rank's count."""
         now = round(time.time() * 1000)
-        if self.nodes.leads:
-            refuse_full(self.shelf, self.staging.size_here + HEADERS, "its files")
-            held.enter_context(commit.begin(made))
+        refuse_full(self.shelf, self.staging.size_here + HEADERS, "its files", made.staging)
+        held.enter_context(commit.begin(made))
         return [now]
 
-    def _write_file(self, made: commit.Draft, copied: Future[None]) -> list[int]:
+    def _write_file(self, made: commit.Draft, copied: Copied) -> list[int]:
         """The file's checksum, in halves."""
-        copied.result()
+        known = copied.result()
         if not self.staging.layout.items:
             return [0, 0]
         try:
-            return halves(self.staging.write(made.staging))
+            return halves(self.staging.write(made.staging, known))
         except OSError as error:
             raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
 
-    def _commit(self, made: commit.Draft, about: About, sums: list[list[int]], now: float) -> list[int]:
+    def _commit(self, made: commit.Draft, about: About, told: list[list[int]]) -> None:
         """With disks of their own, nodes have manifests of their own: each prefers the copies that it has."""
-        if not self.nodes.leads:
-            return []
         staging = self.staging
-        files = file_records(staging.parts, [whole(s) for s in sums], self.nodes.of_files)
-        text = make_manifest(staging.records, files, about, now).to_bytes(staging.text)
+        files = file_records(staging.parts, [whole(sums) for _, *sums in told], self.nodes.of_files)
+        text = make_manifest(staging.records, files, about, told[0][0] / 1000).to_bytes(staging.texts)
         try:
             commit.commit(made, text)
         except OSError as error:
             raise FullshardError(f"{made.target}: {error.strerror or error}") from None
-        return []
 
     def _retire(self, about: About) -> None:
         """Remove the checkpoints that need not stay; each node's first rank its own."""
@@ -237,8 +239,11 @@ def whole(numbers: Sequence[int]) -> str:
     return b"".join(half.to_bytes(8, "big", signed=True) for half in numbers).hex()
 
 
-def refuse_full(shelf: Place, needed: int, what: str) -> None:
+def refuse_full(shelf: Place, needed: int, what: str, begun: Place | None = None) -> None:
+    """`begun`: where some of it may lie already."""
     free = shelf.free()
+    if free is not None and free < needed and begun is not None:
+        free += sum(begun.files().values())
     if free is not None and free < needed:
         raise FullshardError(
             f"{shelf} has {bytes_text(free)} free, but {what} take {bytes_text(needed)}; make room, or keep fewer"

@@ -28,24 +28,35 @@ def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) 
     return {f"model.{name}": tensor for name, tensor in named.items()}
 
 
-def optimizer_tensors(state: State) -> dict[str, Tensor]:
+Slots = Mapping[str, Mapping[str, Any]]  # by the parameter's name: what an optimizer keeps of it, tensors and numbers
+
+
+def optimizer_tensors(state: State, held: Slots | None = None) -> dict[str, Tensor]:
+    """`held`: `all_slots`, where they are known."""
     found: dict[str, Tensor] = {}
-    for name, p in _trained(state).items():
-        for key, value in slots(state, p).items():
+    for name, entries in (all_slots(state) if held is None else held).items():
+        for key, value in entries.items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{name}.{key}"] = value
     return found
 
 
-def _trained(state: State) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer holds, by name."""
+def all_slots(state: State, values: Mapping[str, Tensor] | None = None) -> Slots:
+    """Of each parameter that the optimizer holds. `values`: `State.values`, of whom they were asked already."""
+    own = values if values is not None and not state.tiers else None
+    return {name: slots(state, p) for name, p in _trained(state, own).items()}
+
+
+def _trained(state: State, values: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """The parameters that the optimizer holds, by name. `values`: the model's own, to save a walk through it."""
     held = {id(p) for g in state.optimizer.param_groups for p in g["params"]} if state.optimizer else set()
-    return {n: p for n, p in state.model.named_parameters() if id(p) in held}
+    named = dict(state.model.named_parameters()) if values is None else values
+    return {n: p for n, p in named.items() if id(p) in held}
 
 
 def slots(state: State, p: nn.Parameter) -> dict[str, Any]:
-    # `state` is a defaultdict: looking up must not make an entry
-    return state.optimizer.state[p] if state.optimizer and p in state.optimizer.state else {}
+    # `state` is a defaultdict: `[]` would make an entry
+    return state.optimizer.state.get(p, {}) if state.optimizer else {}
 
 
 def rng_tensors(state: State, rank: int) -> dict[str, Tensor]:
@@ -55,18 +66,18 @@ def rng_tensors(state: State, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def numbers_of(state: State) -> dict[str, Any]:
-    """What of a state is small: JSON."""
-    other, trained = {}, _trained(state)
-    for name, p in trained.items():
-        plain = {k: v for k, v in slots(state, p).items() if not isinstance(v, Tensor)}
+def numbers_of(state: State, held: Slots) -> dict[str, Any]:
+    """What of a state, with these slots, is small: JSON."""
+    other = {}
+    for name, entries in held.items():
+        plain = {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
         if plain:
             other[name] = plain
     scale = state.loss_scale
     return {
         "world": torch.distributed.get_world_size(),
         "optimizer": type(state.optimizer).__name__ if state.optimizer else None,
-        "without_slots": [n for n, p in trained.items() if not slots(state, p)],
+        "without_slots": [n for n, entries in held.items() if not entries],
         "slots": other,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
     }

@@ -26,6 +26,11 @@ class Nodes:
         return max(self.of_rank) + 1
 
     @property
+    def leaders(self) -> list[int]:
+        """The first rank at each disk."""
+        return [self.of_rank.index(node) for node in range(self.count)]
+
+    @property
     def of_files(self) -> list[int | None]:
         """The disk that each rank's file lies on; None where all share one."""
         return [None if self.count == 1 else node for node in self.of_rank]

@@ -1,7 +1,7 @@
 """The private parts of torch that the engine touches, all of them, so that a new torch is one file to mend."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ __all__ = [
     "GatherGroup",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "address",
+    "addresses",
     "cut_dim",
     "forget_meshes",
     "gather_group",
@@ -95,9 +95,9 @@ def sole_owner(tensor: Tensor) -> bool:
     return _owners(tensor) == _owners(empty(1, device=tensor.device))
 
 
-def address(tensor: Tensor) -> int:
-    """Where this rank's part of a tensor lies now; `to_local` costs ten times as much."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where this rank's parts of tensors lie now; `to_local` costs ten times as much."""
+    return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
 
 
 def same_cut(like: DTensor, part: Tensor) -> DTensor:

@@ -4,9 +4,11 @@ What does not change from save to save is made once for a layout (names, shapes,
 in the files, the manifest's text about it, and where in memory the items are found.
 """
 
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import cast
 
 import torch
@@ -15,13 +17,13 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from fullshard.checkpoint.manifest import TensorRecord, tensors_text
+from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.on_torch import named
 from fullshard.on_torch.agree import decide, tally, together
 from fullshard.on_torch.background import Background
 from fullshard.on_torch.nodes import Nodes, once_a_node
-from fullshard.on_torch.private import address
+from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.state import State
 from fullshard.on_torch.storage import (
@@ -45,47 +47,68 @@ class Copying:
     """Items on their way into the image. `finish` comes before the writing; who changes the state calls `hold` first.
 
     What is queued on a GPU is over at `moment`. On a CPU the copies are `left` to both: the thread that makes them gives
-    way, and who waited for what it has not begun would wait for everybody else on the machine, too.
+    way, and who waited for what it has not begun would wait for everybody else on the machine, too. `parts` are what
+    the copies fill, in the file's order: their checksum is made on the way, while they are in a core's cache.
     """
 
-    def __init__(self, moment: Moment = DONE, left: Iterable[Callable[[], None]] = ()):
-        self.moment, self.left, self.over = moment, deque(left), threading.Event()
+    def __init__(self, moment: Moment = DONE, left: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
+        self.moment, self.left, self.parts, self.over = moment, deque(enumerate(left)), parts, threading.Event()
         self.lock, self.undone, self.error = threading.Lock(), len(self.left), None
+        self.made = [False] * self.undone
 
     error: Exception | None
 
-    def finish(self) -> None:
-        self._help()
+    def finish(self) -> str | None:
+        """Wait for all copies; the checksum of the parts, if there are any."""
+        summing = Summing(self.parts)
+        while self._copy_next():
+            summing.go_on(self.made)
         self.moment.wait()
         if not self.undone:
             self.over.set()
         self.over.wait()
         if self.error is not None:
             raise self.error
+        summing.go_on(self.made)
+        return summing.digest.hexdigest() if self.parts else None
 
     def hold(self) -> None:
         """What the current stream, or this thread, does next comes after the copies."""
         self.moment.hold_current()
         if self.undone:
-            self._help()
+            while self._copy_next():
+                pass
             self.over.wait()
 
-    def _help(self) -> None:
-        """Make the copies that nobody has begun."""
-        while True:
-            try:
-                copy = self.left.popleft()
-            except IndexError:
-                return
-            try:
-                copy()
-            except Exception as error:
-                self.error = error
-            with self.lock:
-                self.undone -= 1
-                last = not self.undone
-            if last:
-                self.over.set()
+    def _copy_next(self) -> bool:
+        """Make the first copy that nobody has begun, if there is one."""
+        try:
+            i, copy = self.left.popleft()
+        except IndexError:
+            return False
+        try:
+            copy()
+        except Exception as error:
+            self.error = error
+        with self.lock:
+            self.undone -= 1
+            self.made[i] = True
+            last = not self.undone
+        if last:
+            self.over.set()
+        return True
+
+
+class Summing:
+    """The checksum of parts that come about in any order."""
+
+    def __init__(self, parts: Sequence[memoryview]):
+        self.left, self.digest = deque(enumerate(parts)), xxhash.xxh3_128()
+
+    def go_on(self, made: Sequence[bool]) -> None:
+        """As far as all is made."""
+        while self.left and made[self.left[0][0]]:
+            self.digest.update(self.left.popleft()[1])
 
 
 class Staging:
@@ -102,29 +125,32 @@ class Staging:
         self.memory = Memory(pinned=state.device.type == "cuda")
         self.worker = Background("checkpoint-copies", patient=overlap)
         self.known: list[tuple[str, torch.Size, torch.dtype]] | None = None  # what the plan was made for
-        self.seen: list[tuple[Tensor, int]] = []  # the tensors of the last save, and where they lay
+        self.seen: list[Tensor] = []  # the tensors of the last save,
+        self.lay: list[int] = []  # and where they lay
         self.sources: list[Source] = []  # of the items
         self.copying: Copying | None = None
 
     # -- at each save ----------------------------------------------------------------------------------
 
-    def start(self, values: dict[str, Tensor]) -> Copying:
-        """`values`: the parameters by name. The items are those of this moment, whatever training does next."""
-        tensors = named.model_tensors(self.state.model, values) | named.optimizer_tensors(self.state)
+    def start(self, values: dict[str, Tensor], held: named.Slots | None = None) -> Copying:
+        """`values`: the parameters by name; `held`: `named.all_slots`, where they are known. The items are those of this
+        moment, whatever training does next."""
+        held = named.all_slots(self.state) if held is None else held
+        model = named.model_tensors(self.state.model, values)
         random = named.rng_tensors(self.state, dist.get_rank())
-        if not self._as_before(tensors):
-            self._find(tensors, random, {f"model.{name}" for name in values})
+        if not self._as_before([*model.values(), *(t for s in held.values() for t in s.values() if isinstance(t, Tensor))]):
+            self._find(model | named.optimizer_tensors(self.state, held), random, {f"model.{name}" for name in values})
         for i, name in self.random:
             self.sources[i] = random[name]
         self.copying = Copying() if self.in_place else self._copy()
         return self.copying
 
-    def _as_before(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether these are the tensors of the last save, at the same places in memory."""
-        found = tensors.values()
-        if len(found) != len(self.seen):
+    def _as_before(self, found: list[Tensor]) -> bool:
+        """Whether these are the tensors of the last save, at the same places in memory. Asked without their names, which
+        would take longer to make than all that is compared."""
+        if len(found) != len(self.seen) or not all(map(operator.is_, found, self.seen)):
             return False
-        return all(t is seen and address(t) == at for t, (seen, at) in zip(found, self.seen, strict=True))
+        return addresses(found) == self.lay
 
     def _find(self, tensors: dict[str, Tensor], random: dict[str, Tensor], parameters: set[str]) -> None:
         """Where the items are in memory; with a new layout, which they are."""
@@ -138,7 +164,8 @@ class Staging:
         names = [item.index.fqn for item in self.layout.items]
         found = [cast(Tensor, self.planner.resolve_data(item)).detach() for item in self.layout.items]
         self.sources = [stored[name] if source.is_meta else source for name, source in zip(names, found, strict=True)]
-        self.seen = [(t, address(t)) for t in tensors.values()]
+        self.seen = list(tensors.values())
+        self.lay = addresses(self.seen)
         self.random = [(i, name) for i, name in enumerate(names) if name in random]
         buffers = {name for name in tensors if name.startswith("model.")} - parameters
         self.buffers = {i for i, name in enumerate(names) if name in buffers}
@@ -150,7 +177,7 @@ class Staging:
         if self.overlap and self.state.device.type == "cuda":
             return self._copy_beside(sources)
         if self.overlap:
-            return Copying(left=self.image.copies(cast(list[Tensor], sources)))
+            return Copying(left=self.image.copies(cast(list[Tensor], sources)), parts=self.image.parts)
         self.image.fill(sources)
         return Copying(Moment.here(self.state.device))
 
@@ -174,17 +201,17 @@ class Staging:
 
     def forget(self) -> None:
         """Where the items were: away units are shown for one save only."""
-        self.seen, self.sources, self.planner.state_dict = [], [], {}
+        self.seen, self.lay, self.sources, self.planner.state_dict = [], [], [], {}
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def write(self, where: Place) -> str:
-        """This rank's file; its checksum, which is computed while the disk works."""
+    def write(self, where: Place, known: str | None) -> str:
+        """This rank's file; its checksum, which, if not `known` yet, is computed while the disk works."""
         if self.in_place:
             return self._write_in_place(where)
-        found = self.worker.submit(self.image.checksum)
+        found = self.worker.submit(self.image.checksum) if known is None else None
         where.write(self.file, self.image.memory, self.layout.nbytes)
-        return found.result()
+        return known or cast(Future[str], found).result()
 
     def _write_in_place(self, where: Place) -> str:
         digest = xxhash.xxh3_128()
@@ -214,10 +241,11 @@ class Staging:
         self.file = file_name(rank, dist.get_world_size())
         self.parts: list[Part] = together(self.group, lambda: self.layout.part(self.file))
         self.records: dict[str, TensorRecord] = {}
-        self.text = ""
+        self.texts: dict[str, str] = {}  # of the manifest: what is the same at every save
         if self.nodes.leads:
             self.records = tensor_records(metadata, self.parts, self.nodes.of_files, mine)
-            self.text = tensors_text(self.records)
+            plan = field_text("plan", self.state.plan.to_dict())
+            self.texts = {"tensors": tensors_text(self.records), "plan": plan}
         self._make_room()
 
     def _make_room(self) -> None:
@@ -249,7 +277,7 @@ class Staging:
         """Give the memory back."""
         if self.known is not None:
             del self.planner
-            self.known, self.seen, self.sources, self.copying = None, [], [], None
+            self.known, self.seen, self.lay, self.sources, self.copying = None, [], [], [], None
         self._drop_image()
         self.memory.close()
         self.worker.close()

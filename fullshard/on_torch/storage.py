@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -140,6 +141,9 @@ class Image:
         memory[: len(layout.header)] = layout.header
         self.targets = [self._view(memory, i, at) for i, at in zip(layout.items, layout.starts, strict=True)]
         self.groups = self._groups()
+        ends = [*layout.starts, layout.nbytes]
+        # What each group fills; the header, which lies before the first, counts with it.
+        self.parts = [self.memory[a:b] for a, b in pairwise([0, *(ends[group.stop] for group in self.groups)])]
 
     def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
         flat = memory[at : at + _nbytes(item)]
