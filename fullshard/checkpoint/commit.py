@@ -70,8 +70,14 @@ def begin(made: Draft) -> Iterator[None]:
         made.staging.remove()
         yield
         return
-    os.makedirs(made.staging.path, exist_ok=True)
-    file = os.open(made.staging.path, os.O_RDONLY | os.O_DIRECTORY)
+    path = os.fspath(made.staging.path)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        os.makedirs(path, exist_ok=True)
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield

@@ -132,8 +132,7 @@ class Manifest:
             raise ManifestError(f"{where} makes no sense: {error}; use another checkpoint") from None
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def field_text(key: str, value: Any) -> str:

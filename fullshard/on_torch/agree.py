@@ -113,12 +113,12 @@ def _collect(group: dist.ProcessGroup, ranks: Collection[int], mine: list[int]) 
     rank = dist.get_rank()
     if rank:
         if rank in ranks:
-            dist.send(torch.tensor(mine), 0, group=group)
+            group.send([torch.tensor(mine)], 0, 0).wait()
         return []
     rows = [mine]
     for other in [r for r in ranks if r]:
         row = torch.empty(len(mine), dtype=torch.int64)
-        dist.recv(row, other, group=group)
+        group.recv([row], other, 0).wait()
         rows.append(row.tolist())
     return rows
 
@@ -130,10 +130,10 @@ def _spread(group: dist.ProcessGroup, ranks: Collection[int], rows: list[list[in
     if rank == 0 and others:
         told = torch.tensor(rows)
         for other in others:
-            dist.send(told, other, group=group)
+            group.send([told], other, 0).wait()
     elif rank in others:
         told = torch.empty(shape, dtype=torch.int64)
-        dist.recv(told, 0, group=group)
+        group.recv([told], 0, 0).wait()
         return told.tolist()
     return rows
 

@@ -35,6 +35,7 @@ from fullshard.on_torch.storage import (
     Source,
     file_name,
     fitting,
+    flat,
     planned_bytes,
     tensor_records,
 )
@@ -163,7 +164,7 @@ class Staging:
         stored = stored_items(self.state)
         names = [item.index.fqn for item in self.layout.items]
         found = [cast(Tensor, self.planner.resolve_data(item)).detach() for item in self.layout.items]
-        self.sources = [stored[name] if source.is_meta else source for name, source in zip(names, found, strict=True)]
+        self.sources = [stored[name] if source.is_meta else flat(source) for name, source in zip(names, found, strict=True)]
         self.seen = list(tensors.values())
         self.lay = addresses(self.seen)
         self.random = [(i, name) for i, name in enumerate(names) if name in random]

@@ -38,7 +38,7 @@ WORD = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-GROUP = 1 << 20  # bytes that are copied at once, where two threads share the copying
+GROUP = 1 << 19  # bytes that are copied at once, where two threads share the copying; a core's cache holds them
 TORCH = {word: dtype for dtype, word in WORD.items()}
 
 
@@ -141,30 +141,37 @@ class Image:
         memory[: len(layout.header)] = layout.header
         self.targets = [self._view(memory, i, at) for i, at in zip(layout.items, layout.starts, strict=True)]
         self.groups = self._groups()
+        self.runs = [self._run(memory, group) for group in self.groups]
         ends = [*layout.starts, layout.nbytes]
         # What each group fills; the header, which lies before the first, counts with it.
         self.parts = [self.memory[a:b] for a, b in pairwise([0, *(ends[group.stop] for group in self.groups)])]
 
     def _view(self, memory: Tensor, item: WriteItem, at: int) -> Tensor:
-        flat = memory[at : at + _nbytes(item)]
         assert item.tensor_data is not None
-        return flat.view(item.tensor_data.properties.dtype).view(_chunk(item).sizes)
+        return memory[at : at + _nbytes(item)].view(item.tensor_data.properties.dtype)
 
     def _groups(self) -> list[slice]:
-        """The items cut into runs of `GROUP` bytes, or one item."""
+        """The items cut into runs of one dtype and `GROUP` bytes, or one item."""
         found, first, size, items = [], 0, 0, self.layout.items
         for i, item in enumerate(items):
             size += _nbytes(item)
-            if size >= GROUP or i == len(items) - 1:
+            if size >= GROUP or i == len(items) - 1 or word_of(items[i + 1]) != word_of(item):
                 found.append(slice(first, i + 1))
                 first, size = i + 1, 0
         return found
 
+    def _run(self, memory: Tensor, group: slice) -> Tensor:
+        """What a group fills."""
+        first, last = self.layout.items[group.start], self.layout.items[group.stop - 1]
+        assert first.tensor_data is not None
+        end = self.layout.starts[group.stop - 1] + _nbytes(last)
+        return memory[self.layout.starts[group.start] : end].view(first.tensor_data.properties.dtype)
+
     def copies(self, sources: Sequence[Tensor]) -> list[Callable[[], None]]:
         """What is to be done to fill the image from a CPU's memory, of tensors without autograd. One call copies many, and
         leaves the interpreter alone meanwhile."""
-        groups = [(self.targets[group], list(sources[group])) for group in self.groups]
-        return [partial(torch._foreach_copy_, targets, found) for targets, found in groups]
+        found = zip(self.runs, self.groups, strict=True)
+        return [partial(_join, sources[group], run, self.targets[group]) for run, group in found]
 
     def fill(self, sources: Sequence[Source]) -> None:
         """Copy the items, in their order. From a GPU it is queued on the current stream."""
@@ -173,15 +180,28 @@ class Image:
             if not isinstance(source, Tensor):
                 source.read(0, target.view(-1).view(torch.uint8))
             elif source.is_cuda:
-                target.copy_(source, non_blocking=True)
+                target.view(source.shape).copy_(source, non_blocking=True)
             else:
-                here.append((target, source))
+                here.append((target.view(source.shape), source))
         if here:  # one call for all: on a CPU the calls themselves would be half the stall
             torch._foreach_copy_([target for target, _ in here], [source for _, source in here])
 
     def checksum(self) -> str:
         """Of the file, once the image is filled."""
         return checksum(self.memory[: self.layout.nbytes])
+
+
+def flat(source: Source) -> Source:
+    """Without dims, where no copy is needed for that: then items are joined at once."""
+    return source.view(-1) if isinstance(source, Tensor) and source.is_contiguous() else source
+
+
+def _join(sources: Sequence[Tensor], run: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy tensors to where they lie one after the other: `cat` takes two thirds of the time that copies take."""
+    if all(s.ndim == 1 for s in sources):
+        torch.cat(list(sources), out=run)
+    else:
+        torch._foreach_copy_([t.view(s.shape) for t, s in zip(targets, sources, strict=True)], list(sources))
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:

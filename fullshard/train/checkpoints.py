@@ -36,6 +36,7 @@ class Checkpoints:
         from fullshard import on_torch
 
         self.prepared, self.wanted, self.state = prepared, prepared.recipe.checkpoint, state
+        self.recipe = prepared.recipe.model_dump(mode="json")
         self.metrics, self.bar = metrics, bar
         w = self.wanted
         kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
@@ -102,10 +103,10 @@ class Checkpoints:
 
     def save(self, cursor: int, extra: dict[str, Any]) -> None:
         self._report()
-        recipe, data = self.prepared.recipe.model_dump(mode="json"), self.prepared.data
+        data = self.prepared.data
         about = extra | {"data": {"tokens": len(data), "documents": data.documents}}
         metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
-        self.saving = self.writer.save(cursor=cursor, recipe=recipe, extra=about, metrics=metrics)
+        self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics)
         if self.saving.note and self.saving.note != self.noted:
             self.noted = self.saving.note
             self.bar.say(self.noted)

@@ -17,7 +17,7 @@ from fullshard import on_torch
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
-from fullshard.on_torch.agree import give_group, take_group, tally
+from fullshard.on_torch.agree import give_group, settle, take_group, tally
 from fullshard.on_torch.checkpoint import Checkpointer
 from fullshard.on_torch.models import GPT
 from fullshard.on_torch.named import model_tensors, needed_bytes, optimizer_tensors
@@ -248,6 +248,28 @@ def tallied() -> list:
     except fs.FullshardError as error:
         found.append(str(error))
     found.append(tally(group, lambda: [7], 1))
+    give_group(group)
+    return found
+
+
+def settled(leaders: list[int]) -> list:
+    """What leaders are given to finish with, and what all are told when one of them, or anybody before, fails."""
+    group, rank = take_group(), dist.get_rank()
+    last, found = dist.get_world_size() - 1, []
+
+    def settle_one(make, finish) -> None:
+        given: list = []
+        try:
+            settle(group, leaders, make, 2, lambda rows: given.append(rows) or finish())
+        except fs.FullshardError as error:
+            given.append(str(error))
+        found.append(given)
+
+    numbers = lambda: [rank, -(1 << 63)]
+    settle_one(numbers, lambda: None)
+    settle_one(lambda: numbers() if rank != last else [1 // 0], lambda: None)
+    settle_one(numbers, lambda: 1 // (leaders[-1] - rank))
+    settle_one(numbers, lambda: None)
     give_group(group)
     return found
 

@@ -10,6 +10,7 @@ import pytest
 
 import fullshard as fs
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.manifest import checksum
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.on_torch.background import Background
@@ -93,6 +94,15 @@ def test_ranks_agree_by_numbers_and_by_a_sentence_when_one_fails(ranks):
         assert after == [[7], [7]]
 
 
+@pytest.mark.parametrize("leaders", [[0], [0, 2]])
+def test_leaders_finish_when_all_ranks_could_begin_and_all_are_told(ranks, leaders):
+    rows = [[rank, -(1 << 63)] for rank in range(4)]
+    said = "ZeroDivisionError: integer division or modulo by zero"
+    for rank, found in enumerate(ranks(4).run(checkpoint.settled, leaders)):
+        given = [rows] if rank in leaders else []
+        assert found == [given, [said], [*given, said], given]
+
+
 def test_background_work_is_done_in_order_by_a_thread_that_gives_way():
     own = os.getpriority(os.PRIO_PROCESS, 0)
     background, done = Background("test", patient=True), []
@@ -112,6 +122,12 @@ def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun
     copying.hold()  # nobody writes yet
     assert made == [0, 1, 2]
     copying.finish()
+    one = memoryview(b"first"), memoryview(b"second")
+    for helped in (False, True):  # the checksum is made in order, whoever copied what
+        copying = Copying(left=[lambda: None] * 2, parts=one)
+        if helped:
+            copying.hold()
+        assert copying.finish() == checksum(b"firstsecond")
     failing = Copying(left=[lambda: made.append(3), lambda: made[9]])
     failing.hold()
     with pytest.raises(IndexError):  # whoever writes is told
