@@ -60,8 +60,8 @@ class Copying:
     error: Exception | None
 
     def finish(self) -> str | None:
-        """Wait for all copies; the checksum of the parts, if there are any."""
-        summing = Summing(self.parts)
+        """Wait for all copies; the checksum of the parts, if there are any. Called once."""
+        summing, self.parts = Summing(self.parts), ()  # whoever keeps a save keeps no memory with it
         while self._copy_next():
             summing.go_on(self.made)
         self.moment.wait()
@@ -71,7 +71,7 @@ class Copying:
         if self.error is not None:
             raise self.error
         summing.go_on(self.made)
-        return summing.digest.hexdigest() if self.parts else None
+        return summing.digest.hexdigest() if summing.count else None
 
     def hold(self) -> None:
         """What the current stream, or this thread, does next comes after the copies."""
@@ -104,7 +104,7 @@ class Summing:
     """The checksum of parts that come about in any order."""
 
     def __init__(self, parts: Sequence[memoryview]):
-        self.left, self.digest = deque(enumerate(parts)), xxhash.xxh3_128()
+        self.left, self.count, self.digest = deque(enumerate(parts)), len(parts), xxhash.xxh3_128()
 
     def go_on(self, made: Sequence[bool]) -> None:
         """As far as all is made."""
