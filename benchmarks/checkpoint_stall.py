@@ -6,8 +6,9 @@
 
 Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
 to the same disk, which needs room for one checkpoint: each is removed before the next. A save and the steps after
-it, until it is durable, are timed as one window; what it took beyond as many steps of the windows without a save is
-lost. Of windows the mean of the middle half is told, with its standard error over resampled windows. Beside it, what a
+it, until it is durable, are timed as one window; what it took beyond as many steps of the windows without a save
+around it is lost: steps of a shared machine drift. Of all saves the mean of the middle half is told, with its
+standard error over resampled ones. Beside it, what a
 save takes of the cores: the processor's time of its call and of the threads that came with `Checkpointer`, which is what
 training would lose if it never left a core idle, and which other work on the machine disturbs less. The raw rate is
 that of O_DIRECT writes. Every window is told as soon as it is over, one JSON object a line; the last object sums up.
@@ -46,6 +47,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = ["fullshard", "dcp.async_save", "dcp.save"]
 RESAMPLED = 100
 Windows = list[dict[str, float]]
+RAW = 1 << 30  # bytes of memory that raw writes come from
 SPARE = 1 << 30  # bytes of the disk that are left alone
 
 
@@ -213,8 +215,8 @@ def middle(values: list[float]) -> float:
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
     length = min(max(nbytes, 256 << 20), 8 << 30) // direct.PIECE * direct.PIECE
-    memory = aligned(direct.PIECE)
-    memory[:] = os.urandom(1 << 16) * (direct.PIECE >> 16)
+    memory = aligned(min(length, RAW))  # as a state would: not from the caches
+    memory[:] = os.urandom(1 << 16) * (len(memory) >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
     dist.barrier()
     start = time.perf_counter()
@@ -223,7 +225,8 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     except OSError:
         return 0.0
     with ThreadPoolExecutor(direct.IN_FLIGHT) as pool:
-        list(pool.map(lambda at: write_exactly(file, memory, at), range(0, length, direct.PIECE)))
+        parts = [memory[at : at + direct.PIECE] for at in range(0, len(memory), direct.PIECE)]
+        list(pool.map(lambda i: write_exactly(file, parts[i % len(parts)], i * direct.PIECE), range(length // direct.PIECE)))
     os.fsync(file)
     dist.barrier()
     seconds = time.perf_counter() - start
@@ -239,12 +242,13 @@ def measure(bench: Bench) -> dict:
     longest = args.after
     for i in range(args.rounds):
         for kind in args.only if i % 2 == 0 else args.only[::-1]:
-            # As many steps without a save: over a long window a step's length must be known well.
-            for each, after in ((kind, args.after), ("nothing", min(longest, args.beside))):
-                one = one_round(bench, each, after)
+            # Every other time the window without a save comes first: what follows on what must not matter.
+            for each in (kind, "nothing") if i % 2 == 0 else ("nothing", kind):
+                # As many steps without a save: over a long window a step's length must be known well.
+                one = one_round(bench, each, args.after if each == kind else min(longest, args.beside))
                 longest = max(longest, int(one["steps"])) if each == kind else longest
-                found[each].append(one)
-                tell(kind=each, **one, **lost_of(found, each))
+                found[each].append(one | {"turn": i})
+                tell(kind=each, **one, **lost_of(found, kind))
     told = {kind: summary(found, kind) for kind in args.only}
     return {"saves": {"step_seconds": step_seconds(found["nothing"]), **told}, "rate": rates(bench)}
 
@@ -253,22 +257,18 @@ def step_seconds(windows: Windows) -> float:
     return middle([r["window"] / r["steps"] for r in windows])
 
 
-def lost(saves: Windows, others: Windows) -> float:
-    """Of a step."""
-    step = step_seconds(others)
-    return middle([r["window"] / step - r["steps"] for r in saves])
-
-
 def lost_of(found: dict[str, Windows], kind: str) -> dict[str, float]:
-    """What saves of a kind have cost so far; unknown before there is a window without a save."""
+    """What saves of a kind have cost so far, in steps; unknown before there is a window without a save."""
     saves, others = found[kind], found["nothing"]
-    if not others:
+    near = [[r["window"] / r["steps"] for r in others if abs(r["turn"] - save["turn"]) <= 1] for save in saves]
+    lost = [r["window"] / statistics.mean(step) - r["steps"] for r, step in zip(saves, near, strict=True) if step]
+    if not lost:
         return {}
     again = random.Random(0)
-    tries = [lost(again.choices(saves, k=len(saves)), again.choices(others, k=len(others))) for _ in range(RESAMPLED)]
+    tries = [middle(again.choices(lost, k=len(lost))) for _ in range(RESAMPLED)]
     cores = middle([r["cores"] for r in saves]) - middle([r["cores"] for r in others])
     return {
-        "lost_of_a_step": lost(saves, others),
+        "lost_of_a_step": middle(lost),
         "standard_error": statistics.pstdev(tries),
         "cores_of_a_step": cores / step_seconds(others),
     }

@@ -6,25 +6,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
-PATIENT = 10  # nice: a tenth of a core that somebody else wants
+NICE = 10  # a tenth of a core that somebody else wants
+Patience = Literal["none", "nice", "idle"]
 
 Queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class Background:
-    """`patient`: the thread gives way to training wherever both want a core. Such a thread is for work that leaves the
-    interpreter alone, as copies and checksums do: who holds the interpreter and gets no core holds training up.
+    """How the thread, and those that it starts, give way where others want a core. `nice`: they get little of it. `idle`:
+    next to nothing, and they interrupt nobody: for a machine whose cores do the training. Ranks wait for each other many
+    times in a step, which leaves room, and where they wait for the thread itself, all of it.
 
     It is a daemon, and lives until `close`: starting one for each piece of work would make training wait for it, and
     waiting for one at the end would keep a process that failed, and whose other ranks are gone.
     """
 
-    def __init__(self, name: str, *, patient: bool = False):
+    def __init__(self, name: str, *, patience: Patience = "none"):
         self._queue: Queue = SimpleQueue()
-        threading.Thread(target=_work, args=(self._queue, patient), daemon=True, name=name).start()
+        threading.Thread(target=_work, args=(self._queue, patience), daemon=True, name=name).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -36,10 +38,12 @@ class Background:
         self._queue.put(None)
 
 
-def _work(queue: Queue, patient: bool) -> None:
-    if patient:
-        with suppress(OSError):  # on Linux niceness is each thread's own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
+def _work(queue: Queue, patience: Patience) -> None:
+    with suppress(OSError, AttributeError):  # on Linux it is each thread's own
+        if patience == "idle":
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        elif patience == "nice":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     while (found := queue.get()) is not None:
         work, future = found
         try:

@@ -83,7 +83,7 @@ class Checkpointer:
         self.nonce, self.count = decide(self.group, commit.new_nonce), 0  # of all saves, and how many there were
         self.plan = state.plan.to_dict()
         self.staging = Staging(state, self.group, self.nodes, overlap=overlap, room=room)
-        self.background = Background("checkpoint")
+        self.background = Background("checkpoint", patience="idle" if overlap and state.device.type == "cpu" else "none")
         self.saving: Saving | None = None
         held = self.staging.overlap and state.optimizer is not None
         self.hook = state.optimizer.register_step_pre_hook(lambda *_: self.staging.hold_update()) if held else None  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.on_torch import named
 from fullshard.on_torch.agree import decide, tally, together
-from fullshard.on_torch.background import Background
+from fullshard.on_torch.background import Background, Patience
 from fullshard.on_torch.nodes import Nodes, once_a_node
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
@@ -124,7 +124,8 @@ class Staging:
         self.state, self.group, self.nodes, self.overlap = state, group, nodes, overlap and may_overlap(state)
         self.room, self.in_place, self.why = room, False, ""
         self.memory = Memory(pinned=state.device.type == "cuda")
-        self.worker = Background("checkpoint-copies", patient=overlap)
+        beside: Patience = "idle" if state.device.type == "cpu" else "nice"
+        self.worker = Background("checkpoint-copies", patience=beside if overlap else "none")
         self.known: list[tuple[str, torch.Size, torch.dtype]] | None = None  # what the plan was made for
         self.seen: list[Tensor] = []  # the tensors of the last save,
         self.lay: list[int] = []  # and where they lay

@@ -103,14 +103,18 @@ def test_leaders_finish_when_all_ranks_could_begin_and_all_are_told(ranks, leade
         assert found == [given, [said], [*given, said], given]
 
 
-def test_background_work_is_done_in_order_by_a_thread_that_gives_way():
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    background, done = Background("test", patient=True), []
+@pytest.mark.parametrize("patience", ["none", "nice", "idle"])
+def test_background_work_is_done_in_order_by_a_thread_that_gives_way(patience):
+    own = os.getpriority(os.PRIO_PROCESS, 0), os.SCHED_OTHER
+    background, done = Background("test", patience=patience), []
     futures = [background.submit(partial(done.append, i)) for i in range(3)]
-    nice = background.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    found = background.submit(lambda: (os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
     failed = background.submit(lambda: done[9])
     background.close()
-    assert nice.result(10) > own == os.getpriority(os.PRIO_PROCESS, 0)
+    nice, policy = found.result(10)
+    assert (nice > own[0]) == (patience == "nice")
+    assert policy == (os.SCHED_IDLE if patience == "idle" else os.SCHED_OTHER)
+    assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == own
     assert [f.result(10) for f in futures] == [None] * 3
     assert done == [0, 1, 2]
     assert isinstance(failed.exception(10), IndexError)
