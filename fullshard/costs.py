@@ -92,6 +92,19 @@ class Op:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class Calls:
+    """What remat makes the host do in Python, beside launching kernels. A block that is computed again counts twice.
+
+    `regions`: that were entered; `saved`: tensors that autograd saved inside; `dispatched`: operations, views among
+    them, that went through the contexts of selective remat.
+    """
+
+    regions: int = 0
+    saved: int = 0
+    dispatched: int = 0
+
+
 # The moments of a step at which sharding acts, in the order in which a unit meets them; a section is what
 # happens from one to the next.
 Moment = Literal["start", "enter", "forward", "leave", "chunk", "chunked", "loss", "backward", "done", "end"]
@@ -103,6 +116,7 @@ class Section:
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
+    calls: Calls = Calls()
 
     __hash__ = object.__hash__  # by identity: caches look sections up by the thousand
 
@@ -232,13 +246,14 @@ def _section_json(section: Section, sizes: _Table) -> list[Any]:
         ]
         for o in section.ops
     ]
-    return [events, ops]
+    calls = [section.calls.regions, section.calls.saved, section.calls.dispatched]
+    return [events, ops, calls] if any(calls) else [events, ops]
 
 
 def _section(row: list[Any], sizes: list[Any]) -> Section:
     events = tuple(_event(e, sizes) for e in row[0])
     ops = tuple(Op(KINDS[o[0]], sizes[o[2]], sizes[o[3]], tuple(sizes[s] for s in o[4:]), o[1]) for o in row[1])
-    return Section(events, ops)
+    return Section(events, ops, Calls(*row[2]) if len(row) > 2 else Calls())
 
 
 def _event(row: list[Any], sizes: list[Any]) -> Event:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fullshard.costs import Action, Costs, Event, Op, Polynomial, Section, Trace, constant, evaluate, fit
+from fullshard.costs import Action, Calls, Costs, Event, Op, Polynomial, Section, Trace, constant, evaluate, fit
 from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.on_torch.chunked import chunked_loss, output_head
@@ -277,7 +277,7 @@ def _with_examples(named: Named, aside: dict[str, str]) -> Named:
     for section, events in named:
         if section.unit in aside:
             example, events = found[section.moment, aside[section.unit]]
-            section = RawSection(section.moment, section.unit, [], example.ops)
+            section = RawSection(section.moment, section.unit, [], example.ops, example.calls)
         made.append((section, events))
     return made
 
@@ -299,10 +299,8 @@ def _op(raw: RawOp, make: Any) -> Op:
 def _solve(named: dict[tuple[int, int], Named]) -> Trace | None:
     """None if the shapes did not do the same things, or sizes are no polynomials."""
     first = next(iter(named.values()))
-    skeleton = [(s.moment, s.unit, [e[:4] for e in events], [o[0] for o in s.ops]) for s, events in first]
-    for other in named.values():
-        if [(s.moment, s.unit, [e[:4] for e in events], [o[0] for o in s.ops]) for s, events in other] != skeleton:
-            return None
+    if any(_skeleton(other) != _skeleton(first) for other in named.values()):
+        return None
     known: dict[tuple[int, ...], Polynomial] = {}
 
     def solve(values: tuple[int, ...]) -> Polynomial:
@@ -324,6 +322,11 @@ def _solve(named: dict[tuple[int, int], Named]) -> Trace | None:
         return None
 
 
+def _skeleton(named: Named) -> list[Any]:
+    """What must not depend on the shape of the batch."""
+    return [(s.moment, s.unit, [e[:4] for e in events], [o[0] for o in s.ops], s.calls) for s, events in named]
+
+
 def _polynomial(values: dict[tuple[int, int], int]) -> Polynomial:
     """Through all values but the last, which must lie on it."""
     *grid, last = values
@@ -338,7 +341,7 @@ def _assemble(named: Named, size: Callable[[int, int], tuple[Polynomial, ...]], 
     template = []
     for i, (raw, events) in enumerate(named):
         made = tuple(Event(action, tensor, unit, size(i, j), rule) for j, (action, tensor, unit, rule, _) in enumerate(events))
-        section = Section(made, _summed([op(i, j) for j in range(len(raw.ops))]))
+        section = Section(made, _summed([op(i, j) for j in range(len(raw.ops))]), Calls(**raw.calls))
         template.append(sections.setdefault(section, len(sections)))
     return Trace(tuple((s.moment, s.unit) for s, _ in named), tuple(sections), tuple(template))
 

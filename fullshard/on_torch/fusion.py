@@ -4,6 +4,7 @@ A block that inductor compiles neither stores what one pointwise kernel hands to
 backward what pointwise kernels can make again from what is saved anyway, nor what backward never reads.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 from fullshard.costs import OpKind
@@ -24,7 +25,8 @@ def compiled(recorder: Recorder, blocks: set[str]) -> list[RawSection]:
             events += [("free", t, "", ()) for t, at in early.items() if at == (i, j)]
             if event is not None and event[1] not in without and not (event[0] == "free" and event[1] in early):
                 events.append(event)
-        found.append(replace(section, events=events))
+        calls = Counter() if section.unit in blocks else section.calls  # a graph knows of remat when it is compiled
+        found.append(replace(section, events=events, calls=calls))
     return found
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "one_of",
     "run_backward",
     "same_cut",
+    "saving",
     "sole_owner",
 ]
 
@@ -84,6 +85,11 @@ def group_size(name: object) -> int:
 def run_backward(value: Tensor) -> None:
     """`value.backward()`, with function modes heard inside: the public ways silence them for as long as they run."""
     _engine_run_backward((value,), (ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def saving() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost hooks through which autograd saves a tensor and gets it back."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _owners(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ each unit's door, gradients kept until the unit is done. Nothing is computed, so
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from fullshard.on_torch.loss import LossFunction
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.shadow import Shadows
+from fullshard.on_torch.tally import tallied
 from fullshard.plan import Remat
 
 aten = torch.ops.aten
@@ -32,6 +34,7 @@ RawEvent = tuple[Action, int, str, tuple[int, ...]]  # action, tensor, rule, siz
 RawOp = tuple[OpKind, int, int, tuple[int, ...]]  # as `kernels.work` gives it
 # What a collective's result goes through: the same memory, but for meta tensors, of which these would make another.
 PASSING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+REMAT = ("forward", "_fullshard_contexts")  # what it sets on a module
 NO_TENSOR = 0  # tensors count from 1
 
 
@@ -43,6 +46,7 @@ class RawSection:
     unit: str
     events: list[RawEvent] = field(default_factory=list)
     ops: list[RawOp] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)  # as `costs.Calls` names them
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def trace(
     recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(_meta_parameters(model, description, compute, recorder))
-        stack.enter_context(_rematerialized(model, description, remat))
+        stack.enter_context(_rematerialized(model, description, remat, recorder))
         stack.enter_context(_doors(model, description, compute, recorder))
         stack.enter_context(_chunks(recorder))
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
@@ -237,18 +241,19 @@ def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], No
 
 
 @contextmanager
-def _rematerialized(model: nn.Module, description: Description, remat: Remat) -> Iterator[None]:
+def _rematerialized(model: nn.Module, description: Description, remat: Remat, recorder: Recorder) -> Iterator[None]:
     blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
-    before = {m: m.__dict__.get("forward") for m in blocks}
+    before = {m: {k: m.__dict__[k] for k in REMAT if k in m.__dict__} for m in blocks}
     for module in blocks:
         apply_remat(module, remat)
+        module.__dict__["_fullshard_contexts"] = tallied(remat, lambda: recorder.sections[-1].calls)
     try:
         yield
     finally:
-        for module, forward in before.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
+        for module, attributes in before.items():
+            for key in REMAT:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(attributes)
 
 
 @contextmanager
