@@ -5,7 +5,8 @@
 
 Times the machine, searches under a limit that not all plans keep to, then runs them all: remat × micro-batch ×
 where the optimizer's state rests. JSON lines: the cluster, a row a plan, the verdict. A plan fits if what it reserved
-keeps to the limit; the best is the fastest that fits, among those the pick.
+keeps to the limit; the best is the fastest that fits, among those the pick. `predicted_then` goes by the host's paces as
+they were beside that plan's steps.
 """
 
 import argparse
@@ -21,7 +22,9 @@ import torch
 import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
+from benchmarks.time_error import middle, paced
 from fullshard import on_torch, presets
+from fullshard.on_torch.paces import paces
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -123,6 +126,8 @@ class Grid:
         except torch.OutOfMemoryError as error:
             return {"failed": str(error)[:200]}
         assert self.limit is not None
+        then = estimate(plan, self.description, paced(self.cluster, found["paces"]), limit=self.limit)
+        found["predicted_then"] = then.step_seconds
         return found | ({"fits": found["reserved"] <= self.limit} if "reserved" in found else {})
 
 
@@ -137,19 +142,20 @@ def told(found: Estimate) -> dict[str, Any]:
 
 
 def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step and the most that was reserved."""
+    """Seconds of a step, the host's paces between steps, and the most that was reserved."""
     began = time.perf_counter()
     state = on_torch.shard(
         on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-5), init=initial, device=args.device, first_step_checks=False
     )
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     cuda = args.device == "cuda"
-    times = []
+    times, beside = [], []
     try:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         for i in range(WARM + args.steps):
+            beside += [paces(state.device)] if i >= WARM else []
             start = time.perf_counter()
             on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0).numbers()
             times += [time.perf_counter() - start] if i >= WARM else []
@@ -157,7 +163,13 @@ def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
         state.flush()  # updates that were to run under the next forward
         flushed = time.perf_counter() - start
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
-        return {"measured": statistics.median(times), "flush": flushed, "seconds": time.perf_counter() - began, **reserved}
+        return {
+            "measured": statistics.median(times),
+            "paces": middle(beside),
+            "flush": flushed,
+            "seconds": time.perf_counter() - began,
+            **reserved,
+        }
     finally:
         if state.tiers:
             state.tiers.close()
@@ -171,7 +183,7 @@ def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How far predictions were off, and the pick from the best."""
     ran = [r for r in rows if "measured" in r]
-    errors = [abs(r["predicted"] / r["measured"] - 1) for r in ran]
+    errors = [abs(r["predicted_then"] / r["measured"] - 1) for r in ran]
     fitting = [r for r in ran if r["fits"]]
     picked = next((r for r in ran if r["pick"]), None)
     if not fitting or picked is None:

@@ -25,8 +25,7 @@ def main() -> None:
     errors = []
     for row in stored["rows"]:
         if fnmatch.fnmatch(row["name"], args.only):
-            launch = row.get("launch", stored["cluster"]["launch"])  # the pace of the host beside this case, if it was timed
-            found = predict(cases[row["name"]], cluster, row["seconds"], launch)
+            found = predict(cases[row["name"]], cluster, row["seconds"], row.get("paces", {}))  # beside this case, if timed
             errors.append(abs(found["error"]))
             print(
                 f"{row['name']:32s} {row['seconds']:.4f} s, predicted {found['predicted']:.4f}  {found['error']:+.1%}", flush=True

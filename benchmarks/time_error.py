@@ -3,9 +3,9 @@
     python -m benchmarks.time_error --out FOLDER
 
 First times the machine (`measure`), then steps of each case: the median of nine, after three to warm up. `issue`
-is how long the host took to issue a step. `launch` is the pace of the host, timed between the same steps: on a shared
-machine it changes by a third within minutes, and steps that the host bounds with it. Predictions go by that pace;
-`predicted_by_file` is what the cluster's file alone says.
+is how long the host took to issue a step. `paces` are the host's (a launch, and what remat does in Python), timed
+between the same steps: on a shared machine they change by a third within minutes, and steps that the host bounds with
+them. Predictions go by these paces; `predicted_by_file` is what the cluster's file alone says.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch import timings
+from fullshard.on_torch.paces import paces
 from fullshard.planner.timeline import timeline
 
 
@@ -59,7 +59,7 @@ def measure(case: Case, cluster: Cluster | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
     try:
         row |= run_steps(case)
-        row |= predict(case, cluster, row["seconds"], row["launch"]) if cluster else {}
+        row |= predict(case, cluster, row["seconds"], row["paces"]) if cluster else {}
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     dist.destroy_process_group()
@@ -75,9 +75,9 @@ def run_steps(case: Case) -> dict[str, Any]:
     batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
     loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
     found: list[tuple[float, float]] = []
-    paces: list[float] = []
+    beside: list[dict[str, float]] = []
     for i in range(12):
-        paces += [timings.launch(torch.device("cuda"))] if i % 3 == 2 else []
+        beside += [paces(torch.device("cuda"))] if i % 3 == 2 else []
         torch.cuda.synchronize()
         start = time.perf_counter()
         on_torch.train_step(state, batches, loss=loss, clip=1.0)
@@ -89,18 +89,23 @@ def run_steps(case: Case) -> dict[str, Any]:
     return {
         "seconds": statistics.median(s for s, _ in found),
         "issue": statistics.median(i for _, i in found),
-        "launch": statistics.median(paces),
+        "paces": middle(beside),
         "tensors": tensors,
         "units": len(plan.units),
     }
 
 
-def predict(case: Case, cluster: Cluster, measured: float, launch: float) -> dict[str, Any]:
-    """What the planner says of this machine, with links that take no time and a host of the pace `launch`."""
+def middle(found: list[dict[str, float]]) -> dict[str, float]:
+    """Of every pace the median."""
+    return {name: statistics.median(f[name] for f in found) for name in found[0]}
+
+
+def predict(case: Case, cluster: Cluster, measured: float, host: dict[str, float]) -> dict[str, Any]:
+    """What the planner says of this machine, with links that take no time and a host of the paces `host`."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
     by_file = timeline(plan, description, playing(cluster, case.devices), loss=case.loss, spread=0.0)
-    found = timeline(plan, description, playing(paced(cluster, launch), case.devices), loss=case.loss, spread=0.0)
+    found = timeline(plan, description, playing(paced(cluster, host), case.devices), loss=case.loss, spread=0.0)
     return {
         "predicted": found.seconds,
         "predicted_by_file": by_file.seconds,
@@ -116,9 +121,9 @@ def playing(cluster: Cluster, devices: int) -> Cluster:
     return dataclasses.replace(cluster, devices=devices, node=dataclasses.replace(cluster.node, devices=devices, link=fast))
 
 
-def paced(cluster: Cluster, launch: float) -> Cluster:
+def paced(cluster: Cluster, host: dict[str, float]) -> Cluster:
     assert cluster.measured is not None
-    return dataclasses.replace(cluster, measured=dataclasses.replace(cluster.measured, launch=launch))
+    return dataclasses.replace(cluster, measured=dataclasses.replace(cluster.measured, **host))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -49,12 +49,19 @@ POINTWISE = 0.55
 # 16 cores: 0.24 and 0.28 ns a parameter at once, 0.20 and 0.24 alone).
 AT_ONCE = 0.85
 
+# What remat costs the host, in bare launches, as far as steps of an H200 tell that were timed before it was: to enter a
+# region, to save a tensor in one, an operation that goes through Python.
+CHECKPOINTED, SAVED, DISPATCHED = 50.0, 2.5, 3.5
+
 Source = Literal["measured", "nominal"]
 Quantity = Literal[
     "memory",
     "hbm",
     "pointwise",
     "launch",
+    "checkpointed",
+    "saved",
+    "dispatched",
     "host_memory",
     "pcie_up",
     "pcie_down",
@@ -73,6 +80,9 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "hbm": ("memory bandwidth", lambda d, h: d.hbm * d.hbm_efficiency, lambda x: rate_text(x, "B/s")),
     "pointwise": ("pointwise kernels", lambda d, h: d.hbm * d.hbm_efficiency * POINTWISE, lambda x: rate_text(x, "B/s")),
     "launch": ("kernel launch", lambda d, h: d.launch, seconds_text),
+    "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
+    "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
+    "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
     "pcie_down": ("device to host", lambda d, h: h.pcie_down, lambda x: rate_text(x, "B/s")),
@@ -88,6 +98,9 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
 
 # Quantities that follow from another where they were not measured themselves.
 FROM: dict[Quantity, tuple[Quantity, float]] = {
+    "checkpointed": ("launch", CHECKPOINTED),
+    "saved": ("launch", SAVED),
+    "dispatched": ("launch", DISPATCHED),
     "pcie_beside": ("pcie_both", AT_ONCE),
     "adamw_beside": ("adamw", 1 / AT_ONCE),
 }

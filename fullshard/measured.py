@@ -78,6 +78,9 @@ class Measured:
     hbm: float | None = None
     pointwise: float | None = None
     launch: float | None = None
+    checkpointed: float | None = None
+    saved: float | None = None
+    dispatched: float | None = None
     host_memory: int | None = None
     pcie_up: float | None = None
     pcie_down: float | None = None

@@ -20,7 +20,7 @@ from fullshard.cluster import Cluster, Measured
 from fullshard.errors import FullshardError
 from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
-from fullshard.on_torch import small_change, timings
+from fullshard.on_torch import paces, small_change, timings
 from fullshard.on_torch.agree import give_group, take_group, together
 from fullshard.on_torch.ranks import start
 from fullshard.on_torch.rule import rule_of
@@ -33,6 +33,8 @@ Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 # Bytes that a copy or an update works on: far beyond a server's caches, unless it has to be quick.
 LARGE, QUICK = 1 << 30, 1 << 26
+# Of these the slowest rank's number is the largest; the others are rates and sizes.
+SECONDS = ("launch", "checkpointed", "saved", "dispatched", "adamw", "adamw_beside")
 
 # Rows are tokens, columns a layer's widths: thin ones for decoding and small batches, large ones for training.
 CUDA_GEMMS = (
@@ -115,6 +117,7 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
         "pointwise kernels": lambda: {"pointwise": _pointwise(device, budget)},
         "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes, device, budget)},
         "kernel launch": lambda: {"launch": timings.launch(device)},
+        "remat": lambda: paces.remat_paces(device),
     }
     if device.type == "cuda":
         parts["PCIe"] = lambda: dict(zip(("pcie_up", "pcie_down", "pcie_both"), timings.pcie(nbytes // 4), strict=True))
@@ -224,7 +227,7 @@ def _slowest(found: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(answers[0], tuple):
             values[name] = answers[0]
         elif None not in answers:
-            values[name] = max(answers) if name in ("launch", "adamw", "adamw_beside") else min(answers)
+            values[name] = max(answers) if name in SECONDS else min(answers)
     return values
 
 

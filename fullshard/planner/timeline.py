@@ -187,9 +187,10 @@ class _Lanes:
     def _lay(self, work: Work) -> None:
         if not work.kernels:
             return
+        kernels = work.kernels + work.python / (KERNEL * self.machine.launch)  # their worth of the host's time
         for kind in ("gemm", "attention", "pointwise"):
             if (seconds := getattr(work, kind)) > 0:
-                self._on_compute(seconds, kind, work.kernels * seconds / work.seconds)
+                self._on_compute(seconds, kind, kernels * seconds / work.seconds)
         if work.tensor:
             self._tensor(work.tensor)
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from fullshard.cluster import Cluster
-from fullshard.costs import TENSOR_AXIS, Op, Section, evaluate
+from fullshard.cluster import Cluster, Quantity
+from fullshard.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
 from fullshard.planner.links import collective_seconds
 
+REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the paces of `Calls`, in its order
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
 # What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
 FUSED_BYTES, FUSED_KERNELS = 0.55, 0.3
@@ -19,13 +20,14 @@ ALIGNED, UNALIGNED = 8, 0.16
 @dataclass(frozen=True)
 class Work:
     """`seconds` on the device by kind, and how many kernels the host has to launch for them; those of collectives of the
-    tensor axis, for which the device waits, apart."""
+    tensor axis, for which the device waits, apart. `python`: seconds of the host's for remat, beside launching."""
 
     gemm: float = 0.0
     attention: float = 0.0
     pointwise: float = 0.0
     kernels: float = 0.0
     tensor: float = 0.0
+    python: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -38,6 +40,7 @@ class Machine:
     def __init__(self, cluster: Cluster, dtype: str, *, compiled: bool = False, tensor: int = 1):
         self.cluster, self.dtype, self.compiled, self.tensor = cluster, dtype, compiled, tensor
         self.hbm, self.pointwise, self.launch = cluster.of("hbm"), cluster.of("pointwise"), cluster.of("launch")
+        self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
         self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
         self.known: dict[tuple[int, int, int, bool], Work] = {}
@@ -61,7 +64,11 @@ class Machine:
             fused = self.compiled and op.kind == "pointwise"
             totals[op.kind] += self._seconds(op, rows, tokens, backward) * (FUSED_BYTES if fused else 1.0)
             kernels += op.count * (FUSED_KERNELS if fused else 1.0)
-        return Work(**{kind: seconds / self.together for kind, seconds in totals.items()}, kernels=kernels, tensor=waited)
+        on_device = {kind: seconds / self.together for kind, seconds in totals.items()}
+        return Work(**on_device, kernels=kernels, tensor=waited, python=self._python(section.calls))
+
+    def _python(self, calls: Calls) -> float:
+        return calls.regions * self.region + calls.saved * self.saved + calls.dispatched * self.dispatched
 
     def _here(self, op: Op, backward: bool) -> Op:
         """CPUs have fused attention for every dtype and head. Where the trace, which is of CUDA's kernels, has products

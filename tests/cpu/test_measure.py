@@ -16,7 +16,19 @@ from fullshard.measured import Gemm
 from fullshard.on_torch import timings
 from fullshard.on_torch.measure import cluster_of, fit, known_device
 
-TIMED_ON_CPU = ("memory", "hbm", "launch", "host_memory", "dram", "adamw", "disk_read", "disk_write")
+TIMED_ON_CPU = (
+    "memory",
+    "hbm",
+    "launch",
+    "checkpointed",
+    "saved",
+    "dispatched",
+    "host_memory",
+    "dram",
+    "adamw",
+    "disk_read",
+    "disk_write",
+)
 CPU = torch.device("cpu")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import kernels
-from fullshard.costs import Costs, Event, Op, Section, Trace, constant, evaluate, fit, from_json, to_json
+from fullshard.costs import Calls, Costs, Event, Op, Section, Trace, constant, evaluate, fit, from_json, to_json
 from fullshard.errors import FullshardError
 
 GRID = [(b, t) for b in (1, 3) for t in (5, 8, 20)]
@@ -31,10 +31,16 @@ def test_traces_survive_json():
         Event("ready", "grad:w"),
         Event("free", "1"),
     )
-    section = Section(events, (Op("gemm", constant(9), constant(4), (constant(1), constant(2), constant(3))),))
+    product = Op("gemm", constant(9), constant(4), (constant(1), constant(2), constant(3)))
+    section = Section(events, (product,), Calls(2, 76, 154))
     traces = {("bf16", "plain", "none"): Trace((("start", ""), ("forward", "a")), (Section(), section), (0, 1))}
     back = from_json(json.loads(json.dumps(to_json(traces))))
     assert {k: list(t) for k, t in back.items()} == {k: list(t) for k, t in traces.items()}
+
+
+def test_traces_from_before_calls_were_counted_have_none():
+    old = {"sizes": [], "sections": [[[], []]], "traces": {"bf16/plain/full": {"moments": [["start", ""]], "template": [0]}}}
+    assert from_json(old)["bf16", "plain", "full"].sections[0].calls == Calls(0, 0, 0)
 
 
 def test_what_was_not_traced_is_said():

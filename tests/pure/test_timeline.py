@@ -6,7 +6,8 @@ import pytest
 
 import fullshard as fs
 from fullshard import presets
-from fullshard.cluster import Cluster
+from fullshard.cluster import Cluster, Measured
+from fullshard.costs import Calls
 from fullshard.planner.links import collective_seconds
 from fullshard.planner.thin import thinned
 from fullshard.planner.timeline import timeline
@@ -124,6 +125,29 @@ def test_a_door_costs_the_host_the_same_whether_it_reduces_or_waits():
     every, last = (plan("gpt2", 1, rows=1, tokens=128, accumulate=4, sync=s) for s in ("every", "last"))
     hosts = [timeline(p, presets.describe("gpt2"), Cluster.named("1xh100")).busy["host"] for p in (every, last)]
     assert hosts[1] == pytest.approx(hosts[0], rel=0.01)
+
+
+def counted(name: str, calls: Calls) -> fs.Description:
+    """A preset of which every block makes these calls in forward, and again in backward."""
+    found = presets.describe(name)
+    blocks = {u.name for u in found.units if u.kind == "block"}
+    made = {}
+    for key, trace in found.costs.traces.items():
+        rows = list(trace)
+        sections = tuple(
+            dataclasses.replace(s, calls=calls if u in blocks and m in ("forward", "backward") else Calls()) for m, u, s in rows
+        )
+        made[key] = dataclasses.replace(trace, sections=sections, template=tuple(range(len(rows))))
+    return dataclasses.replace(found, costs=dataclasses.replace(found.costs, traces=made))
+
+
+def test_remat_costs_the_host_what_it_does_in_python():
+    """12 blocks, three micro-batches, forward and again: 72 times 1 region, 5 tensors and 7 operations."""
+    paces = Measured("here", "bf16", launch=1e-6, checkpointed=100e-6, saved=10e-6, dispatched=20e-6)
+    where = dataclasses.replace(Cluster.named("1xh100"), measured=paces)
+    made = plan("gpt2", 1, rows=1, tokens=128, accumulate=3, remat="selective")
+    hosts = [timeline(made, counted("gpt2", c), where).busy["host"] for c in (Calls(), Calls(1, 5, 7))]
+    assert hosts[1] - hosts[0] == pytest.approx(72 * (100e-6 + 5 * 10e-6 + 7 * 20e-6))
 
 
 def test_thinned_models_tell_of_the_whole():

@@ -1,0 +1,118 @@
+"""The host's paces: seconds of what it does to issue a step, timed on blocks so small that the device waits for it.
+
+Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
+operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
+with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.on_torch.models.llama import Block
+from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.tally import tallied
+from fullshard.on_torch.timings import fastest, launch
+from fullshard.plan import Remat
+from fullshard.presets import LlamaSize
+
+ROUNDS, BLOCKS, LEAST = 5, 6, 1e-9  # as many blocks in a row as let Python's garbage collector have its share
+TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
+
+
+def paces(device: torch.device) -> dict[str, float]:
+    """`launch`, `checkpointed`, `saved` and `dispatched`, in well under a second."""
+    return {"launch": launch(device), **remat_paces(device)}
+
+
+def remat_paces(device: torch.device) -> dict[str, float]:
+    """Seconds of entering a region (once forward, once again), of a tensor saved in one (each is saved twice), and of an
+    operation that goes through the contexts of selective remat."""
+    blocks: dict[Remat, _Tiny] = {r: _Tiny(lambda: _block(device), r, device) for r in ("none", "full", "selective")}
+    empty: dict[Remat, _Tiny] = {r: _Tiny(_Sine, r, device) for r in ("none", "full")}
+    times: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, clock in _clocks(blocks, empty, device).items():
+            times.setdefault(name, []).append(clock())
+    found = {name: fastest(taken[1:]) for name, taken in times.items()}
+    return _solve(found, blocks["full"].count(), blocks["selective"].count(), empty["full"].count())
+
+
+def _solve(times: dict[str, float], full: Counter[str], selective: Counter[str], empty: Counter[str]) -> dict[str, float]:
+    """Full remat runs a forward again, and is otherwise regions and saved tensors; selective remat is dispatches more."""
+    whole = times["full"] - times["none"] - times["forward"]
+    little = times["empty full"] - times["empty none"] - times["empty forward"]
+    saved = (whole - little) / (full["saved"] - empty["saved"])
+    checkpointed = (little - empty["saved"] * saved) / empty["regions"]
+    dispatched = (times["selective"] - times["full"]) / selective["dispatched"]
+    found = {"checkpointed": checkpointed, "saved": saved, "dispatched": dispatched}
+    return {name: max(LEAST, seconds) for name, seconds in found.items()}
+
+
+def _clocks(blocks: "dict[Remat, _Tiny]", empty: "dict[Remat, _Tiny]", device: torch.device) -> dict[str, Callable[[], float]]:
+    calls: dict[str, Callable[[], Any]] = {
+        "none": blocks["none"].step,
+        "forward": blocks["none"].forward,
+        "full": blocks["full"].step,
+        "selective": blocks["selective"].step,
+        "empty none": empty["none"].step,
+        "empty forward": empty["none"].forward,
+        "empty full": empty["full"].step,
+    }
+    return {name: lambda call=call: _issue(call, device) for name, call in calls.items()}  # type: ignore[misc]
+
+
+def _issue(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until a call returns, whatever the device has still to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _block(device: torch.device) -> nn.Module:
+    return Block(TINY).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+class _Sine(nn.Module):
+    """Saves one tensor."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.sin()
+
+
+class _Tiny:
+    """A row of modules under remat, and what the first takes as input."""
+
+    def __init__(self, make: Callable[[], nn.Module], remat: Remat, device: torch.device):
+        self.modules, self.remat = [make() for _ in range(BLOCKS)], remat
+        dtype = next((p.dtype for p in self.modules[0].parameters()), torch.float32)
+        self.x = torch.ones(1, TINY.sequence, TINY.dim, device=device, dtype=dtype, requires_grad=True)
+        self.angles = torch.ones(TINY.sequence, TINY.head_dim // 2, device=device)
+        for module in self.modules:
+            apply_remat(module, remat)
+
+    def forward(self) -> Tensor:
+        x = self.x
+        for module in self.modules:
+            x = module(x, self.angles, self.angles)
+        return x
+
+    def step(self) -> None:
+        self.forward().sum().backward()
+
+    def count(self) -> Counter[str]:
+        """What the host does for remat in one step."""
+        calls: Counter[str] = Counter()
+        contexts = tallied(self.remat, lambda: calls)
+        for module in self.modules:
+            module.__dict__["_fullshard_contexts"] = contexts
+        self.step()
+        for module in self.modules:
+            del module.__dict__["_fullshard_contexts"]
+        return calls
