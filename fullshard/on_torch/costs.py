@@ -4,6 +4,7 @@ Blocks that are alike are traced two or three times, not eighty: the others stan
 second one's trace for their own.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,11 +127,33 @@ def _traces(
     """The trace as it is and as compiled blocks would leave it, sizes as polynomials; None if they are none."""
     named: list[dict[tuple[int, int], Named]] = [{}, {}]
     blocks = {u.name for u in description.units if u.kind == "block"}
+    calls = _calls(model, description, loss, compute, remat, shapes[0])
     for rows, tokens in shapes:
         recorder = trace(model, description, LOSSES[loss], compute=TORCH[compute], remat=remat, rows=rows, tokens=tokens)
+        for section, counted in zip(recorder.sections, calls, strict=False):
+            section.calls = counted
         for found, sections in zip(named, (recorder.sections, compiled(recorder, blocks)), strict=True):
             found[rows, tokens] = _named(recorder, sections, description, aside)
     return [_solve(found) if len(shapes) > 1 else _fixed(next(iter(found.values()))) for found in named]
+
+
+def _calls(
+    model: nn.Module, description: Description, loss: str, compute: DType, remat: Remat, shape: tuple[int, int]
+) -> list[Counter[str]]:
+    """What remat makes the host do, section by section: the same for every shape."""
+    if remat == "none":
+        return []
+    found = trace(
+        model,
+        description,
+        LOSSES[loss],
+        compute=TORCH[compute],
+        remat=remat,
+        rows=shape[0],
+        tokens=shape[1],
+        counting=True,
+    )
+    return [s.calls for s in found.sections]
 
 
 # -- blocks that are alike ---------------------------------------------------------------------------------
@@ -324,7 +347,7 @@ def _solve(named: dict[tuple[int, int], Named]) -> Trace | None:
 
 def _skeleton(named: Named) -> list[Any]:
     """What must not depend on the shape of the batch."""
-    return [(s.moment, s.unit, [e[:4] for e in events], [o[0] for o in s.ops], s.calls) for s, events in named]
+    return [(s.moment, s.unit, [e[:4] for e in events], [o[0] for o in s.ops]) for s, events in named]
 
 
 def _polynomial(values: dict[tuple[int, int], int]) -> Polynomial:

@@ -172,12 +172,17 @@ def trace(
     remat: Remat,
     rows: int,
     tokens: int,
+    counting: bool = False,
 ) -> Recorder:
-    """Forward and backward of one micro-batch of `rows` × `tokens`, every block under `remat`."""
+    """Forward and backward of one micro-batch of `rows` × `tokens`, every block under `remat`.
+
+    `counting`: also the `calls` of every section. What counts holds tensors a little longer, so that the events of such
+    a trace are not a real run's.
+    """
     recorder = Recorder()
     with ExitStack() as stack:
         stack.enter_context(_meta_parameters(model, description, compute, recorder))
-        stack.enter_context(_rematerialized(model, description, remat, recorder))
+        stack.enter_context(_rematerialized(model, description, remat, recorder if counting else None))
         stack.enter_context(_doors(model, description, compute, recorder))
         stack.enter_context(_chunks(recorder))
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
@@ -241,12 +246,13 @@ def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], No
 
 
 @contextmanager
-def _rematerialized(model: nn.Module, description: Description, remat: Remat, recorder: Recorder) -> Iterator[None]:
+def _rematerialized(model: nn.Module, description: Description, remat: Remat, counts: Recorder | None) -> Iterator[None]:
     blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
     before = {m: {k: m.__dict__[k] for k in REMAT if k in m.__dict__} for m in blocks}
     for module in blocks:
         apply_remat(module, remat)
-        module.__dict__["_fullshard_contexts"] = tallied(remat, lambda: recorder.sections[-1].calls)
+        if counts:
+            module.__dict__["_fullshard_contexts"] = tallied(remat, lambda: counts.sections[-1].calls)
     try:
         yield
     finally:

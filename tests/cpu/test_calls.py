@@ -70,7 +70,8 @@ def test_a_trace_counts_what_torch_really_does(remat):
     with torch.device("meta"):
         model = Model()
     description = on_torch.describe(model, names=("layers.*",))
-    found = trace(model, description, on_torch.summed_loss, compute=torch.float32, remat=remat, rows=2, tokens=4)
+    shape = {"rows": 2, "tokens": 4, "counting": True}
+    found = trace(model, description, on_torch.summed_loss, compute=torch.float32, remat=remat, **shape)
     total = sum((s.calls for s in found.sections), Counter())
     real = really(remat)
     assert real["regions"] == 3
