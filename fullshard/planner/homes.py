@@ -92,6 +92,12 @@ class Away:
         """Pieces whose gradients may wait beside the unit at hand; where updates wait for the norm, all of them do."""
         return None if self.late else self.plan.backlog
 
+    @property
+    def by_need(self) -> bool:
+        """Whether, of the pieces that have their gradients, those are updated first that the next forward needs first; else
+        as they came. (on_torch/tiered.py)"""
+        return not (self.late or self.plan.backlog or self._on_disk())
+
     def __bool__(self) -> bool:
         return any(g.away or g.home.activations != "device" for g in self.groups.values())
 

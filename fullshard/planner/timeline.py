@@ -81,6 +81,7 @@ class _Lanes:
         self.plan, self.cluster, self.groups, self.away = plan, cluster, held, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # when a unit's update is done
+        self.put_off: dict[str, float] = {}  # units whose update is not laid yet, and when it may begin
         self.waiting = Waiting(away)  # units whose gradients the lanes have still to read
         self.arrived: dict[str, float] = {}  # when a unit's shard is on the device
         self.returned: dict[str, float] = {}  # when its activations are
@@ -101,6 +102,7 @@ class _Lanes:
 
     def begin(self) -> None:
         """Another step, of which alone the result will tell."""
+        self._lay_updates()
         self.mark = max(*self.free.values(), self.host)
         self.starts.clear()
         self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
@@ -112,6 +114,7 @@ class _Lanes:
         getattr(self, f"_{op.kind}", self._nothing)(op)
 
     def finish(self, repeats: int, spread: float) -> Timeline:
+        self._lay_updates()
         end = max(*self.free.values(), self.host) - self.mark
         if repeats > 0:  # the second micro-batch, so many times more
             (second, before), (third, after) = self.starts[1:3]
@@ -284,6 +287,8 @@ class _Lanes:
             self._update_resident([group], clip=False)
             nbytes = group.moving * self.compute
             self.updated[group.name] = self.transfers.spill(nbytes, self.free["compute"])
+        elif self.transfers.gpu and self.away.by_need:
+            self.put_off[group.name] = ready
         elif self.transfers.gpu:
             self.updated[group.name] = self.transfers.update(group.name, ready)
         else:
@@ -293,6 +298,12 @@ class _Lanes:
             read = self.transfers.taken.get(gone, 0.0)
             self.host = max(self.host, read)
             self._wait(read, "update")
+
+    def _lay_updates(self) -> None:
+        """In the order of forward: each takes its time from when its gradient was there, and those after it what is left."""
+        for name in (n for n in self.groups if n in self.put_off):
+            self.updated[name] = self.transfers.update(name, self.put_off[name])
+        self.put_off.clear()
 
     def _copied(self, group: Group) -> float:
         return self.free["copies"] if group.copies > 1 else 0.0

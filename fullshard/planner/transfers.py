@@ -73,20 +73,21 @@ class Calendar:
 
 @dataclass
 class Slots:
-    """Staging: so many places, taken in turn."""
+    """Staging: so many places, taken in turn; None: where pieces are not laid in the order in which they take them."""
 
-    free: deque[float]
+    free: deque[float] | None
 
     @classmethod
-    def of(cls, count: int) -> "Slots":
-        return cls(deque([0.0] * count))
+    def of(cls, count: int | None) -> "Slots":
+        return cls(None if count is None else deque([0.0] * count))
 
     def take(self) -> float:
         """When the next place is free."""
-        return self.free.popleft()
+        return 0.0 if self.free is None else self.free.popleft()
 
     def give(self, when: float) -> None:
-        self.free.append(when)
+        if self.free is not None:
+            self.free.append(when)
 
 
 class Transfers:
@@ -105,8 +106,8 @@ class Transfers:
         self.both = both / 2 if self.gpu else copy  # each way, while both are in use
         self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
-        self.staging, self.files = Slots.of(away.plan.staging), Slots.of(DISK_SLOTS)
-        self.trays = Slots.of(TRAYS)
+        self.staging = Slots.of(None if away.by_need else away.plan.staging)
+        self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
         self.shelves = Slots.of(READ_SLOTS)
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there

@@ -129,7 +129,7 @@ def test_backward_waits_for_the_lanes_where_few_gradients_may_wait():
     """Links so slow that all is waiting: updates then hold up backward rather than the next forward, for as long."""
     made, where = plan(HOST), cluster(**SLOW)
     free, bound = (run(dataclasses.replace(made, backlog=b), where, clip=False, cpu_share=0) for b in (None, 8))
-    assert bound.busy == free.busy
+    assert bound.busy == pytest.approx(free.busy)
     assert free.seconds <= bound.seconds <= 1.05 * free.seconds
     assert run(dataclasses.replace(made, backlog=8), where).seconds == run(made, where).seconds  # all wait for the norm
     quick = cluster(**FAST)
@@ -172,11 +172,24 @@ def test_more_units_away_and_slower_links_are_never_faster():
     assert rates == sorted(rates)
 
 
-def test_a_rough_prototype_is_not_far_from_what_is_predicted():
-    """3.6B, 2 × 4096, full remat on an H200: 0.945 s a step without clipping, 1.176 s with it. It fetched no state ahead and
-    cut pieces twice as large, so that it may be slower than what is planned; twice as slow it is not."""
-    for clip, seconds in ((False, 0.945), (True, 1.176)):
-        assert 0.7 * seconds < run(plan(HOST), measured(), clip=clip).seconds < 1.05 * seconds
+# Seconds of steps of 3.6B on an H200 (benchmarks/results/2026-11-15-homes-h200.json), with the rates of that call.
+SEEN = [
+    (0.685, {"clip": False, "cpu_share": 0.375}, {}),
+    (0.839, {"cpu_share": 0.25}, {"staging": 48}),
+    (0.794, {"cpu_share": 0.25}, {"staging": 64}),
+    (0.811, {"cpu_share": 0.125}, {"staging": 64}),
+    (8.151, {"cpu_share": 0.25}, {"staging": 48, "batch": fs.Batch(2, 4096, 16)}),
+]
+RATES = {"pcie_both": 100.7e9, "pcie_beside": 77e9, "adamw": 0.239e-9, "adamw_beside": 0.385e-9}
+
+
+@pytest.mark.parametrize(("seconds", "how", "changed"), SEEN)
+def test_steps_as_they_were_seen_are_predicted_within_a_tenth(seconds, how, changed):
+    where = measured()
+    assert where.measured is not None
+    where = dataclasses.replace(where, measured=dataclasses.replace(where.measured, **RATES))
+    made = dataclasses.replace(plan(HOST), **changed)
+    assert run(made, where, loss="plain", **how).seconds == pytest.approx(seconds, rel=0.1)
 
 
 def test_activations_move_beside_compute():
