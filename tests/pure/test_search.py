@@ -169,7 +169,7 @@ def test_homes_that_are_fixed_stay_fixed():
         assert unit.home == fs.Home("device", "host", "host" if unit.name in blocks else "device")
     assert found.plan.staging == 2
     assert found.estimate.host.terms["optimizer"] == 12 * description.numel
-    assert found.estimate.cpu_share == 0.5
+    assert found.estimate.cpu_share == 0.375
 
 
 def small_host(nbytes: int) -> Cluster:
