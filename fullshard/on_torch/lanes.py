@@ -53,12 +53,11 @@ class Lane:
         self,
         name: str,
         depth: int,
-        stage: Callable[[Job, Piece], Any],
-        apply: Callable[[Job, Piece, Any], Moment],
+        worker: "Streamed | Cores",
         *,
         in_turn: bool,
     ):
-        self.depth, self.stage, self.apply, self.in_turn = depth, stage, apply, in_turn
+        self.depth, self.worker, self.in_turn = depth, worker, in_turn
         self.waiting: list[tuple[Job, Piece]] = []
         self.staged: deque[tuple[Job, Piece, Any]] = deque()
         self.news = threading.Condition()
@@ -87,7 +86,7 @@ class Lane:
     def _stage_all(self) -> None:
         with torch.no_grad():
             while (given := self._next()) is not None:
-                staged = (*given, self._guard(self.stage, *given))
+                staged = (*given, self._guard(self.worker.stage, *given))
                 with self.news:
                     self.staged.append(staged)
                     self.news.notify_all()
@@ -112,7 +111,7 @@ class Lane:
     def _apply_all(self) -> None:
         with torch.no_grad():
             while (first := self._oldest()) is not None:
-                moment = self._guard(self.apply, *first)
+                moment = self._guard(self.worker.apply, *first)
                 with self.news:  # its slot is free for the next to be staged from here on
                     self.staged.popleft()
                     self.news.notify_all()
@@ -131,8 +130,12 @@ class Lane:
         try:
             return call(*arguments)
         except BaseException as error:
-            self.error = error
+            self.fail(error)
             return None
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.worker.release()
 
 
 def _set() -> threading.Event:
@@ -160,35 +163,37 @@ class Slot:
 
 
 @dataclass
+class Gradients:
+    """Memory for the gradients of one piece."""
+
+    memory: Tensor
+    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
+
+    def of(self, piece: Piece) -> list[Tensor]:
+        """By segment."""
+        if piece.number not in self.views:
+            self.views[piece.number] = segment_views(self.memory, piece)
+        return self.views[piece.number]
+
+
+@dataclass
 class Bench:
     """Memory of the device that one piece after the other is updated in."""
 
-    gradient: Tensor
+    gradients: Gradients
     master: Tensor | None  # where pieces come packed
     rounded: Tensor | None  # the parameters, where pieces come packed or go on to the host
-    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece: its gradients, by segment
-
-    def gradients(self, piece: Piece) -> list[Tensor]:
-        if piece.number not in self.views:
-            self.views[piece.number] = segment_views(self.gradient, piece)
-        return self.views[piece.number]
 
 
 @dataclass
 class Tray:
     """Memory of the host for one piece that the cores update: its gradients come to it, its new parameters go from it."""
 
-    gradient: Tensor
+    gradients: Gradients
     rounded: Tensor | None  # None: they rest on the host
     filled: Moment = DONE
     sent: Moment = DONE
     idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
-    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece: its gradients, by segment
-
-    def gradients(self, piece: Piece) -> list[Tensor]:
-        if piece.number not in self.views:
-            self.views[piece.number] = segment_views(self.gradient, piece)
-        return self.views[piece.number]
 
 
 def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:
@@ -257,15 +262,20 @@ class Streamed:
         slot.idle.set()
         self.returned[piece.number].set()
 
+    def release(self) -> None:
+        """The lane is broken: nobody may wait for what does not come."""
+        for event in (*(slot.idle for slot in self.slots), *self.returned.values()):
+            event.set()
+
     def settle(self) -> None:
         """All state is queued to go back."""
         for event in list(self.returned.values()):
             event.wait()
 
     def _gradient(self, job: Job, piece: Piece) -> Tensor:
-        job.collect(piece, self.bench.gradients(piece))
+        job.collect(piece, self.bench.gradients.of(piece))
         job.read()
-        gradient = self.bench.gradient[: piece.elements]
+        gradient = self.bench.gradients.memory[: piece.elements]
         for factor in job.go.factors:
             gradient.mul_(factor.to(gradient.dtype))
         return gradient
@@ -327,8 +337,8 @@ class Cores:
         tray.idle.clear()
         tray.sent.wait()
         if piece.number not in job.drained:
-            tray.filled = self.bus.down.send(*job.copies(piece, tray.gradients(piece)), job.ready)
-            self.bus.moved_down += piece.elements * tray.gradient.itemsize
+            tray.filled = self.bus.down.send(*job.copies(piece, tray.gradients.of(piece)), job.ready)
+            self.bus.moved_down += piece.elements * tray.gradients.memory.itemsize
             job.read()
         return tray
 
@@ -339,7 +349,7 @@ class Cores:
             self.store.close(piece, None)
             tray.idle.set()
             return DONE
-        gradient, filled = job.drained.get(piece.number, (tray.gradient, tray.filled))
+        gradient, filled = job.drained.get(piece.number, (tray.gradients.memory, tray.filled))
         for moment in (filled, there):
             moment.wait()
         rounded = tray.rounded if piece.away.unit.home.params == "device" else None
@@ -347,6 +357,11 @@ class Cores:
         calls = update.calls((start, stop, job.steps[i], job.groups[i]) for start, stop, i in job.runs(piece))
         self.crew.share(update.run, calls, partial(self._updated, job, piece, tray, resting[0]))
         return LATER
+
+    def release(self) -> None:
+        """The lane is broken: nobody may wait for what does not come."""
+        for tray in self.trays:
+            tray.idle.set()
 
     def _updated(self, job: Job, piece: Piece, tray: Tray, master: Tensor, error: BaseException | None) -> None:
         if error is not None:

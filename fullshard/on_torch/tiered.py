@@ -24,7 +24,7 @@ from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
 from fullshard.on_torch.jobs import Go, Job
-from fullshard.on_torch.lanes import Bench, Cores, Lane, Slot, Streamed, Tray, segment_views
+from fullshard.on_torch.lanes import Bench, Cores, Gradients, Lane, Slot, Streamed, Tray, segment_views
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
 from fullshard.on_torch.resting import Resting
@@ -88,17 +88,17 @@ class Tiered:
         slots, bench = self._staging(ring, make)
         self.bus = bus = Bus.of(self.device)
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, bench, self.resting.emit, bus)
-        self.gpu = Lane("stream", max(1, ring), streamed.stage, streamed.apply, in_turn=in_turn)
+        self.gpu = Lane("stream", max(1, ring), streamed, in_turn=in_turn)
         count = sum(p.lane == "cpu" for p in pieces)
         compute = TORCH[self.plan.precision.compute]
         trays = [
-            Tray(self._pinned(largest, self.dtype), self._pinned(largest, compute) if self.resting.sends else None)
+            Tray(Gradients(self._pinned(largest, self.dtype)), self._pinned(largest, compute) if self.resting.sends else None)
             for _ in range(min(TRAYS, count))
         ]
         threads = update_threads()
         self.cores = cores = Cores(self.device, self.rule, self.resting, trays, self.resting.emit, bus, threads=threads)
-        self.cpu = Lane("cores", cores.depth, cores.stage, cores.apply, in_turn=in_turn)
-        cores.failed, streamed.failed = partial(setattr, self.cpu, "error"), partial(setattr, self.gpu, "error")
+        self.cpu = Lane("cores", cores.depth, cores, in_turn=in_turn)
+        cores.failed, streamed.failed = self.cpu.fail, self.gpu.fail
 
     def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
         """Memory of the device for pieces that are streamed past it; none where no piece is."""
@@ -110,7 +110,7 @@ class Tiered:
         slots = [Slot([memory(dtype=t) for t in (first, *[master] * self.rule.slots)]) for _ in range(ring)]
         gradient = memory(dtype=master) if ring else torch.empty(0)
         wide = memory(dtype=master) if True in kinds else None
-        return slots, Bench(gradient, wide, memory(dtype=compute) if ring and (outs or True in kinds) else None)
+        return slots, Bench(Gradients(gradient), wide, memory(dtype=compute) if ring and (outs or True in kinds) else None)
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.resting.arena.take(elements * dtype.itemsize).view(dtype)

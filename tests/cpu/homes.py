@@ -300,7 +300,7 @@ def waiting(case: Case) -> tuple[list[int], list[int]]:
         state = make(case, disk)
         tiers, counts = state.tiers, []
         for lane in (tiers.gpu, tiers.cpu):
-            lane.apply = _slowly(lane.apply)
+            lane.worker.apply = _slowly(lane.worker.apply)
         reduced = tiers._reduced
 
         def counted(away: Any) -> None:
@@ -326,13 +326,15 @@ def lane_breaks(case: Case) -> tuple[str, bool]:
             time.sleep(0.01)
             raise fs.FullshardError("a lane broke")
 
-        state.tiers.gpu.apply = state.tiers.cpu.apply = fail
+        state.tiers.streamed.apply = state.tiers.cores.apply = fail
         done = state.tiers.backward_done
         passed = []
         state.tiers.backward_done = lambda: (passed.append(1), done())
         try:
             on_torch.train_step(state, batches(state, 1))
+            state.flush()
         except fs.FullshardError as error:
+            state.tiers.close()  # no thread waits for what does not come
             return str(error), not passed
     return "", False
 

@@ -36,7 +36,7 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         tiers = state.tiers
         drained = sum(t.nbytes for t in tiers.drains.values())
         slots, bench = [s.state for s in tiers.streamed.slots], tiers.streamed.bench
-        slots += [[t for t in (bench.gradient, bench.master, bench.rounded) if t is not None]]
+        slots += [[t for t in (bench.gradients.memory, bench.master, bench.rounded) if t is not None]]
         tiers.close()
     assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
     if tiers.resting.filed is not None:

@@ -85,6 +85,11 @@ def test_a_lane_that_fails_is_heard_by_the_backward_that_waits_for_it(ranks):
     assert ranks(1).run(homes.lane_breaks, Case((HOST,), clip=None, backlog=1)) == [("a lane broke", True)]
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_lane_that_fails_with_all_its_slots_in_use_holds_nobody_up(ranks, share):
+    assert ranks(1).run(homes.lane_breaks, Case((HOST,), clip=None, share=share))[0][0] == "a lane broke"
+
+
 def test_the_bytes_that_move_are_those_that_must(ranks):
     """A streamed piece: master and two moments, 12 bytes, up and down, of which 2 stay where the parameter is their rounding.
     One on the cores: the gradient down, the new parameter up. On disk: 12 bytes read and written, to whole pages."""
