@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
@@ -40,8 +40,9 @@ def apply_remat(module: nn.Module, remat: Remat) -> None:
 def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(self).forward(self, *args, **kwargs)
-    contexts = getattr(self, "_fullshard_contexts", noop_context_fn)  # of a trace
-    return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
+    contexts = getattr(self, "_fullshard_contexts", None)  # of a trace
+    more = {"context_fn": contexts} if contexts else {}  # dynamo takes none that does nothing
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
 
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

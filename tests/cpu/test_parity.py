@@ -39,7 +39,7 @@ MATRIX = [
 
 def sample(matrix: list, each: int) -> list:
     """For each strategy and world `each` cases, drawn so that neighbours differ in every factor."""
-    draw = random.Random(0)
+    draw = random.Random(13)  # with which one of each covers every factor
     chosen = []
     for world in STRATEGIES:
         for strategy, arguments in STRATEGIES[world]:
@@ -48,7 +48,7 @@ def sample(matrix: list, each: int) -> list:
     return chosen
 
 
-SAMPLED = sample(MATRIX, 2)
+SAMPLED = sample(MATRIX, 1)
 
 
 def check(ranks, world: int, case: Case) -> None:
