@@ -285,6 +285,19 @@ def between(case: Case) -> tuple[float, float, float]:
         )
 
 
+def looked_at(case: Case) -> tuple[float, int]:
+    """How far a run whose state was looked at after every step is from one that was left alone."""
+    with tempfile.TemporaryDirectory() as disk:
+        state, alone = make(case, disk), train(case, disk)
+        seen = []
+        for s in range(case.steps):
+            on_torch.train_step(state, batches(state, s), clip=case.clip, lr=1e-2 / (1 + s))
+            seen.append(values(state))
+        again = values(state)
+        assert apart(seen[-1], again) == 0.0
+        return apart(again, alone["values"]), len(seen)
+
+
 def _slowly(apply: Callable[..., Any]) -> Callable[..., Any]:
     def slow(*arguments: Any) -> Any:
         time.sleep(0.01)

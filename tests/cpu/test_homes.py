@@ -133,6 +133,14 @@ def test_a_shard_on_disk_is_read_once_a_gather_and_written_once_a_step(ranks, cl
     assert found["moved"]["written"] == sum(pages.values())
 
 
+def test_looking_at_the_state_between_steps_changes_nothing(ranks):
+    """State that is streamed rests packed while training runs, and is made whole for whoever looks."""
+    for share in (0.0, 0.5):
+        for apart, steps in ranks(2).run(homes.looked_at, Case((HOST, Home()), compute="bf16", share=share, steps=4)):
+            assert apart == 0.0
+            assert steps == 4
+
+
 def test_evaluations_between_steps_see_the_new_parameters(ranks):
     for apart, loss, ends_apart in ranks(2).run(homes.between, Case((BOTH, FILED), compute="bf16")):
         assert apart < 1e-6 < loss
@@ -160,6 +168,12 @@ def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other
     assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "shelf"))) < 1e-6
 
 
+def test_a_checkpoint_of_packed_state_goes_on_on_the_device_and_back(ranks, tmp_path):
+    packed, plain = (Case(homes_, compute="bf16", share=0.0) for homes_ in ((HOST,), (Home(),)))
+    for i, pair in enumerate(((packed, plain), (plain, packed))):
+        assert max(ranks(2).run(homes.carried, *pair, str(tmp_path / f"shelf-{i}"))) < 1e-6
+
+
 def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     part, _ = ranks(1).run(homes.dealt, 0.25)[0]
     assert part == pytest.approx(0.25, abs=0.05)  # of nine pieces; half, if nobody says
@@ -167,7 +181,7 @@ def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     assert "beside the plan's own 0.25" in said
 
 
-@pytest.mark.parametrize("case", [Case((HOST, DISK, Home())), Case((DISK,), frozen="norm", compute="bf16"), Case()], ids=str)
+@pytest.mark.parametrize("case", [Case((HOST, DISK, Home())), Case((DISK, HOST), frozen="norm", compute="bf16"), Case()], ids=str)
 def test_without_room_for_a_copy_a_checkpoint_is_written_from_where_the_state_is(ranks, tmp_path, case):
     for found in ranks(2).run(homes.saved_in_place, case, str(tmp_path)):
         assert found["same"] == 2  # both ranks' files, to the byte
