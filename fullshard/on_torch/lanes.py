@@ -11,7 +11,6 @@ there: copies of many parts are one call, and views that stay the same are made 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from fullshard.on_torch.one_pass import OnePass, library
 from fullshard.on_torch.packing import pack, unpack
 from fullshard.on_torch.rule import Rule, apply_rule
 from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.on_torch.trays import Bench, Slot, Tray, segment_views
 
 POSTING = 4  # cores that narrow parameters on their way to host memory
 LATER = Moment()  # of a piece that is still being worked on: it is issued by who ends it
@@ -136,72 +136,6 @@ class Lane:
     def fail(self, error: BaseException) -> None:
         self.error = error
         self.worker.release()
-
-
-def _set() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-@dataclass
-class Slot:
-    """Staging memory of the device for one piece's state; free again after `free`."""
-
-    state: list[Tensor]
-    free: Moment = DONE
-    filled: Moment = DONE
-    idle: threading.Event = field(default_factory=_set)  # what it holds is queued to go back
-    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
-
-    def of(self, piece: Piece) -> list[Tensor]:
-        if piece.number not in self.views:
-            first, *moments = self.state
-            first = first.view(torch.int16) if piece.packed else first
-            self.views[piece.number] = [t[: piece.elements] for t in (first, *moments)]
-        return self.views[piece.number]
-
-
-@dataclass
-class Gradients:
-    """Memory for the gradients of one piece."""
-
-    memory: Tensor
-    views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
-
-    def of(self, piece: Piece) -> list[Tensor]:
-        """By segment."""
-        if piece.number not in self.views:
-            self.views[piece.number] = segment_views(self.memory, piece)
-        return self.views[piece.number]
-
-
-@dataclass
-class Bench:
-    """Memory of the device that one piece after the other is updated in."""
-
-    gradients: Gradients
-    master: Tensor | None  # where pieces come packed
-    rounded: Tensor | None  # the parameters, where pieces come packed or go on to the host
-
-
-@dataclass
-class Tray:
-    """Memory of the host for one piece that the cores update: its gradients come to it, its new parameters go from it."""
-
-    gradients: Gradients
-    rounded: Tensor | None  # None: they rest on the host
-    filled: Moment = DONE
-    sent: Moment = DONE
-    idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
-
-
-def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:
-    """A piece's segments in flat memory; whole parameters in their own shape, so that gradients are copied as they come."""
-    found = [memory[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
-    if flat:
-        return found
-    return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]
 
 
 class Streamed:

@@ -24,12 +24,13 @@ from fullshard.on_torch.crew import Crew
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.homes import Away, gradient_dtype, local
 from fullshard.on_torch.jobs import Go, Job
-from fullshard.on_torch.lanes import Bench, Cores, Gradients, Lane, Slot, Streamed, Tray, segment_views
+from fullshard.on_torch.lanes import Cores, Lane, Streamed
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
 from fullshard.on_torch.resting import Resting
 from fullshard.on_torch.share import update_threads
 from fullshard.on_torch.streams import Moment, Stream
+from fullshard.on_torch.trays import Bench, Gradients, Slot, Tray, segment_views
 from fullshard.pieces import DISK_SLOTS, TRAYS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan
