@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from fullshard.errors import FullshardError, nearest
-from fullshard.pieces import STAGING
+from fullshard.pieces import STAGING, TOLD
 from fullshard.text import spans, table
 
 VERSION = 4  # 1 had no staging, 2 no cpu_share, 3 no backlog
@@ -260,10 +260,18 @@ class Plan:
         return self.precision.compute if alone else self.precision.reduce
 
     def packs(self, home: Home, slots: int) -> bool:
-        """Whether state that is streamed past the device leaves there the half of the master that its parameter tells.
-        `slots`: the optimizer's tensors for each parameter; the second moment takes a mark along."""
-        kinds = (self.precision.compute, self.precision.master, home.params, home.optimizer)
-        return kinds == ("bf16", "fp32", "device", "host") and slots == 2
+        """Whether a master rests as what its parameter does not tell of it: on the device or beside it on the host, as the
+        other half. `slots`: the optimizer's tensors for each parameter; the second moment takes a mark along."""
+        kinds = (self.precision.compute, self.precision.master, home.optimizer)
+        return kinds == ("bf16", "fp32", "host") and home.params != "disk" and slots == 2
+
+    def pairs(self, home: Home, slots: int) -> bool:
+        """Whether the parameters rest in the half of the master's memory that packing it frees."""
+        return home.params == "host" and self.packs(home, slots)
+
+    def told(self, home: Home, slots: int) -> int:
+        """Bytes of state, an element, that need not travel to the device, as the parameter there tells them."""
+        return TOLD if home.params == "device" and self.packs(home, slots) else 0
 
     # -- the other forms of a plan ---------------------------------------------------------------
 

@@ -45,6 +45,11 @@ class Piece:
     packed: bool = False  # its master rests as what the parameter does not tell of it
 
     @property
+    def paired(self) -> bool:
+        """Whether it rests packed with its parameters beside it, in the master's memory."""
+        return self.packed and self.away.unit.home.params == "host"
+
+    @property
     def elements(self) -> int:
         return self.stop - self.start
 

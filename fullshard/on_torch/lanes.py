@@ -35,7 +35,7 @@ class Store(Protocol):
     """Where master and moments rest."""
 
     def open(self, piece: Piece) -> tuple[list[Tensor], Moment]:
-        """Memory of the piece's master and moments, and when it holds them."""
+        """Memory of the piece's master and moments, and when it holds them; of a pair's low halves, moments and parameters."""
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
         """The piece's memory has, after `changed`, new values; None: it is as it was."""
@@ -188,8 +188,9 @@ class Streamed:
 
     def _return(self, piece: Piece, slot: Slot, resting: list[Tensor], updated: Moment) -> None:
         try:
-            slot.free = self.bus.down.send(resting, slot.of(piece), updated)
-            self.bus.moved_down += sum(t.nbytes for t in resting)
+            state = resting[: 1 + self.rule.slots]  # the parameters of a pair have gone ahead
+            slot.free = self.bus.down.send(state, slot.of(piece)[: len(state)], updated)
+            self.bus.moved_down += sum(t.nbytes for t in state)
             self.store.close(piece, slot.free)
         except BaseException as error:
             self.failed(error)
@@ -219,21 +220,28 @@ class Streamed:
         if not piece.packed:
             return staged
         assert self.bench.master is not None
-        assert self.bench.rounded is not None
-        low, first, second = staged
-        master, rounded = self.bench.master[: piece.elements], self.bench.rounded[: piece.elements]
-        torch._foreach_copy_(segment_views(rounded, piece, flat=True), self.store.shards_of(piece))
+        low, first, second = staged[:3]
+        master, rounded = self.bench.master[: piece.elements], self._rounded(piece, staged)
+        if not piece.paired:
+            torch._foreach_copy_(segment_views(rounded, piece, flat=True), self.store.shards_of(piece))
         unpack(rounded, low, second, master)
         return [master, first, second]
+
+    def _rounded(self, piece: Piece, staged: list[Tensor]) -> Tensor:
+        """The memory of a packed piece's parameters: they came along, or are copied together on the device."""
+        if piece.paired:
+            return staged[3]
+        assert self.bench.rounded is not None
+        return self.bench.rounded[: piece.elements]
 
     def _out(self, piece: Piece, master: Tensor, staged: list[Tensor]) -> Moment:
         """New parameters on their way, and the state as it goes back."""
         if not piece.packed:
-            return self.emit(piece, master, self.bench.rounded, self.work)
-        assert self.bench.rounded is not None
-        rounded = self.bench.rounded[: piece.elements].copy_(master)
-        new = self.emit(piece, rounded, None, self.work)
-        low, _, second = staged
+            out = self.bench.rounded if piece.away.unit.home.params != "device" else None
+            return self.emit(piece, master, out, self.work)
+        rounded = self._rounded(piece, staged)
+        new = self.emit(piece, master, rounded, self.work)
+        low, _, second = staged[:3]
         pack(master, rounded, low, second)
         return new
 
@@ -286,8 +294,9 @@ class Cores:
         gradient, filled = job.drained.get(piece.number, (tray.gradients.memory, tray.filled))
         for moment in (filled, there):
             moment.wait()
-        rounded = tray.rounded if piece.away.unit.home.params == "device" else None
-        update = OnePass(self.rule, resting, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
+        rounded = resting[3] if piece.paired else tray.rounded if piece.away.unit.home.params == "device" else None
+        state = resting[: 1 + self.rule.slots]
+        update = OnePass(self.rule, state, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
         calls = update.calls((start, stop, job.steps[i], job.groups[i]) for start, stop, i in job.runs(piece))
         self.crew.share(update.run, calls, partial(self._updated, job, piece, tray, resting[0]))
         return LATER
@@ -311,7 +320,7 @@ class Cores:
         try:
             if piece.away.unit.home.params == "device":
                 new = tray.sent = self._up(job, piece, tray)
-            else:
+            elif not piece.paired:  # of a pair, the parameters were updated where they rest
                 new = self.emit(piece, master, None, self.work)
             self.store.close(piece, new)
         except BaseException as error:
@@ -341,7 +350,7 @@ def _raised(error: BaseException) -> None:
 
 
 class Emit(Protocol):
-    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`. `out`: memory to
-    narrow them in on the way from the device."""
+    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`. `out`: memory of the
+    device to narrow them in on the way."""
 
     def __call__(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment: ...

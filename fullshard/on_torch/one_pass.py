@@ -1,4 +1,5 @@
 """An update by the CPU's cores in one pass over memory: the gradient as it came in, the new parameter out in the compute dtype.
+A master that rests packed is made whole on the way and packed again.
 
 The host's memory is what such updates wait for, and torch's kernels would go over it three times: to widen a gradient, to
 update, to narrow. `update.c` does it in one, outside the interpreter, with the same result to the bit. It is compiled once
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.packing import pack, unpack
 from fullshard.on_torch.rule import Rule, apply_rule
 
 SOURCE = Path(__file__).with_name("update.c")
@@ -37,8 +39,9 @@ class Numbers(ctypes.Structure):
 
 
 class OnePass:
-    """The update of a piece. `rounded`: memory for the new parameters in the compute dtype, if they are wanted. `threads`: of
-    each call, where it is compiled; torch's kernels get one, as calls of others run beside."""
+    """The update of a piece. `rounded`: memory for the new parameters in the compute dtype, if they are wanted; it holds the
+    old ones where the master is packed (int16). `threads`: of each call, where it is compiled; torch's kernels get one, as
+    calls of others run beside."""
 
     def __init__(
         self,
@@ -69,13 +72,21 @@ class OnePass:
         self.compiled(*at, stop - start, ctypes.byref(numbers), self.threads)
 
     def _by_torch(self, start: int, stop: int, step: int, group: dict[str, Any]) -> None:
-        master, *moments = [t[start:stop] for t in self.state]
+        low, *moments = [t[start:stop] for t in self.state]
+        rounded = None if self.rounded is None else self.rounded[start:stop]
+        master = low
+        if low.dtype is torch.int16:
+            assert rounded is not None
+            master = torch.empty_like(moments[0])
+            unpack(rounded, low, moments[1], master)
         own = self.gradient[start:stop].to(master.dtype)
         for factor in self.factors:
             own.mul_(factor)
         apply_rule(self.rule, master, own, moments, step, group)
-        if self.rounded is not None:
-            self.rounded[start:stop].copy_(master)
+        if rounded is not None:
+            rounded.copy_(master)
+            if master is not low:
+                pack(master, rounded, low, moments[1])
 
 
 def _numbers(rule: Rule, factors: Sequence[float], step: int, group: dict[str, Any]) -> Numbers:
@@ -103,10 +114,11 @@ def _fitting(
     """The compiled function for these, if there is one."""
     kinds = {torch.float32: "from_fp32", torch.bfloat16: "from_bf16"}
     narrow = rounded is None or rounded.dtype is torch.bfloat16
-    adam = rule.kind in ("adamw", "adam") and all(t.dtype is torch.float32 for t in state)
+    packed = state[0].dtype is torch.int16
+    adam = rule.kind in ("adamw", "adam") and all(t.dtype is torch.float32 for t in state[packed:])
     if not (adam and narrow and gradient.dtype in kinds and len(factors) <= 2) or library() is None:
         return None
-    return getattr(library(), kinds[gradient.dtype] + ("" if rounded is None else "_rounded"))
+    return getattr(library(), kinds[gradient.dtype] + ("_packed" if packed else "" if rounded is None else "_rounded"))
 
 
 @cache
@@ -144,7 +156,7 @@ def _compile(target: Path) -> None:
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("from_fp32", "from_bf16"):
-        for end in ("", "_rounded"):
+        for end in ("", "_rounded", "_packed"):
             function = getattr(found, name + end)
             function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_ssize_t, ctypes.POINTER(Numbers), ctypes.c_int]
             function.restype = None

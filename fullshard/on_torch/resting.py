@@ -5,7 +5,7 @@ the device before FSDP gathers from them. Knows nothing of updates.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,19 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.filed import Filed
 from fullshard.on_torch.homes import Away, Piece, away_units, gradient_dtype, local, shadow
-from fullshard.on_torch.packing import pack, unpack
+from fullshard.on_torch.packed import Packed
+from fullshard.on_torch.packing import halves
 from fullshard.on_torch.private import GatherGroup, gather_group
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.rule import Rule, rule_of
 from fullshard.on_torch.share import measured_share
 from fullshard.on_torch.spooled import Spooled, Stored
 from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.on_torch.trays import segment_views
 from fullshard.optimizer import Optimizer
-from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, WRITE_SLOTS, deal, filed
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TRAYS, WRITE_SLOTS, deal, filed
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, refuse_more_than, room
-
-PART = 1 << 22  # elements that are packed at a time
 
 
 class Resting:
@@ -50,7 +50,8 @@ class Resting:
         pieces = [p for a in units for p in a.pieces]
         for piece, lane in zip(pieces, deal(len(pieces), cpu_share), strict=True):
             piece.lane = lane if piece.away.unit.home.optimizer != "device" else "gpu"
-            piece.packed = piece.lane == "gpu" and plan.packs(piece.away.unit.home, rule.slots)
+            home = piece.away.unit.home
+            piece.packed = plan.packs(home, rule.slots) and (piece.lane == "gpu" or home.params == "host")
         self.largest = max((p.elements for p in pieces), default=0)
         nbytes = room(self._sizes())
         why = "the optimizer's state and parameters in host memory"
@@ -62,7 +63,7 @@ class Resting:
         if spooled:
             assert disk is not None
             self.spooled = Spooled(spooled, rule, self.master, disk, self.arena, self.largest)
-        self.shards = {id(a): self._take(sum(a.padded), self.compute) for a in units if a.unit.home.params == "host"}
+        self.shards = {id(a): self._take(self._apart(a), self.compute) for a in units if a.unit.home.params == "host"}
         on_disk = [a for a in units if a.unit.home.params == "disk"]
         self.filed: Filed | None = None
         if on_disk:
@@ -71,7 +72,7 @@ class Resting:
         self.changed: dict[int, Moment] = {}  # by piece: when its memory holds the last update
         self.views: dict[int, list[Tensor]] = {}  # by piece: its master and moments
         self.shard_views: dict[int, list[Tensor]] = {}  # by piece: where its segments' parameters rest
-        self.packed = False  # those pieces that are, now; whole units are looked at as they are, wide
+        self.packed = Packed(pieces, self._wide, self.shards_of, device)
         self.up = Stream(device)
         self.fetched: dict[int, Moment] = {}
         self.fetched_bytes = self.emitted_bytes = 0  # shards up, new parameters down
@@ -87,7 +88,7 @@ class Resting:
             if a.unit.home.optimizer == "host":
                 sizes += [a.elements * master, *[a.moving * master] * self.rule.slots]
             if a.unit.home.params == "host":
-                sizes.append(sum(a.padded) * compute)
+                sizes.append(self._apart(a) * compute)
         cores = min(TRAYS, sum(p.lane == "cpu" for a in self.units for p in a.pieces))
         sizes += [self.largest * gradient_dtype(self.plan).itemsize] * cores
         sizes += [self.largest * compute] * cores if self.sends else []
@@ -96,6 +97,14 @@ class Resting:
         if on_disk := [filed(a.elements, a.moving, compute) for a in self.units if a.unit.home.params == "disk"]:
             sizes += [max(on_disk)] * READ_SLOTS + [self.largest * compute] * WRITE_SLOTS
         return sizes
+
+    def _pairs(self, away: Away) -> bool:
+        return self.plan.pairs(away.unit.home, self.rule.slots)
+
+    def _apart(self, away: Away) -> int:
+        """Elements of the host's memory that is for a unit's parameters alone: where the others lie beside what is left of
+        their master, the frozen ones, which have no moment to take a mark along."""
+        return away.elements - away.moving if self._pairs(away) else sum(away.padded)
 
     @property
     def sends(self) -> bool:
@@ -117,50 +126,11 @@ class Resting:
         if piece.away.unit.home.optimizer == "disk":
             return self._spooled.open(piece)
         if piece.number not in self.views:
-            self.views[piece.number] = self._packed(piece) if piece.packed else self._wide(piece)
+            self.views[piece.number] = self.packed.views(piece) if piece.packed else self._wide(piece)
         return self.views[piece.number], self.changed.get(piece.number, DONE)
 
     def _wide(self, piece: Piece) -> list[Tensor]:
         return [t[piece.start : piece.stop] for t in self.flats[id(piece.away)]]
-
-    def _packed(self, piece: Piece) -> list[Tensor]:
-        """In the first half of the master's memory, what the parameters do not tell of it."""
-        master, *moments = self._wide(piece)
-        return [master.view(torch.int16)[: piece.elements], *moments]
-
-    def pack(self) -> None:
-        """Before pieces are opened."""
-        if not self.packed:
-            for piece, rounded in self._packable():
-                (master, _, second), low = self._wide(piece), self._packed(piece)[0]
-                for part in _parts(piece):
-                    values, moment, half = self._here(master[part]), self._here(second[part]), self._like(low[part])
-                    pack(values, rounded[part], half, moment)
-                    low[part], second[part] = half, moment
-            self.packed = True
-
-    def widen(self) -> None:
-        """Before whole units are looked at; at rest."""
-        if self.packed:
-            for piece, rounded in self._packable():
-                (low, _, second), master = self._packed(piece), self._wide(piece)[0]
-                for part in reversed(_parts(piece)):  # the low halves lie in the first half of what is written
-                    half, moment, values = self._here(low[part]), self._here(second[part]), self._like(master[part])
-                    unpack(rounded[part], half, moment, values)
-                    master[part], second[part] = values, moment
-            self.packed = False
-
-    @torch.no_grad()
-    def _packable(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Pieces that rest packed while training runs, with their parameters, on the device."""
-        for piece in (p for a in self.units for p in a.pieces if p.packed):
-            yield piece, torch.cat(self.shards_of(piece))
-
-    def _here(self, values: Tensor) -> Tensor:
-        return values.to(self.device, copy=True)
-
-    def _like(self, values: Tensor) -> Tensor:
-        return torch.empty_like(values, device=self.device)
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
         if changed is None and piece.away.unit.home.params == "disk":
@@ -187,7 +157,7 @@ class Resting:
 
     def begin(self) -> None:
         """A step begins."""
-        self.pack()
+        self.packed.pack()
         if self.filed is not None:
             self.filed.begin()
 
@@ -209,10 +179,9 @@ class Resting:
 
     def emit(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment:
         """New parameters, to where the unit's shards rest."""
-        if piece.away.unit.home.params != "device" and values.is_cuda:  # narrow on the device: half the bytes over the bus
-            assert out is not None
+        if out is not None:  # narrow on the device: half the bytes over the bus
             values = out[: piece.elements].copy_(values)
-            self.emitted_bytes += values.nbytes
+            self.emitted_bytes += values.nbytes if piece.away.unit.home.params != "device" else 0
         if piece.away.unit.home.params == "disk":
             return self._filed.emit(piece, values, stream)
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
@@ -229,11 +198,14 @@ class Resting:
         away = piece.away
         if away.unit.home.params == "device":
             return [local(away.params[s.parameter]).view(-1)[s.start : s.stop] for s in piece.segments]
+        if piece.paired:
+            return segment_views(halves(self._wide(piece)[0])[1], piece, flat=True)
         starts, shards = _starts(away), self.shards[id(away)]
         return [shards[starts[s.parameter] + s.start : starts[s.parameter] + s.stop] for s in piece.segments]
 
     def fetch(self, away: Away, after: list[Moment]) -> Moment:
         """Bring a unit's shards to the device, for one gather."""
+        self.packed.pack()  # an evaluation may follow a save
         shelf = self._filed.fetch(away) if away.unit.home.params == "disk" else None
         with self.up, torch.no_grad():
             self.up.after(self.consumed, *after)
@@ -252,8 +224,18 @@ class Resting:
 
     def _on_host(self, away: Away) -> list[tuple[int, int, Tensor]]:
         """(parameter, where in the memory that it is gathered from, values) of a unit's shards."""
+        if self._pairs(away):
+            every = [pair for piece in away.pieces for pair in zip(piece.segments, self.shards_of(piece), strict=True)]
+            frozen = range(away.trained, len(away.params))
+            return [(s.parameter, s.start, part) for s, part in every] + [(i, 0, self._own(away, i)) for i in frozen]
         spans = zip(_starts(away), away.padded, strict=True)
         return [(i, 0, self.shards[id(away)][at : at + size]) for i, (at, size) in enumerate(spans)]
+
+    def _own(self, away: Away, index: int) -> Tensor:
+        """Where a parameter lies in the memory that is for parameters alone."""
+        low, high = away.spans[index]
+        at = low - away.moving if self._pairs(away) else _starts(away)[index]
+        return self.shards[id(away)][at : at + high - low]
 
     def arrived(self, away: Away) -> None:
         """The current stream goes on when the unit's shards are on the device."""
@@ -276,11 +258,12 @@ class Resting:
 
     def memory(self, away: Away) -> list[Tensor]:
         """A unit's master and moments in memory; where they rest on disk, a copy, until `give_back`."""
-        self.widen()
+        self.packed.widen()
         return self.flats[id(away)] if away.unit.home.optimizer != "disk" else self._spooled.borrow(away)
 
     def give_back(self, *, changed: bool) -> None:
         """Nobody looks at whole units any more."""
+        self.packed.looked_at = False
         for away in self.units:
             if away.unit.home.optimizer == "disk":
                 self._spooled.give_back(away, changed=changed)
@@ -322,9 +305,8 @@ class Resting:
             values = away.view(flat, i)
             if away.unit.home.params == "device":
                 local(p).copy_(values)
-            else:
-                at = _starts(away)[i]
-                self.shards[id(away)][at : at + values.numel()].copy_(values.reshape(-1))
+            elif i >= away.trained or not self._pairs(away):  # what rests in pairs is made when it is packed again
+                self._own(away, i).copy_(values.reshape(-1))
 
     def _put_away(self, away: Away) -> None:
         if away.unit.home.params != "device":
@@ -336,8 +318,9 @@ class Resting:
             memory.untyped_storage().resize_(0)
 
     def tensors(self, away: Away, *, at_rest: bool = False) -> list[dict[str, Tensor]]:
-        """For each parameter its master and moments, as tensors cut like it. `at_rest`: those on disk stay there, and are
-        shown on meta."""
+        """For each parameter its master and moments, as tensors cut like it, until `give_back`. `at_rest`: those on disk
+        stay there, and are shown on meta."""
+        self.packed.looked_at = True
         flats = self._meta(away) if at_rest and away.unit.home.optimizer == "disk" else self.memory(away)
         found = []
         for i, p in enumerate(away.params):
@@ -387,15 +370,10 @@ def make_resting(
     share = plan.cpu_share if cpu_share is None else cpu_share
     sent = gradient_dtype(plan).itemsize + TORCH[plan.precision.compute].itemsize
     state = (1 + rule.slots) * TORCH[plan.precision.master].itemsize
-    streamed = min(state - TOLD * plan.packs(a.unit.home, rule.slots) for a in units)
+    streamed = min(state - plan.told(a.unit.home, rule.slots) for a in units)
     share = measured_share(device, rule, streamed, sent) if share is None else share
     path = Path(disk) if disk is not None else None
     return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
-
-
-def _parts(piece: Piece) -> list[slice]:
-    """A piece in parts for which the device has room in any case."""
-    return [slice(a, min(a + PART, piece.elements)) for a in range(0, piece.elements, PART)]
 
 
 def _starts(away: Away) -> list[int]:

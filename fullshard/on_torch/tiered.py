@@ -104,14 +104,14 @@ class Tiered:
     def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
         """Memory of the device for pieces that are streamed past it; none where no piece is."""
         master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
-        kinds = {p.packed for a in self.units for p in a.pieces if p.lane == "gpu"}
-        first = master if False in kinds else torch.int16
-        outs = any(a.unit.home.params != "device" for a in self.units)
+        streamed = [p for a in self.units for p in a.pieces if p.lane == "gpu"]
+        first = master if any(p.paired or not p.packed for p in streamed) else torch.int16
+        apart = any(p.packed or p.away.unit.home.params != "device" for p in streamed if not p.paired)
         memory = partial(make, device=self.device)
         slots = [Slot([memory(dtype=t) for t in (first, *[master] * self.rule.slots)]) for _ in range(ring)]
         gradient = memory(dtype=master) if ring else torch.empty(0)
-        wide = memory(dtype=master) if True in kinds else None
-        return slots, Bench(Gradients(gradient), wide, memory(dtype=compute) if ring and (outs or True in kinds) else None)
+        wide = memory(dtype=master) if any(p.packed for p in streamed) else None
+        return slots, Bench(Gradients(gradient), wide, memory(dtype=compute) if apart else None)
 
     def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self.resting.arena.take(elements * dtype.itemsize).view(dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.homes import Piece
+from fullshard.on_torch.packing import halves
 from fullshard.on_torch.streams import DONE, Moment
 
 
@@ -29,10 +30,16 @@ class Slot:
     views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
 
     def of(self, piece: Piece) -> list[Tensor]:
+        """As the piece rests."""
         if piece.number not in self.views:
             first, *moments = self.state
-            first = first.view(torch.int16) if piece.packed else first
-            self.views[piece.number] = [t[: piece.elements] for t in (first, *moments)]
+            moments = [t[: piece.elements] for t in moments]
+            if piece.paired:
+                low, rounded = halves(first[: piece.elements])
+                self.views[piece.number] = [low, *moments, rounded]
+            else:
+                first = first.view(torch.int16) if piece.packed else first
+                self.views[piece.number] = [first[: piece.elements], *moments]
         return self.views[piece.number]
 
 
@@ -56,7 +63,7 @@ class Bench:
 
     gradients: Gradients
     master: Tensor | None  # where pieces come packed
-    rounded: Tensor | None  # the parameters, where pieces come packed or go on to the host
+    rounded: Tensor | None  # the parameters, where pieces come packed without them, or go on to the host
 
 
 @dataclass

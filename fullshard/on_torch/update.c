@@ -1,6 +1,6 @@
 /* Adam's update of a run of parameters by a few cores, in one pass over memory: the gradient as it came, in bf16 or fp32,
-   and the new parameter also in bf16. Step by step the arithmetic of torch's fused kernels for the CPU, so that both give
-   the same bits. Each core takes the next chunk when it is done with its own: on rented machines they are not equally fast.
+   and the new parameter also in bf16; the master as it is, or packed (packing.py). Step by step the arithmetic of torch's
+   fused kernels for the CPU, so that both give the same bits. Each core takes the next chunk when it is done with its own: on rented machines they are not equally fast.
    Compiled by one_pass.py. */
 
 #include <math.h>
@@ -19,41 +19,66 @@ struct numbers {
     float root, eps, step;
 };
 
-static inline float widen(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
+static inline float widen(uint16_t half) { return float_of((uint32_t)half << 16); }
+
 static inline uint16_t narrow(float value) { /* to the nearest, and to the even one of two */
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
+    uint32_t bits = bits_of(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (uint16_t)(value == value ? rounded : 0x7fc0u);
 }
 
+#define SIGN 0x80000000u
+#define MIDDLE 0x8000u /* the low half of a value between two roundings */
+
+static inline float whole(uint16_t rounded, uint16_t low, float second) {
+    uint32_t from_above = (low == MIDDLE) & (bits_of(second) >> 31);
+    return float_of(((uint32_t)rounded << 16) + (uint32_t)(int32_t)(int16_t)low + (from_above << 16));
+}
+
+static inline float marked(float second, float value, uint16_t rounded) {
+    uint32_t bits = bits_of(value), from_above = ((bits & 0xffffu) == MIDDLE) & (bits >> 16 == rounded);
+    return float_of((bits_of(second) & ~SIGN) | from_above << 31);
+}
+
 #define AT(out, at) ((out) ? (out) + (at) : (out))
 
-#define UPDATE(NAME, GRADIENT, READ, WRITE)                                                                                   \
-    static void NAME##_chunk(float *restrict master, const GRADIENT *restrict gradient, float *restrict first,                \
+/* Reads the master `p` and the second moment `v` of an element, and writes them. */
+#define READ_WIDE(i) float p = master[i], v = second[i]
+#define WRITE_WIDE(i) master[i] = p, second[i] = v
+#define WRITE_ROUNDED(i) master[i] = p, second[i] = v, rounded[i] = narrow(p)
+#define READ_PACKED(i) float p = whole(rounded[i], master[i], second[i]), v = float_of(bits_of(second[i]) & ~SIGN)
+#define WRITE_PACKED(i) rounded[i] = narrow(p), master[i] = (uint16_t)bits_of(p), second[i] = marked(v, p, narrow(p))
+
+#define UPDATE(NAME, MASTER, GRADIENT, READ, WRITE, WIDEN)                                                                    \
+    static void NAME##_chunk(MASTER *restrict master, const GRADIENT *restrict gradient, float *restrict first,               \
                              float *restrict second, uint16_t *restrict rounded, ptrdiff_t count, const struct numbers *n) {  \
         const float f0 = n->factor[0], f1 = n->factor[1], kept = n->kept, decay = n->decay, lerp = n->lerp;                   \
         const float near_gradient = n->near_gradient, beta2 = n->beta2, rest2 = n->rest2;                                     \
         const float root = n->root, eps = n->eps, step = n->step;                                                             \
         for (ptrdiff_t i = 0; i < count; i++) {                                                                               \
-            float p = master[i] * kept;                                                                                       \
-            float g = fmaf(p, decay, READ(gradient[i]) * f0 * f1);                                                            \
+            READ(i);                                                                                                          \
+            p = p * kept;                                                                                                     \
+            float g = fmaf(p, decay, WIDEN(gradient[i]) * f0 * f1);                                                           \
             float m = fmaf(lerp, g - first[i], near_gradient != 0.0f ? g : first[i]);                                         \
-            float v = fmaf(rest2 * g, g, second[i] * beta2);                                                                  \
+            v = fmaf(rest2 * g, g, v * beta2);                                                                                \
             p = p + step * m / (sqrtf(v) / root + eps);                                                                       \
-            master[i] = p;                                                                                                    \
             first[i] = m;                                                                                                     \
-            second[i] = v;                                                                                                    \
-            WRITE(rounded, i, p);                                                                                             \
+            WRITE(i);                                                                                                         \
         }                                                                                                                     \
     }                                                                                                                         \
-    void NAME(float *master, const GRADIENT *gradient, float *first, float *second, uint16_t *rounded, ptrdiff_t count,       \
+    void NAME(MASTER *master, const GRADIENT *gradient, float *first, float *second, uint16_t *rounded, ptrdiff_t count,      \
               const struct numbers *n, int threads) {                                                                         \
         const ptrdiff_t chunks = (count + CHUNK - 1) / CHUNK;                                                                 \
         _Pragma("omp parallel for num_threads(threads) schedule(dynamic)")                                                    \
@@ -64,10 +89,10 @@ static inline uint16_t narrow(float value) { /* to the nearest, and to the even 
     }
 
 #define AS_IT_IS(x) (x)
-#define KEEP(out, i, p) (out)[i] = narrow(p)
-#define DROP(out, i, p) (void)(out)
 
-UPDATE(from_fp32, float, AS_IT_IS, DROP)
-UPDATE(from_fp32_rounded, float, AS_IT_IS, KEEP)
-UPDATE(from_bf16, uint16_t, widen, DROP)
-UPDATE(from_bf16_rounded, uint16_t, widen, KEEP)
+UPDATE(from_fp32, float, float, READ_WIDE, WRITE_WIDE, AS_IT_IS)
+UPDATE(from_fp32_rounded, float, float, READ_WIDE, WRITE_ROUNDED, AS_IT_IS)
+UPDATE(from_fp32_packed, uint16_t, float, READ_PACKED, WRITE_PACKED, AS_IT_IS)
+UPDATE(from_bf16, float, uint16_t, READ_WIDE, WRITE_WIDE, widen)
+UPDATE(from_bf16_rounded, float, uint16_t, READ_WIDE, WRITE_ROUNDED, widen)
+UPDATE(from_bf16_packed, uint16_t, uint16_t, READ_PACKED, WRITE_PACKED, widen)

@@ -1,14 +1,15 @@
 """What rests away from the device, in bytes: pieces of the update and who does them, arenas, staging, files.
 
 An away unit's shard, which is gathered from, is in the compute dtype; its master and moments lie in its home; its
-gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py)
+gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py) A shard in host memory may be half of the
+master there, and then takes no memory of its own. (on_torch/packed.py)
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, WRITE_SLOTS, Lane, cut, deal, filed
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TRAYS, WRITE_SLOTS, Lane, cut, deal, filed
 from fullshard.plan import Place, Plan
 from fullshard.planner.groups import Group, item
 
@@ -117,7 +118,8 @@ class Away:
 
     def staging(self) -> list[int]:
         """Bytes of each device slot: those that state is streamed through; the bench that it is updated on, with the gradient
-        in the master dtype, the master where pieces come packed, and the parameters where they do or go on to the host."""
+        in the master dtype, the master where pieces come packed, and the parameters where they do so without them, or go on
+        to the host."""
         streamed = sum(p.lane == "gpu" for p in self.pieces)
         files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
         slots = min(self.plan.staging, streamed, files)
@@ -126,13 +128,24 @@ class Away:
         return [self.largest * nbytes for nbytes in [slot] * slots + bench]
 
     def streamed(self, piece: Piece) -> int:
-        """Bytes of state, an element, that pass the device and come back."""
-        return self.state - TOLD * self.plan.packs(self.groups[piece.unit].home, self.slots)
+        """Bytes of state, an element, that pass the device and come back; of a pair, parameters among them."""
+        return self.state - self.plan.told(self.groups[piece.unit].home, self.slots)
+
+    def emitted(self, piece: Piece) -> int:
+        """Bytes of new parameters, an element, that leave the device beside the state."""
+        home = self.groups[piece.unit].home
+        return 0 if home.params == "device" or self.plan.pairs(home, self.slots) else self.compute
+
+    def apart(self, group: Group) -> int:
+        """Bytes of a shard away from the device, in memory of its own: all of it, but where it is half of the master, only
+        what is frozen."""
+        return self.compute * (sum(group.shards) - group.moving * self.plan.pairs(group.home, self.slots))
 
     def _bench(self) -> int:
         """Bytes of the memory that pieces are updated in, an element."""
-        packed = any(p.lane == "gpu" and self.streamed(p) < self.state for p in self.pieces)
-        rounded = packed or any(g.home.params != "device" for g in self.groups.values() if g.away)
+        streamed = [p for p in self.pieces if p.lane == "gpu"]
+        packed = any(self.plan.packs(self.groups[p.unit].home, self.slots) for p in streamed)
+        rounded = any(self.streamed(p) < self.state or self.emitted(p) for p in streamed)
         return self.master * (1 + packed) + self.compute * rounded
 
     def _on_disk(self) -> bool:
@@ -142,7 +155,7 @@ class Away:
         """Pinned bytes by term. `activations`: those that are there at once."""
         terms = {
             "optimizer": self._states("host"),
-            "params": self.compute * sum(sum(g.shards) for g in self.groups.values() if g.home.params == "host"),
+            "params": sum(self.apart(g) for g in self.groups.values() if g.home.params == "host"),
             "gradients": self.gradient * sum(p.elements for p in self.pieces if p.lane == "cpu") if self.late else 0,
             "activations": activations,
             "staging": self._host_staging(),

@@ -183,10 +183,10 @@ def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[
     away = Away(plan, held, slots)
     found: dict[str, dict[str, int]] = {}
     for group in held.values():
-        shard = away.compute if group.away else away.master
+        shard = away.apart(group) if group.away else sum(group.shards) * away.master
         state = away.resting(group) if group.away else slots * group.moving * away.master
         for kind, place, nbytes in (
-            ("params", group.home.params, sum(group.shards) * shard),
+            ("params", group.home.params, shard),
             ("optimizer", group.home.optimizer, state),
         ):
             tier = found.setdefault(place, {})

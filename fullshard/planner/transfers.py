@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.cluster import Cluster
-from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TOLD, TRAYS, balanced
+from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TRAYS, balanced
 from fullshard.plan import Plan
 from fullshard.planner.groups import item
 from fullshard.planner.homes import Away, Piece
@@ -27,7 +27,7 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
     p, gradient = plan.precision, item(plan.away_gradients)
-    streamed = (1 + slots) * item(p.master) - TOLD * any(plan.packs(u.home, slots) for u in plan.units)
+    streamed = (1 + slots) * item(p.master) - max(plan.told(u.home, slots) for u in plan.units)
     return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
 
 
@@ -177,7 +177,7 @@ class Transfers:
         done = max(up, ready) + n * self.kernel
         self._take(piece, done)
         there = away.groups[piece.unit].home.params == "device"
-        down = self.lay("pcie_down", done, n * (state + (0 if there else away.compute)) / self.both)
+        down = self.lay("pcie_down", done, n * (state + away.emitted(piece)) / self.both)
         self.staging.give(down)
         return (done if there else down), down
 
