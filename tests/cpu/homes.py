@@ -298,6 +298,54 @@ def looked_at(case: Case) -> tuple[float, int]:
         return apart(again, alone["values"]), len(seen)
 
 
+def _between_roundings(state: on_torch.State) -> None:
+    """Put a third of the masters in the middle between two bf16."""
+    with state.values(changed=True) as found:
+        for name in sorted(found):
+            words = local(found[name]).view(torch.int32)
+            words.view(-1)[::3] = (words.view(-1)[::3] & ~0xFFFF) | 0x8000
+
+
+def _in_the_middle(found: dict[str, torch.Tensor]) -> int:
+    return sum(int((t.float().view(torch.int32) & 0xFFFF == 0x8000).sum()) for n, t in found.items() if n.endswith("weight"))
+
+
+def beside_each_other(one: Case, other: Case, shelf: str) -> dict[str, Any]:
+    """Two cases from the same values, saved, evaluated, trained on and loaded again: losses, how far apart they end, and how
+    many masters lay between two roundings after the first steps, of which nothing but moments came."""
+    with tempfile.TemporaryDirectory() as disk:
+        states, said = [make(case, disk) for case in (one, other)], ""
+        with states[0].values() as source, states[1].values(changed=True) as target:
+            for name, t in source.items():
+                local(target[name]).copy_(local(t))
+        for state in states:
+            _between_roundings(state)
+        losses, ends = [], []
+        for i, state in enumerate(states):
+            own = [on_torch.evaluate(state, batches(state, 100))]
+            _train_on(state, one, 2)
+            middle = _in_the_middle(values(state))
+            fs.checkpoint.save(f"{shelf}/{i}", state)
+            own += [on_torch.evaluate(state, batches(state, s)) for s in (100, 101)]
+            _train_on(state, one, 4)
+            ends.append(values(state))
+            fs.checkpoint.load(f"{shelf}/{i}", state)
+            own.append(on_torch.evaluate(state, batches(state, 101)))
+            _train_on(state, one, 4)
+            losses.append([*own, on_torch.evaluate(state, batches(state, 101)), apart(values(state), ends[-1])])
+        with states[1].values():
+            try:
+                on_torch.evaluate(states[1], batches(states[1], 100))
+            except fs.FullshardError as error:
+                said = str(error)
+        return {"losses": losses, "apart": apart(*ends), "middle": middle, "said": said}
+
+
+def _train_on(state: on_torch.State, case: Case, end: int) -> None:
+    for s in range(state.step, end):
+        on_torch.train_step(state, batches(state, s), clip=case.clip, lr=0.0 if s < 2 else 1e-2)
+
+
 def _slowly(apply: Callable[..., Any]) -> Callable[..., Any]:
     def slow(*arguments: Any) -> Any:
         time.sleep(0.01)

@@ -19,6 +19,20 @@ HOMES = [
 ]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_parameters_and_state_in_host_memory_take_twelve_bytes_a_parameter(share):
+    """And up to six trays for gradients where the cores update; whole pages are taken for each tensor."""
+    found = description("plain")
+    plan = fs.zero3(found, devices=1, precision=BF16, batch=fs.Batch(ROWS, TOKENS)).change("*", home=Home("host", "host"))
+    with live.ranks(1):
+        state = on_torch.shard(build("plain"), plan, fs.AdamW(lr=1e-5), device="cpu", cpu_share=share)
+        resting, lanes = state.tiers.resting, [p.lane for a in state.tiers.units for p in a.pieces]
+        state.tiers.close()
+    trays = min(6, lanes.count("cpu")) * 2 * resting.largest
+    assert sum(resting._sizes()) == 12 * found.numel + trays
+    assert resting.arena.used == resting.arena.nbytes < 12 * found.numel + trays + 4096 * (3 * len(plan.units) + 6)
+
+
 @pytest.mark.parametrize(("share", "clip"), [(0.0, 1.0), (0.5, 1.0), (0.5, None), (1.0, 1.0)])
 @pytest.mark.parametrize("home", HOMES, ids=str)
 def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):

@@ -14,7 +14,7 @@ from tests.cpu.homes import Case
 
 HOST, DISK = Home(optimizer="host"), Home(optimizer="disk")
 EVERY = [Home(p, o, a) for p, o, a in product(("device", "host"), ("device", "host", "disk"), ("device", "host"))][1:]
-FILED, BOTH = Home("disk", "host"), Home("disk", "disk")
+FILED, BOTH, BESIDE = Home("disk", "host"), Home("disk", "disk"), Home("host", "host")
 
 
 def close(ranks, cases: list[Case], world: int = 2) -> None:
@@ -57,6 +57,9 @@ CASES = [
     Case((HOST,), compute="bf16", reduce="bf16", steps=6),
     Case((HOST,), compute="bf16", reduce="bf16", master="bf16", steps=6),
     Case((Home("host", "host"),), remat="full", compute="bf16", clip=None, steps=6),
+    Case((BESIDE, HOST), frozen="layers.0.", compute="bf16", accumulate=3, sync="last", steps=6),
+    Case((BESIDE, Home()), frozen="norm", compute="bf16", optimizer=fs.Adam(lr=1e-2, weight_decay=0.1), steps=6),
+    *(Case((BESIDE,), strategy=s, compute="bf16", clip=None, steps=4) for s in ("ddp", "zero1")),
     Case((BOTH, FILED), frozen="layers.0.", optimizer=fs.SGD(lr=0.1), share=1.0, steps=6),
     *(Case((BOTH,), strategy=s, accumulate=3, sync="last", share=0.0, steps=6) for s in ("ddp", "zero2")),
     Case((FILED, BOTH), remat="full", model="gpt-nano", arguments=(("prefetch", fs.Prefetch(3, 2)),), steps=6),
@@ -105,6 +108,19 @@ def test_the_bytes_that_move_are_those_that_must(ranks):
     assert alone["moved"]["down"] == 10 * alone["lanes"]["gpu"] + 2 * alone["lanes"]["cpu"]
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_parameters_on_the_host_travel_as_half_of_their_masters(ranks, clip):
+    """A streamed piece: 12 bytes up and 12 down, parameters among them. One on the cores: the gradient down, and nothing up.
+    Beside both, two bytes an element for every gather of the schedule."""
+    found = ranks(2).run(homes.moved, Case((BESIDE,), clip=clip, compute="bf16"))[0]
+    model = on_torch.describe(on_torch.load_model("llama-nano"), micro_batch=homes.ROWS, sequence=homes.LENGTH, compute="bf16")
+    gathered = Counter(op.unit for op in schedule(found["plan"], model) if op.kind == "gather")
+    lanes, fetched = found["lanes"], 2 * sum(gathered[name] * n for name, n in found["units"].items())
+    assert all(lanes.values())
+    assert found["moved"]["up"] == 12 * lanes["gpu"] + fetched
+    assert found["moved"]["down"] == 12 * lanes["gpu"] + 4 * lanes["cpu"]
+
+
 def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
     """Two micro-batches, forward and backward: four gathers of every shard, two bytes an element; backward finds the last
     units as forward left them where nothing is freed between."""
@@ -139,6 +155,22 @@ def test_looking_at_the_state_between_steps_changes_nothing(ranks):
         for apart, steps in ranks(2).run(homes.looked_at, Case((HOST, Home()), compute="bf16", share=share, steps=4)):
             assert apart == 0.0
             assert steps == 4
+
+
+@pytest.mark.parametrize(("share", "clip"), [(0.0, None), (0.5, 1.0), (1.0, None)])
+def test_parameters_on_the_host_train_as_on_the_device_to_the_bit(ranks, tmp_path, share, clip):
+    """With masters between two roundings; and through saves, evaluations right after them, and loads."""
+    whole, beside = (Case((h,), share=share, clip=clip, compute="bf16", optimizer=fs.AdamW(lr=1e-2)) for h in (HOST, BESIDE))
+    for found in ranks(2).run(homes.beside_each_other, whole, beside, str(tmp_path)):
+        one, other = found["losses"]
+        assert one == other
+        before, saved, held_out, loaded, end, again = one
+        assert before == saved  # whose steps had a learning rate of nothing
+        assert held_out == loaded != end
+        assert again == 0.0  # what was loaded trains to the same end
+        assert found["apart"] == 0.0
+        assert found["middle"] > 1000
+        assert "leave state.values() first" in found["said"]
 
 
 def test_evaluations_between_steps_see_the_new_parameters(ranks):
@@ -181,7 +213,9 @@ def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     assert "beside the plan's own 0.25" in said
 
 
-@pytest.mark.parametrize("case", [Case((HOST, DISK, Home())), Case((DISK, HOST), frozen="norm", compute="bf16"), Case()], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case((HOST, DISK, Home())), Case((DISK, HOST, BESIDE), frozen="norm", compute="bf16"), Case()], ids=str
+)
 def test_without_room_for_a_copy_a_checkpoint_is_written_from_where_the_state_is(ranks, tmp_path, case):
     for found in ranks(2).run(homes.saved_in_place, case, str(tmp_path)):
         assert found["same"] == 2  # both ranks' files, to the byte

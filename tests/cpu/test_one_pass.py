@@ -87,6 +87,39 @@ def test_one_pass_gives_the_bits_of_torchs_kernels(optimizer, group, dtype, roun
         assert torch.equal(rounded, own[0].bfloat16())
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("optimizer", "group"),
+    [(fs.AdamW(), GROUP | {"weight_decay": 0.0}), (fs.AdamW(), GROUP), (fs.Adam(), GROUP)],
+    ids=["no decay", "AdamW", "Adam"],
+)
+def test_one_pass_over_packed_state_gives_the_bits_of_one_over_whole_state(optimizer, group, dtype, compiled, monkeypatch):
+    """A third of the masters lie between two roundings; without decay, those of them that get no gradient stay there."""
+    if not compiled:
+        monkeypatch.setattr(one_pass, "library", lambda: None)
+    rule, wide = rule_of(optimizer), state_of(2)
+    words = wide[0].view(torch.int32)
+    words[::3] = (words[::3] & ~0xFFFF) | 0x8000
+    wide[1][::6] = 0.0
+    rounded, low, marked = wide[0].bfloat16(), torch.empty(COUNT, dtype=torch.int16), wide[2].clone()
+    packed = [low, wide[1].clone(), marked]
+    pack(wide[0], rounded, low, marked)
+    for step in (1, 2):
+        gradient = (torch.randn(COUNT, generator=torch.Generator().manual_seed(step)) * 1e-2).to(dtype)
+        gradient[::6] = 0.0
+        new = torch.zeros(COUNT, dtype=torch.bfloat16)
+        for own, out in ((wide, new), (packed, rounded)):
+            update = OnePass(rule, own, gradient.clone(), out, [0.5])
+            for start, stop in ((0, 1024), (1024, COUNT)):
+                update.run(start, stop, step, group)
+        expected, second = torch.empty_like(low), wide[2].clone()
+        pack(wide[0], new, expected, second)
+        for a, b in ((rounded, new), (low, expected), (marked, second), (packed[1], wide[1])):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert bool(marked.signbit().any()) == (group["weight_decay"] == 0.0)
+
+
 def test_without_a_compiler_or_a_place_to_put_it_torch_does_it(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     for name, value in (("CC", "no-such-compiler"), ("XDG_CACHE_HOME", str(tmp_path / "file"))):

@@ -67,7 +67,9 @@ def test_every_slot_of_staging_is_a_piece_of_state(staging):
     momentum = fs.SGD(lr=0.1, momentum=0.9)
     assert peak(made, cpu_share=0, optimizer=momentum).terms["staging"] == (staging * 8 + 4) * LARGEST
     out = dataclasses.replace(made, units=plan(Home("host", "host")).units)
-    assert peak(out, cpu_share=0).terms["staging"] == (staging * 12 + 6) * LARGEST  # the parameters go on to the host
+    assert peak(out, cpu_share=0).terms["staging"] == (staging * 12 + 8) * LARGEST  # a gradient, a master; parameters in slots
+    fp32 = dataclasses.replace(out, precision=fs.Precision())
+    assert peak(fp32, cpu_share=0).terms["staging"] == (staging * 12 + 4 + 4) * LARGEST  # a gradient, parameters for the host
     assert "staging" not in peak(made, cpu_share=1).terms
 
 
@@ -135,15 +137,28 @@ def test_state_on_disk_passes_four_slots_of_the_host():
     assert found.host == {"staging": 4 * 12 * LARGEST}
 
 
-def test_parameters_on_the_host_are_two_bytes_and_leave_the_device():
+def test_parameters_beside_their_state_on_the_host_leave_the_device_and_take_nothing():
     both, state = peak(plan(Home("host", "host")), cpu_share=0), peak(plan(Home(optimizer="host")), cpu_share=0)
-    assert both.host == {"optimizer": 12 * MODEL.numel, "params": 2 * MODEL.numel}
+    assert both.host == {"optimizer": 12 * MODEL.numel}
+    assert both.at_rest == {"host": {"optimizer": 12 * MODEL.numel, "params": 0}}
     more = both.terms["staging"] - state.terms["staging"]
-    assert more == (4 * 12 + 6 - 4 * 10 - 10) * LARGEST
+    assert more == (4 * 12 + 8 - 4 * 10 - 10) * LARGEST
     assert state.allocated - both.allocated == state.terms["params"] - more
+    by_cores = peak(plan(Home("host", "host")), cpu_share=1, clip=False)
+    assert by_cores.host == {"optimizer": 12 * MODEL.numel, "staging": 6 * 2 * LARGEST}  # gradients; no parameters go up
+
+
+def test_parameters_on_the_host_that_no_master_there_tells_are_two_bytes_or_four():
     apart = peak(plan(Home(params="host")))
     assert apart.terms["optimizer"] == rounded(*[12 * n for n in UNITS.values()])
     assert apart.host == {"params": 2 * MODEL.numel}
+    both = plan(Home("host", "host"))
+    fp32 = dataclasses.replace(both, precision=fs.Precision())
+    assert peak(fp32, cpu_share=0).host == {"optimizer": 12 * MODEL.numel, "params": 4 * MODEL.numel}
+    momentum = peak(both, cpu_share=0, optimizer=fs.SGD(lr=0.1, momentum=0.9))
+    assert momentum.host == {"optimizer": 8 * MODEL.numel, "params": 2 * MODEL.numel}
+    spooled = peak(plan(Home("host", "disk")), cpu_share=0)
+    assert spooled.host == {"params": 2 * MODEL.numel, "staging": 4 * 12 * LARGEST}
 
 
 def test_parameters_on_disk_pass_two_units_and_four_pieces_of_the_host():
@@ -156,8 +171,8 @@ def test_parameters_on_disk_pass_two_units_and_four_pieces_of_the_host():
     assert sum(head) == max(UNITS.values())
     rounded_head = sum(-(-2 * n // 4096) * 4096 for n in head)
     assert found.host == {"optimizer": 12 * MODEL.numel, "staging": 2 * rounded_head + 4 * 2 * LARGEST}
-    device = peak(plan(Home("host", "host")), cpu_share=0)
-    assert found.allocated == device.allocated
+    host = peak(plan(Home("host", "host")), cpu_share=0)
+    assert host.allocated - found.allocated == 2 * LARGEST  # a packed master is unpacked; these are narrowed
 
 
 def test_parameters_on_disk_beside_their_state_on_the_device_are_refused():
@@ -251,6 +266,8 @@ def test_frozen_parameters_have_a_master_but_no_moments_and_no_gradients():
             for u in MODEL.units
         ),
     )
+    both = predict(plan(Home("host", "host")), frozen, reserved=False, cpu_share=0)
+    assert both.host["params"] == 2 * UNITS["embed"]  # the others are told by their masters
     found = predict(plan(Home(optimizer="host")), frozen, reserved=False, cpu_share=0)
     assert found.host["optimizer"] == 12 * (MODEL.numel - UNITS["embed"]) + 4 * UNITS["embed"]
     assert found.terms["params"] == rounded(*[2 * p.numel for u in MODEL.units for p in u.parameters])
