@@ -1,8 +1,8 @@
 """Units that a plan sends away from the device: what of them rests where, and how it is cut.
 
 An away unit has its master copy and moments in flat memory (or in a file), trained parameters first, in the order of
-the optimizer's groups. What FSDP gathers from is a second copy in the compute dtype. Names, shapes and spans live
-here; who moves and updates them is in `lanes` and `tiered`.
+the optimizer's groups. What FSDP gathers from is a second copy in the compute dtype, or part of the first. Names, shapes
+and spans live here; who moves and updates them is in `lanes` and `tiered`.
 """
 
 from dataclasses import dataclass, field
