@@ -119,8 +119,8 @@ class Tiered:
     def _hook(self) -> None:
         for away in self.units:
             for i, p in enumerate(away.params[: away.trained]):
-                p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive), away, i))
-            doors = [partial(_weakly(m), away) for m in (self._before_gather, self._at_copy, self._after_copy)]
+                p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive, away), i))
+            doors = [_weakly(m, away) for m in (self._before_gather, self._at_copy, self._after_copy)]
             self.groups[away.unit.name].around_gather(*doors)
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -399,12 +399,13 @@ def _end(*threads: Lane | Crew) -> None:
         each.close()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep what it calls alive: the lanes' threads hold on to parameters, and these to their hooks."""
-    found = weakref.WeakMethod(method)
+def _weakly(method: Callable[..., None], *about: Away) -> Callable[..., None]:
+    """A hook that keeps neither what it calls alive nor the units it is told: the lanes' threads hold on to parameters, and
+    these to their hooks, where Python's collector of cycles does not look."""
+    found, units = weakref.WeakMethod(method), [weakref.ref(away) for away in about]
 
     def call(*arguments: Any) -> None:
         if (alive := found()) is not None:
-            alive(*arguments)
+            alive(*(unit() for unit in units), *arguments)
 
     return call

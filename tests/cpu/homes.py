@@ -1,8 +1,10 @@
 """Runs on ranks for `test_homes`: training with state in other homes, and what it is held against."""
 
+import gc
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -406,6 +408,17 @@ def leftovers() -> list[str]:
         state = make(Case((Home("disk", "disk"),)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         return [p.name for p in Path(disk).iterdir()]
+
+
+def outlived(case: Case) -> int:
+    """Parameters that are still there when nobody holds the state any more."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = make(case, disk)
+        on_torch.train_step(state, batches(state, 0), clip=case.clip)
+        found = [weakref.ref(p) for p in state.model.parameters()]
+        del state
+        gc.collect()
+        return sum(p() is not None for p in found)
 
 
 def given_up(case: Case) -> dict[str, Any]:

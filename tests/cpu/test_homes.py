@@ -255,6 +255,11 @@ def test_nothing_of_a_run_is_seen_in_the_disks_directory(ranks):
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
+def test_a_state_that_nobody_holds_is_gone(ranks, clip):
+    assert ranks(1).run(homes.outlived, Case((HOST,), clip=clip)) == [0]
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
 def test_a_step_that_was_given_up_leaves_nothing_that_waits(ranks, clip):
     found = ranks(2).run(homes.given_up, Case((HOST,), clip=clip))[0]
     assert found == {"numbers": 0.0, "values": 0.0}
