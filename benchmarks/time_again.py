@@ -6,11 +6,9 @@ python -m benchmarks.time_again benchmarks/results/2026-11-15-time-h200.json --o
 import argparse
 import fnmatch
 import json
-import statistics
 from pathlib import Path
 
-from benchmarks.memory_error import CASES
-from benchmarks.time_error import predict
+from benchmarks.time_error import predict_all
 from fullshard.cluster import Cluster
 
 
@@ -21,16 +19,7 @@ def main() -> None:
     args = parser.parse_args()
     stored = json.loads(args.results.read_text())
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
-    cases = {c.name: c for c in CASES}
-    errors = []
-    for row in stored["rows"]:
-        if fnmatch.fnmatch(row["name"], args.only):
-            found = predict(cases[row["name"]], cluster, row["seconds"], row.get("paces", {}))  # beside this case, if timed
-            errors.append(abs(found["error"]))
-            print(
-                f"{row['name']:32s} {row['seconds']:.4f} s, predicted {found['predicted']:.4f}  {found['error']:+.1%}", flush=True
-            )
-    print(f"mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
+    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster)
 
 
 if __name__ == "__main__":

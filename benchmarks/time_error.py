@@ -4,8 +4,8 @@
 
 First times the machine (`measure`), then steps of each case: the median of nine, after three to warm up. `issue`
 is how long the host took to issue a step. `paces` are the host's (a launch, and what remat does in Python), timed
-between the same steps: on a shared machine they change by a third within minutes, and steps that the host bounds with
-them. Predictions go by these paces; `predicted_by_file` is what the cluster's file alone says.
+between the same steps. On a shared machine they change by a third from one second to the next, and by less from one
+minute to the next: predictions go by their middle over all cases. `predicted_by_file` is what the cluster's file says.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.paces import paces
+from fullshard.on_torch.paces import middle, paces
 from fullshard.planner.timeline import timeline
 
 
@@ -45,21 +45,34 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in CASES:
         if fnmatch.fnmatch(case.name, args.only) and case.trained != "norms":
-            rows.append(measure(case, None if args.no_predict else cluster))
+            rows.append(measure(case))
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "case"}), flush=True)
             (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
-    errors = [abs(r["error"]) for r in rows if "error" in r]
-    if errors:
-        print(f"mean {100 * statistics.mean(errors):.1f}%, worst {100 * max(errors):.1f}%, {len(errors)} rows")
+    if not args.no_predict:
+        rows = predict_all(rows, cluster)
+        (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
-def measure(case: Case, cluster: Cluster | None) -> dict[str, Any]:
+def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, Any]]:
+    """The rows with what is predicted of them, and a line each."""
+    cases, found = {c.name: c for c in CASES}, []
+    timed = [r["paces"] for r in rows if "paces" in r]
+    host = middle(timed) if timed else {}
+    for row in (r for r in rows if "failed" not in r):
+        found.append(row | predict(cases[row["name"]], cluster, row["seconds"], host))
+        told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
+        print(f"{row['name']:32s} {told}", flush=True)
+    errors = [abs(r["error"]) for r in found]
+    print(f"mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
+    return found + [r for r in rows if "failed" in r]
+
+
+def measure(case: Case) -> dict[str, Any]:
     clean()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
     row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
     try:
         row |= run_steps(case)
-        row |= predict(case, cluster, row["seconds"], row["paces"]) if cluster else {}
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     dist.destroy_process_group()
@@ -93,11 +106,6 @@ def run_steps(case: Case) -> dict[str, Any]:
         "tensors": tensors,
         "units": len(plan.units),
     }
-
-
-def middle(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of every pace the median."""
-    return {name: statistics.median(f[name] for f in found) for name in found[0]}
 
 
 def predict(case: Case, cluster: Cluster, measured: float, host: dict[str, float]) -> dict[str, Any]:

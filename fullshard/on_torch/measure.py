@@ -75,9 +75,12 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Progre
         raise FullshardError(f"{where} is not a directory; write the directory whose disk is to be timed")
     device = _device()
     found: dict[str, Any] = {"notes": []}
-    for name, part in _parts(device, where, quick).items():
+    beside: list[dict[str, float]] = []
+    for i, (name, part) in enumerate(_parts(device, where, quick).items()):
         progress(name)
         _attempt(name, part, found)
+        if i % 3 == 0:
+            _attempt("the host's pace", lambda: _paces(device, beside), found)
     values = _slowest(found)
     return cluster_of(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
 
@@ -116,8 +119,6 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
         "attention": lambda: _attention(device, budget),
         "pointwise kernels": lambda: {"pointwise": _pointwise(device, budget)},
         "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes, device, budget)},
-        "kernel launch": lambda: {"launch": timings.launch(device)},
-        "remat": lambda: paces.remat_paces(device),
     }
     if device.type == "cuda":
         parts["PCIe"] = lambda: dict(zip(("pcie_up", "pcie_down", "pcie_both"), timings.pcie(nbytes // 4), strict=True))
@@ -131,6 +132,12 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
     if _world() > 1:
         parts["collectives"] = lambda: _collectives(device, quick)
     return parts
+
+
+def _paces(device: torch.device, so_far: list[dict[str, float]]) -> dict[str, Any]:
+    """The middle of what was found between the other parts: within a second a shared host is a third faster or slower."""
+    so_far.append(paces.paces(device))
+    return paces.middle(so_far)
 
 
 def _beside(device: torch.device) -> dict[str, Any]:

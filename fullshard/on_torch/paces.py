@@ -5,9 +5,10 @@ operation (`costs.Calls`). A block of a transformer without remat, under full an
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
 """
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequenc
 def paces(device: torch.device) -> dict[str, float]:
     """`launch`, `checkpointed`, `saved` and `dispatched`, in well under a second."""
     return {"launch": launch(device), **remat_paces(device)}
+
+
+def middle(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of every pace the median."""
+    return {name: statistics.median(f[name] for f in found) for name in found[0]}
 
 
 def remat_paces(device: torch.device) -> dict[str, float]:

@@ -25,8 +25,10 @@ from fullshard.planner.work import Machine, Work
 LANES = ("compute", "gather", "reduce", "copies", "tensor")
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 # The host's time in units of one bare launch: a kernel of a model comes with its module and autograd's part; a unit's
-# door with FSDP's hooks; every parameter with FSDP's bookkeeping at each door, and with the optimizer's and the norm's.
-KERNEL, DOOR, TENSOR = 3.2, 100.0, 8.0
+# door with FSDP's hooks, which do less for a rank alone, and less still where gradients are only added up; every parameter
+# with FSDP's bookkeeping at each door, and with the optimizer's and the norm's; a step with what moves its batch and
+# reads its numbers.
+KERNEL, DOOR, DOOR_ALONE, DOOR_ADDING, TENSOR, STEP = 3.0, 110.0, 70.0, 45.0, 7.0, 450.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
@@ -226,20 +228,21 @@ class _Lanes:
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
         elements = sum(group.whole)
         read = self.compute if group.world > 1 or group.away else self.master
-        self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", self._door(len(group.whole)))
+        door = self._door(len(group.whole), DOOR if group.world > 1 else DOOR_ALONE)
+        self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", door)
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:
         group = self.groups[op.unit]
         seconds = self.machine.copy(self._trained(group) * (self.compute + 2 * self.reduce_item))
         reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
-        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(len(group.trained)))
+        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(len(group.trained), DOOR_ADDING))
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]
         elements = self._trained(group)
         widen = self.machine.copy(elements * (self.compute + self.reduce_item)) / CONCATENATE
-        self._on_compute(widen, "copies", self._door(len(group.trained)))
+        self._on_compute(widen, "copies", self._door(len(group.trained), DOOR if op.ranks > 1 else DOOR_ALONE))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1]
@@ -263,7 +266,7 @@ class _Lanes:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
         nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
-        self._on_compute(self.machine.copy(nbytes), "norm", TENSOR / 2 / KERNEL * self._tensors())
+        self._on_compute(self.machine.copy(nbytes), "norm", (STEP + TENSOR / 2 * self._tensors()) / KERNEL)
 
     def _update(self, op: Operation) -> None:
         if op.unit:
@@ -347,9 +350,9 @@ class _Lanes:
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
 
-    def _door(self, tensors: int) -> float:
+    def _door(self, tensors: int, hooks: float) -> float:
         """Kernels' worth of the host's time at a unit's door."""
-        return (DOOR + TENSOR * tensors) / KERNEL
+        return (hooks + TENSOR * tensors) / KERNEL
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""
