@@ -45,8 +45,11 @@ class Thin:
 
     def timeline(self, plan: Plan) -> Timeline:
         few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)
+        seconds = more.seconds + self.step * (more.seconds - few.seconds)
+        # What bounds a few blocks need not bound many: no step is shorter than the busiest lane's work.
+        busiest = max(busy + self.step * (busy - few.busy.get(lane, 0.0)) for lane, busy in more.busy.items())
         extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
-        return Timeline(more.seconds + self.step * (more.seconds - few.seconds), exposed=extended)
+        return Timeline(max(seconds, busiest), exposed=extended)
 
 
 def thinned(description: Description, count: int) -> Description:
