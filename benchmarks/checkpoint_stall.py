@@ -214,7 +214,8 @@ def middle(values: list[float]) -> float:
 
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
-    length = min(max(nbytes, 256 << 20), 8 << 30) // direct.PIECE * direct.PIECE
+    room = (shutil.disk_usage(args.shelf).free - SPARE) // dist.get_world_size()
+    length = min(max(nbytes, 256 << 20), room) // direct.PIECE * direct.PIECE  # as long as a save: disks tire
     memory = aligned(min(length, RAW))  # as a state would: not from the caches
     memory[:] = os.urandom(1 << 16) * (len(memory) >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
