@@ -12,7 +12,7 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError, nearest
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
-from fullshard.planner.homing import home_words
+from fullshard.planner.home_words import home_words
 from fullshard.strategies import STRATEGIES, choose
 
 REMATS = ("none", "selective", "full")  # from the fastest to the leanest

@@ -11,7 +11,7 @@ from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.homes import slots_of
-from fullshard.planner.memory import predict
+from fullshard.planner.memory import Peak, predict
 from fullshard.planner.timeline import Timeline, timeline
 from fullshard.planner.transfers import balance
 from fullshard.text import bytes_text, count_text, seconds_text, table
@@ -77,14 +77,15 @@ def estimate(
     limit: int | None = None,
     reserved: bool = True,
     clip: bool = True,
+    peak: Peak | None = None,
 ) -> Estimate:
     """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has. `clip`: whether gradients
-    are clipped, for which updates wait."""
+    are clipped, for which updates wait. `peak`: what was predicted of the plan already."""
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     with_allocator = reserved and cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
-    peak = predict(plan, description, **common, reserved=with_allocator, otherwise=False)
+    peak = peak or predict(plan, description, **common, reserved=with_allocator, otherwise=False)
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds

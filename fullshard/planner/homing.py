@@ -4,19 +4,20 @@ Optimizer state goes to the host unit by unit, the last units first, since forwa
 then the blocks' activations. State that the host has no room for goes on to disk, and parameters after it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fullshard.description import Description
 from fullshard.plan import Home, Plan, Unit
-from fullshard.planner.estimate import Estimate, host_available
+from fullshard.planner.estimate import host_available
+from fullshard.planner.memory import Level
 from fullshard.planner.thin import Thin
 from fullshard.planner.timeline import Timeline
+from fullshard.planner.whole import Tried, Whole
 
 STAIRS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
 CLIMBS, HALVES = 5, 3  # whole estimates of one candidate, on its way up and back
-Estimated = tuple[Plan, Estimate]
+MOVES = 3  # to disk: what passes from there takes room on the host as well
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Ladder:
     stairs: tuple[Home, ...]
     all_cores: bool = False
     backlog: int | None = None
+    whole: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)  # plans at whole stairs, made once
 
     @classmethod
     def of(
@@ -52,6 +54,11 @@ class Ladder:
 
     def at(self, height: float) -> Plan:
         """The plan at a height from 0 to the top."""
+        if height not in self.whole and height == int(height):
+            self.whole[int(height)] = self._made(height)
+        return self.whole[int(height)] if height == int(height) else self._made(height)
+
+    def _made(self, height: float) -> Plan:
         stair = min(int(height), self.top)
         last = self._last(height - stair) if stair < self.top else set()
         blocks = {u.name for u in self.description.units if u.kind == "block"}
@@ -87,19 +94,24 @@ class Step:
     time: Timeline
 
 
-def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool) -> Step | None:
+def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = False) -> Step | None:
     """The lowest height at which thinned models fit: in proportion between stairs, since they know no last units.
+    `slack`: whether with what the allocator is likely to add.
 
     What the host has no room for is timed as if it went to disk and back beside nothing.
     """
+    if thin.needed(ladder.at(ladder.top)) > room:
+        return None
     below = thin.needed(ladder.at(0))
     for stair in range(1, ladder.top + 1):
         needed = thin.needed(ladder.at(stair))
-        if needed <= room:
-            part = (below - room) / (below - needed) if below > room else 0.0
+        left = room - (thin.slack(ladder.at(stair)) if slack and needed <= room else 0)
+        if needed <= left:
+            part = (below - left) / (below - needed) if below > left else 0.0
             low, high = (ladder.at(s) for s in (stair - 1, stair))
-            lacking = _between(thin.host(low), thin.host(high), part) - host_available(thin.cluster, needed)
-            if lacking > 0 and not disk:
+            there = host_available(thin.cluster, needed)
+            lacking = _between(thin.host(low), thin.host(high), part) - there
+            if lacking > 0 and (not disk or _between(thin.stuck(low), thin.stuck(high), part) > there):
                 return None
             away = max(0.0, lacking) * (1 / thin.cluster.of("disk_read") + 1 / thin.cluster.of("disk_write"))
             return Step(stair - 1 + part, min(room, below), _time(thin.timeline(low), thin.timeline(high), part, away))
@@ -118,64 +130,81 @@ def _time(low: Timeline, high: Timeline, part: float, on_disk: float) -> Timelin
     return Timeline(_between(low.seconds, high.seconds, part) + on_disk, exposed=exposed)
 
 
-def settle(ladder: Ladder, thin: Thin, start: float, judge: Callable[[Plan], Estimate], disk: bool) -> Estimated:
+def settle(ladder: Ladder, thin: Thin, start: float, whole: Whole, disk: bool, beaten: float = float("inf")) -> Tried:
     """The lowest plan from a height upwards that fits when it is judged whole, or the highest that was tried.
 
-    Each step up is as high as the one before was too large; then the way back is halved a few times.
+    Each step up is as high as the one before was too large; then the way back is halved a few times. `beaten`: seconds of
+    a step that another takes; what would be slower is not judged.
     """
-    low, high, tried = start, float(ladder.top), _judged(ladder, start, judge, disk)
+    height, tried = start, _judged(ladder, thin, start, whole, disk)
+    failed: tuple[float, int] | None = None
     for _ in range(CLIMBS):
-        if tried[1].fits or low >= high:
+        if tried.found or not tried.host or height >= ladder.top:  # what is higher has more on the host
             break
-        low, before = min(high, low + _lacking(ladder, thin, low, tried[1])), low
-        tried = _judged(ladder, low, judge, disk)
-        start = before
-    if not tried[1].fits:
-        return tried
-    fitting = low
-    for _ in range(HALVES if fitting > start else 0):
-        middle = (start + fitting) / 2
-        lower = _judged(ladder, middle, judge, disk)
-        if lower[1].fits:
-            tried, fitting = lower, middle
+        failed, step = (height, tried.needed), _lacking(ladder, thin, height, tried.needed - whole.room)
+        if _seconds(ladder, thin, height + step) >= beaten:
+            break
+        height = min(float(ladder.top), height + 1.1 * step)
+        tried = _judged(ladder, thin, height, whole, disk)
+    return _lowered(ladder, thin, failed, (height, tried), whole, disk) if failed and tried.found else tried
+
+
+def _lowered(ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[float, Tried], whole: Whole, disk: bool) -> Tried:
+    """The way back from a height that fits to one that did not, halved. Memory is even with height: what is too much by the
+    line through both is not judged."""
+    (low, most), (height, tried) = failed, fits
+    for _ in range(HALVES):
+        middle = (low + height) / 2
+        likely = _between(most, tried.needed, (middle - failed[0]) / (height - failed[0]))
+        lower = _judged(ladder, thin, middle, whole, disk) if likely <= whole.room else None
+        if lower and lower.found:
+            height, tried = middle, lower
         else:
-            start = middle
+            low = middle
     return tried
 
 
-def _judged(ladder: Ladder, height: float, judge: Callable[[Plan], Estimate], disk: bool) -> Estimated:
+def _judged(ladder: Ladder, thin: Thin, height: float, whole: Whole, disk: bool) -> Tried:
     """The plan at a height; with state on disk if the host has no room for it."""
     plan = ladder.at(height)
-    found = judge(plan)
-    if found.host.allocated_bytes > found.host_available and disk:
-        plan = onto_disk(plan, ladder.description, found)
-        found = judge(plan)
-    return plan, found
+    level = whole.level(plan)
+    for _ in range(MOVES if disk else 0):
+        if whole.lacking(level) > 0:
+            plan = onto_disk(plan, ladder.description, level, whole.lacking(level))
+            level = whole.level(plan)
+    return whole.tried(plan, level, thin.slack(ladder.at(min(int(height) + 1, ladder.top))))
 
 
-def _lacking(ladder: Ladder, thin: Thin, height: float, found: Estimate) -> float:
+def _lacking(ladder: Ladder, thin: Thin, height: float, too_much: int) -> float:
     """By how much a plan is too low, if the next stair saves on the whole what it saves on thinned models."""
     stair = min(int(height) + 1, ladder.top)
     saved = max(thin.needed(ladder.at(stair - 1)) - thin.needed(ladder.at(stair)), 1)
-    return max(1.1 * (found.needed - found.available) / saved, 0.02)
+    return max(too_much / saved, 0.02)
 
 
-def onto_disk(plan: Plan, description: Description, found: Estimate) -> Plan:
+def _seconds(ladder: Ladder, thin: Thin, height: float) -> float:
+    """Of a step at a height, at least: state on disk is left out."""
+    stair = min(int(height), ladder.top - 1)
+    low, high = (thin.timeline(ladder.at(s)).seconds for s in (stair, stair + 1))
+    return _between(low, high, min(height - stair, 1.0))
+
+
+def onto_disk(plan: Plan, description: Description, level: Level, lacking: int) -> Plan:
     """The plan with as many of the last units' state on disk as the host lacks room for; if all of it is not enough, their
     parameters too."""
-    lacking = found.host.allocated_bytes - found.host_available
-    lacking += found.device.terms.get("staging", 0)  # the slots that state passes on its way to disk
+    lacking += level.staging  # the slots that state passes on its way to disk
     for kind in ("optimizer", "params"):
         if lacking > 0:
-            plan, lacking = _moved(plan, description, found, kind, lacking)
+            plan, lacking = _moved(plan, description, level.host.get(kind, 0), kind, lacking)
     return plan
 
 
-def _moved(plan: Plan, description: Description, found: Estimate, kind: str, lacking: int) -> tuple[Plan, int]:
-    """The plan with the last units' `kind` on disk rather than on the host, and how many bytes are lacking still."""
+def _moved(plan: Plan, description: Description, held: int, kind: str, lacking: int) -> tuple[Plan, int]:
+    """The plan with the last units' `kind`, of which the host holds so much, on disk rather than there, and how many bytes are
+    lacking still."""
     sizes = {u.name: u.numel for u in description.units}
     away = [u for u in plan.units if getattr(u.home, kind) == "host" and u.home.optimizer != "device"]
-    share = found.host.terms.get(kind, 0) / max(sum(sizes[u.name] for u in away), 1)  # bytes a parameter
+    share = held / max(sum(sizes[u.name] for u in away), 1)  # bytes a parameter
     moved: set[str] = set()
     for unit in reversed(away):
         if lacking <= 0:
@@ -185,31 +214,3 @@ def _moved(plan: Plan, description: Description, found: Estimate, kind: str, lac
     on_disk: dict[str, Any] = {kind: "disk"}
     units = (replace(u, home=replace(u.home, **on_disk)) if u.name in moved else u for u in plan.units)
     return replace(plan, units=tuple(units)), lacking
-
-
-# -- in words ------------------------------------------------------------------------------------------------
-
-
-def home_words(plan: Plan) -> str:
-    """What rests away, in a few words: `optimizer of the last 12 units on host`; who updates it, and how many gradients wait
-    for that, where the plan says it."""
-    found: dict[tuple[str, str], list[str]] = {}  # kinds by which units and which place
-    for place in ("host", "disk"):
-        for kind in ("optimizer", "params", "activations"):
-            there = [u for u in plan.units if getattr(u.home, kind) == place]
-            if there:
-                found.setdefault((_which(plan, there, kind), place), []).append(kind)
-    words = [f"{_listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
-    words += [] if plan.cpu_share is None else [f"{plan.cpu_share:.0%} of the updates by the cores"]
-    return ", ".join(words if plan.backlog is None else [*words, f"a backlog of {plan.backlog} pieces"])
-
-
-def _which(plan: Plan, there: list[Unit], kind: str) -> str:
-    if len(there) == len(plan.units) or kind == "activations":
-        return ""
-    last = list(plan.units[len(plan.units) - len(there) :]) == there
-    return f" of {'the last ' if last else ''}{len(there)} unit{'s' if len(there) > 1 else ''}"
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

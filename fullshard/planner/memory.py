@@ -12,6 +12,8 @@ from fullshard.planner.homes import SHARE, Away, slots_of
 from fullshard.planner.replay import Replay, Tape, Term
 from fullshard.planner.schedule import Operation, schedule
 
+Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -30,6 +32,20 @@ class Peak:
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     reserved_otherwise: int | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """Bytes of a device at their highest, of the host by term, and of the device slots that state passes."""
+
+    device: int
+    host: dict[str, int]
+    staging: int
+
+    @property
+    def stuck(self) -> int:
+        """Bytes of the host that cannot go on to disk."""
+        return sum(n for term, n in self.host.items() if term not in ("optimizer", "params"))
 
 
 def predict(
@@ -52,13 +68,16 @@ def predict(
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = _steady(Replay(plan, description, slots, clip=clip, cpu_share=cpu_share), description, operations)
-    allocated, where = _highest(player.tape)
+    player = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
     taken = other_way = None
     if reserved:
-        fresh = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
-        (allocated, taken), *others = _with_allocator(fresh, description, operations, (False, True) if otherwise else (False,))
+        starts, alike = _three_steps(player, description, operations)
+        orders = (False, True) if otherwise else (False,)
+        (allocated, taken), *others = (_with_allocator(player.tape, starts, descending, alike) for descending in orders)
         other_way = others[0][1] if others else None
+        where = _highest(player.tape, starts[-1])[1]
+    else:
+        allocated, where = _highest(_steady(player, description, operations).tape)
     return Peak(
         allocated,
         taken,
@@ -79,17 +98,16 @@ def highest(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     cpu_share: float = SHARE,
-) -> tuple[int, int]:
-    """Only the bytes of `predict(…, reserved=False)`, of the device and of the host: for a search, which asks by the
-    hundred."""
+) -> Level:
+    """Only the bytes of `predict(…, reserved=False)`: for a search, which asks by the hundred."""
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
     player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
-    player.tape = level = _Level()
+    player.tape = gauge = _Gauge()
     _steady(player, description, operations)
-    return level.highest, sum(player.away.host(player.most_spilled).values())
+    return Level(gauge.highest, player.away.host(player.most_spilled), sum(player.away.staging()))
 
 
-class _Level(Tape):
+class _Gauge(Tape):
     """A tape that remembers nothing but how much there is, and was at most."""
 
     now = highest = 0
@@ -134,40 +152,50 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
     return player
 
 
-def _with_allocator(
-    player: Replay, description: Description, operations: tuple[Operation, ...], orders: tuple[bool, ...]
-) -> list[tuple[int, int]]:
-    """Peaks of (allocated, reserved) over three steps, since the allocator remembers how it began; for each order of
-    segments, ascending or `descending`."""
+def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool]:
+    """Where they begin on the tape, and whether the last repeats the one before: three, since the allocator remembers how
+    it began."""
     player.rest(description)
     tape, starts = player.tape, [0]
-    alive: dict[tuple[str, str], object] | None = None
+    alive: Alive | None = None
+    alike = False
     for _ in range(3):
-        alike, alive = alive == tape.alive, {**tape.alive}
+        before, alive = alive, {**tape.alive}
+        alike = before is not None and _sizes(before) == _sizes(alive)
         starts.append(len(tape.deltas))
-        if alike:  # the last step left all as it found it: this one does the same
-            tape.repeat(starts[-2])
+        if before is not None and alike:  # the last step left all as it found it: this one does the same
+            tape.repeat(starts[-2], {entry[0]: alive[key][0] for key, entry in before.items()})
         else:
             player.play(operations)
-    found = []
-    for descending in orders:
-        peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, descending=descending)
-        found.append((peaks[-1][0], max(reserved for _, reserved in peaks)))
-    return found
+    return starts, alike
 
 
-def _highest(tape: Tape) -> tuple[int, int]:
-    """The highest sum of rounded sizes, and the entry that reaches it."""
-    sums = list(accumulate(d // -GRAIN * -GRAIN if d > 0 else -(-d // -GRAIN * -GRAIN) for d in tape.deltas))
+def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
+    """What is alive, by everything but the numbers that a step gives anew."""
+    return {key: entry[1:] for key, entry in alive.items()}
+
+
+def _with_allocator(tape: Tape, starts: list[int], descending: bool, alike: bool) -> tuple[int, int]:
+    """Peaks of (allocated, reserved) over three steps, for one order of segments."""
+    peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, descending=descending, alike=alike)
+    return peaks[-1][0], max(reserved for _, reserved in peaks)
+
+
+def _highest(tape: Tape, begin: int = 0) -> tuple[int, int]:
+    """The highest sum of rounded sizes from entry `begin` on, and the entry that reaches it."""
+    sums = list(accumulate(map(_rounded, tape.deltas)))[begin:]
     highest = max(sums)
-    return highest, sums.index(highest)
+    return highest, begin + sums.index(highest)
+
+
+def _rounded(delta: int) -> int:
+    return delta // -GRAIN * -GRAIN if delta > 0 else -(-delta // -GRAIN * -GRAIN)
 
 
 def _terms(tape: Tape, where: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for delta, term in zip(tape.deltas[: where + 1], tape.terms, strict=False):
-        size = -(-abs(delta) // GRAIN) * GRAIN
-        found[term] = found.get(term, 0) + (size if delta > 0 else -size)
+        found[term] = found.get(term, 0) + _rounded(delta)
     return {term: size for term, size in found.items() if size}
 
 

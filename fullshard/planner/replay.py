@@ -73,13 +73,14 @@ class Tape:
             self.streams += [stream, stream]
             self.operations += [operation, operation]
 
-    def repeat(self, start: int) -> None:
-        """Once more all that happened since entry `start`, if it left alive what it found."""
+    def repeat(self, start: int, names: dict[int, int]) -> None:
+        """Once more all that happened since entry `start`, if it left alive what it found; `names`: of what was alive then,
+        the number that the same has now."""
         first = max(self.tensors[:start], default=0)
         shift = self.count - first
         self.deltas += self.deltas[start:]
         self.terms += self.terms[start:]
-        self.tensors += [n + shift if n > first else n for n in self.tensors[start:]]
+        self.tensors += [n + shift if n > first else names.get(n, n) for n in self.tensors[start:]]
         self.streams += self.streams[start:]
         self.operations += self.operations[start:]
         self.count += shift
@@ -109,6 +110,7 @@ class Replay:
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
+        self.named: dict[str, list[tuple[str, int]]] = {}  # a unit's gradients
         self.at = 0
         self.last = ""  # the gradient that a reduction holds longest
 
@@ -261,9 +263,11 @@ class Replay:
 
     def _gradients(self, group: Group) -> list[tuple[str, int]]:
         """Names and elements of a unit's gradients; names are relative to the unit's first module."""
-        unit = next(u for u in self.plan.units if u.name == group.name)
-        prefix = f"{unit.modules[0]}."
-        return [(f"grad:{p.name.removeprefix(prefix)}", p.numel) for p in (group.parameters[i] for i in group.trained)]
+        if group.name not in self.named:
+            unit = next(u for u in self.plan.units if u.name == group.name)
+            prefix, trained = f"{unit.modules[0]}.", (group.parameters[i] for i in group.trained)
+            self.named[group.name] = [(f"grad:{p.name.removeprefix(prefix)}", p.numel) for p in trained]
+        return self.named[group.name]
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]

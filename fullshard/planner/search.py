@@ -5,6 +5,7 @@ Models are thinned to a few of their equal blocks while candidates are compared,
 proportion; the finalists are estimated whole.
 """
 
+import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,12 @@ from fullshard.optimizer import AdamW, Optimizer
 from fullshard.pieces import BACKLOG
 from fullshard.plan import Batch, Plan, Prefetch
 from fullshard.planner.candidates import Wanted, families, precision_of, refuse_idle_backlog, want
-from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, estimate, host_available
+from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, host_available
+from fullshard.planner.home_words import home_words
 from fullshard.planner.homes import waits_for_norm
-from fullshard.planner.homing import Ladder, home_words, lowest, settle
+from fullshard.planner.homing import Ladder, lowest, settle
 from fullshard.planner.thin import Thin, blocks_of
+from fullshard.planner.whole import Tried, Whole
 from fullshard.strategies import choose
 from fullshard.text import bytes_text, seconds_text
 
@@ -63,6 +66,10 @@ class Candidate:
     exposed: dict[str, float] = field(default_factory=dict)
     ladder: Ladder | None = None  # if parts of it have to leave the device
     height: float = 0.0
+    sure: bool = False  # whether its height knows of the allocator
+
+
+Final = tuple[Candidate, Estimate]
 
 
 def find_plan(
@@ -92,17 +99,18 @@ def find_plan(
     thin = _thin(wanted)
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
-    for family in families(wanted):
+    every = list(families(wanted))
+    for family in every:
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
     for all_cores in (False, True) if "cpu_share" not in wanted.fix else (False,):
         if final is None:
-            housed = [c for family in families(wanted) for c in _housed(wanted, thin, family, room, all_cores)]
-            final = _best_housed(wanted, thin, sorted(housed, key=lambda c: c.seconds), room)
+            housed = [c for family in every for c in _housed(wanted, thin, family, room, all_cores)]
+            final = _best_housed(wanted, thin, housed, room)
             fitting += housed
     if final is None:
-        raise FullshardError(_nothing_fits(wanted, [*failing, *fitting], room))
+        raise FullshardError(_nothing_fits(wanted, thin, [*failing, *fitting], room))
     best, exact = final
     alternatives = _alternatives(best, fitting, failing, room)
     return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
@@ -154,7 +162,7 @@ def _backlogs(wanted: Wanted, plan: Plan) -> tuple[int | None, ...]:
     return (None,) if late or plan.backlog is not None else (None, BACKLOG)
 
 
-def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
+def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> Final | None:
     """The first of the ranked that fits when it is estimated whole, the allocator included, after small changes
     that help it. Nobody behind it is faster."""
     for candidate in ranked:
@@ -163,46 +171,54 @@ def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> t
     return None
 
 
-def _final(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> tuple[Candidate, Estimate] | None:
-    for plan, found in _whole(wanted, thin, candidate, room):
-        candidate.needed = found.needed
-        if found.fits:
-            return replace(candidate, plan=plan, seconds=found.step_seconds, exposed=found.exposed), found
+def _final(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: float = float("inf")) -> Final | None:
+    for tried in _whole(wanted, thin, candidate, room, beaten):
+        candidate.needed = tried.needed
+        if found := tried.found:
+            return replace(candidate, plan=tried.plan, seconds=found.step_seconds, exposed=found.exposed), found
     return None
 
 
-def _best_housed(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> tuple[Candidate, Estimate] | None:
-    """The fastest of the ranked: the allocator may send more away than thinned models said, so that those behind are
-    looked at until none of them promises more than what was found."""
-    best: tuple[Candidate, Estimate] | None = None
-    for candidate in ranked[:MOST_HOUSED]:
-        if best is not None and candidate.seconds >= best[1].step_seconds:
+def _best_housed(wanted: Wanted, thin: Thin, housed: list[Candidate], room: int) -> Final | None:
+    """The fastest of those with homes elsewhere. Always the one that promises most is looked at: first whether it still does
+    with what the allocator adds to a thinned model, then whole; until none promises more than what was found."""
+    best: Final | None = None
+    queue = [(c.seconds, i, c) for i, c in enumerate(housed)]
+    heapq.heapify(queue)
+    settled = 0
+    while queue and settled < MOST_HOUSED:
+        seconds, i, candidate = heapq.heappop(queue)
+        if best is not None and seconds >= best[1].step_seconds:
             break
-        final = _final(wanted, thin, candidate, room)
+        if not candidate.sure:
+            if surer := _surer(wanted, thin, candidate, room):
+                heapq.heappush(queue, (surer.seconds, i, surer))
+            continue
+        settled += 1
+        final = _final(wanted, thin, candidate, room, best[1].step_seconds if best else float("inf"))
         if final and (best is None or final[1].step_seconds < best[1].step_seconds):
             best = final
     return best
 
 
-def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Iterator[tuple[Plan, Estimate]]:
+def _surer(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Candidate | None:
+    """A candidate at the height that it takes with what the allocator adds, if there is one."""
+    assert candidate.ladder is not None
+    found = lowest(candidate.ladder, thin, room, wanted.disk, slack=True)
+    if found is None:
+        candidate.needed = max(candidate.needed, room + 1)
+        return None
+    return replace(candidate, seconds=found.time.seconds, exposed=found.time.exposed, height=found.height, sure=True)
+
+
+def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: float) -> Iterator[Tried]:
     """Plans near a candidate, estimated whole, the best first."""
+    whole = Whole(wanted)
     if candidate.ladder is not None:
-        yield settle(candidate.ladder, thin, candidate.height, lambda plan: _estimate(wanted, plan), wanted.disk)
+        yield settle(candidate.ladder, thin, candidate.height, whole, wanted.disk, beaten)
         return
     for plan in _refined(wanted, thin, candidate.plan, room):
-        yield plan, _estimate(wanted, plan)
-
-
-def _estimate(wanted: Wanted, plan: Plan) -> Estimate:
-    return estimate(
-        plan,
-        wanted.description,
-        wanted.cluster,
-        loss=wanted.loss,
-        optimizer=wanted.optimizer,
-        limit=wanted.limit,
-        clip=wanted.clip,
-    )
+        yield whole.tried(plan)
 
 
 def _refined(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> Iterator[Plan]:
@@ -287,35 +303,35 @@ def _name(candidate: Candidate) -> str:
     return candidate.label.split(",")[0] + (" away" if candidate.ladder else "")
 
 
-def _nothing_fits(wanted: Wanted, failing: list[Candidate], room: int) -> str:
+def _nothing_fits(wanted: Wanted, thin: Thin, failing: list[Candidate], room: int) -> str:
     """What the leanest plan lacks, and the smallest change that would do."""
     leanest = min(failing, key=lambda c: c.needed)
-    ways = [w for w in (_freed(wanted, leanest, room), _more_devices(wanted, room), _shorter(wanted, leanest, room)) if w]
-    hint = f"; {' or '.join(ways)} would fit" if ways else ""
+    ways = [_freed(wanted, thin, leanest, room), _more_devices(wanted, room), _shorter(wanted, thin, leanest, room)]
+    hint = f"; {' or '.join(w for w in ways if w)} would fit" if any(ways) else ""
     lacking = f"needs {bytes_text(leanest.needed)} of {bytes_text(room)} a device"
-    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{_with_homes(wanted, leanest)}{hint}"
+    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{_with_homes(wanted, thin, leanest)}{hint}"
 
 
-def _with_homes(wanted: Wanted, leanest: Candidate) -> str:
+def _with_homes(wanted: Wanted, thin: Thin, leanest: Candidate) -> str:
     """What the leanest plan needs where when everything that may leave the device has left it."""
     ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes)
     if not ladder.top or wanted.fix.get("tensor", 1) > 1:
         return ""
-    plan, thin = ladder.at(ladder.top), _thin(wanted)
+    plan = ladder.at(ladder.top)
     needed = thin.needed(plan)
     host = f"{bytes_text(thin.host(plan))} of {bytes_text(host_available(wanted.cluster, needed))} of the host"
     return f", and with {home_words(plan)} {bytes_text(needed)} a device and {host}"
 
 
-def _freed(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
+def _freed(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | None:
     """Homes that were fixed and might be elsewhere."""
     if not wanted.homes:
         return None
     free = replace(wanted, fix={k: v for k, v in wanted.fix.items() if not k.startswith("home.")})
-    for candidate in _housed(free, _thin(free), [(leanest.label, leanest.plan)], room, all_cores=False):
-        for plan, found in _whole(free, _thin(free), candidate, room):
-            if found.fits:
-                return f"{home_words(plan)} ({bytes_text(found.host.allocated_bytes)} of the host)"
+    for candidate in _housed(free, thin, [(leanest.label, leanest.plan)], room, all_cores=False):
+        for tried in _whole(free, thin, candidate, room, float("inf")):
+            if tried.found:
+                return f"{home_words(tried.plan)} ({bytes_text(tried.found.host.allocated_bytes)} of the host)"
     return None
 
 
@@ -333,21 +349,26 @@ def _more_devices(wanted: Wanted, room: int) -> str | None:
             batch=Batch(1, wanted.sequence),
             remat="full" if blocks_of(wanted.description) else "none",
         )
-        if _thin(more).needed(plan) <= room and _estimate(more, plan).fits:
+        if _would_fit(more, _thin(more), plan, room):
             return f"{devices} devices"
     return None
 
 
-def _shorter(wanted: Wanted, leanest: Candidate, room: int) -> str | None:
+def _shorter(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | None:
     assert wanted.description.costs is not None
     if wanted.description.costs.shape is not None:
         return None
     length = wanted.sequence
     while (length := length // 2) >= 256:
         plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
-        if _thin(wanted).needed(plan) <= room and _estimate(wanted, plan).fits:
+        if _would_fit(wanted, thin, plan, room):
             return f"a sequence of {length}"
     return None
+
+
+def _would_fit(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> bool:
+    likely = thin.needed(plan)
+    return likely <= room and likely + thin.slack(plan) <= room and Whole(wanted).tried(plan).found is not None
 
 
 def summary(found: Found) -> str:

@@ -7,10 +7,11 @@ from fullshard.cluster import Cluster
 from fullshard.costs import Costs, Trace
 from fullshard.description import Description
 from fullshard.plan import Plan
-from fullshard.planner.memory import highest
+from fullshard.planner.memory import highest, predict
 from fullshard.planner.timeline import Timeline, timeline
 
 FEW, MORE = 3, 5  # blocks of a thinned model
+SURE = 0.8  # of what the allocator loses with a few blocks: it may be that much less with all of them
 
 
 class Thin:
@@ -18,7 +19,10 @@ class Thin:
 
     def __init__(self, description: Description, cluster: Cluster, **common: Any):
         self.description, self.cluster, self.common = description, cluster, common
-        self.known: dict[int, tuple[Plan, tuple[int, int]]] = {}  # by identity: hashing a plan takes longer than asking twice
+        # By identity: hashing a plan takes longer than asking twice.
+        self.known: dict[int, tuple[Plan, tuple[int, ...]]] = {}
+        self.lost: dict[int, tuple[Plan, int]] = {}
+        self.times: dict[int, tuple[Plan, Timeline]] = {}
         self.models = [thinned(description, n) for n in (FEW, MORE)]
         counts = [len(blocks_of(m)) for m in self.models]
         self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
@@ -31,25 +35,55 @@ class Thin:
         """Bytes of the host."""
         return self._bytes(plan)[1]
 
-    def _bytes(self, plan: Plan) -> tuple[int, int]:
+    def stuck(self, plan: Plan) -> int:
+        """Bytes of the host that cannot go on to disk."""
+        return self._bytes(plan)[2]
+
+    def slack(self, plan: Plan) -> int:
+        """Bytes that the allocator is likely to reserve beside what is allocated: nearly all of a thinned model's. What lies
+        between the tensors of a few blocks is what is lost, and with more blocks it is seldom less."""
+        if id(plan) not in self.lost:
+            self.lost[id(plan)] = (plan, int(SURE * self._lost(plan)))
+        return self.lost[id(plan)][1]
+
+    def _lost(self, plan: Plan) -> int:
+        if self.cluster.device.kind != "cuda":
+            return 0
+        model = self.models[1]
+        peak = predict(thin_plan(_lean(plan), model), model, otherwise=False, **self.common)
+        assert peak.reserved is not None
+        return peak.reserved - peak.allocated
+
+    def _bytes(self, plan: Plan) -> tuple[int, ...]:
         if id(plan) not in self.known:
             self.known[id(plan)] = (plan, self._predicted(plan))
         return self.known[id(plan)][1]
 
-    def _predicted(self, plan: Plan) -> tuple[int, int]:
+    def _predicted(self, plan: Plan) -> tuple[int, ...]:
         ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
-        lean = replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))  # the others are alike
-        few, more = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
-        device, host = (int(m + self.step * (m - f)) for f, m in zip(few, more, strict=True))
-        return device + ids, host
+        lean = _lean(plan)
+        levels = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
+        few, more = ((level.device, sum(level.host.values()), level.stuck) for level in levels)
+        device, *host = (int(m + self.step * (m - f)) for f, m in zip(few, more, strict=True))
+        return device + ids, *host
 
     def timeline(self, plan: Plan) -> Timeline:
+        if id(plan) not in self.times:
+            self.times[id(plan)] = (plan, self._timed(plan))
+        return self.times[id(plan)][1]
+
+    def _timed(self, plan: Plan) -> Timeline:
         few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)
         seconds = more.seconds + self.step * (more.seconds - few.seconds)
         # What bounds a few blocks need not bound many: no step is shorter than the busiest lane's work.
         busiest = max(busy + self.step * (busy - few.busy.get(lane, 0.0)) for lane, busy in more.busy.items())
         extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
         return Timeline(max(seconds, busiest), exposed=extended)
+
+
+def _lean(plan: Plan) -> Plan:
+    """With two micro-batches at most: the others are alike."""
+    return replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))
 
 
 def thinned(description: Description, count: int) -> Description:

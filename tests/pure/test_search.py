@@ -12,7 +12,7 @@ from fullshard import FullshardError, presets
 from fullshard.cli import app
 from fullshard.cluster import Cluster
 from fullshard.planner.estimate import estimate
-from fullshard.planner.homing import home_words
+from fullshard.planner.home_words import home_words
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import find_plan
 from fullshard.text import parse_bytes
