@@ -67,8 +67,8 @@ class Allocator:
         i = bisect_left(free, (size, 0))
         if i == len(free):
             return None
-        block = self.blocks[free[i][1]]
-        self._take(block)
+        block = self.blocks.pop(free.pop(i)[1])
+        block.free = False
         return block
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:

@@ -17,6 +17,7 @@ from fullshard.planner.whole import Tried, Whole
 
 STAIRS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
 CLIMBS, HALVES = 5, 3  # whole estimates of one candidate, on its way up and back
+NO_QUICKER = 0.999
 MOVES = 3  # to disk: what passes from there takes room on the host as well
 
 
@@ -68,6 +69,8 @@ class Ladder:
             return found if unit.name in blocks else replace(found, activations=self.stairs[0].activations)
 
         units = tuple(replace(u, home=home(u)) for u in self.plan.units)
+        if units == self.plan.units and not self.plan.stages:
+            return self.plan  # which is known already
         made = replace(self.plan, units=units, cpu_share=None, backlog=None)
         if not made.stages:
             return made
@@ -102,11 +105,11 @@ def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = F
     """
     if thin.needed(ladder.at(ladder.top)) > room:
         return None
-    below = thin.needed(ladder.at(0))
     for stair in range(1, ladder.top + 1):
         needed = thin.needed(ladder.at(stair))
         left = room - (thin.slack(ladder.at(stair)) if slack and needed <= room else 0)
         if needed <= left:
+            below = thin.needed(ladder.at(stair - 1))
             part = (below - left) / (below - needed) if below > left else 0.0
             low, high = (ladder.at(s) for s in (stair - 1, stair))
             there = host_available(thin.cluster, needed)
@@ -115,7 +118,6 @@ def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = F
                 return None
             away = max(0.0, lacking) * (1 / thin.cluster.of("disk_read") + 1 / thin.cluster.of("disk_write"))
             return Step(stair - 1 + part, min(room, below), _time(thin.timeline(low), thin.timeline(high), part, away))
-        below = needed
     return None
 
 
@@ -151,12 +153,18 @@ def settle(ladder: Ladder, thin: Thin, start: float, whole: Whole, disk: bool, b
 
 def _lowered(ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[float, Tried], whole: Whole, disk: bool) -> Tried:
     """The way back from a height that fits to one that did not, halved. Memory is even with height: what is too much by the
-    line through both is not judged."""
+    line through both is not judged, nor is anything where a step is no quicker for it."""
     (low, most), (height, tried) = failed, fits
-    for _ in range(HALVES):
+    on_disk = any("disk" in (u.home.params, u.home.optimizer) for u in tried.plan.units)
+    idle = not on_disk and _seconds(ladder, thin, low) > NO_QUICKER * _seconds(ladder, thin, height)
+    for _ in range(0 if idle else HALVES):
         middle = (low + height) / 2
         likely = _between(most, tried.needed, (middle - failed[0]) / (height - failed[0]))
-        lower = _judged(ladder, thin, middle, whole, disk) if likely <= whole.room else None
+        lower = None
+        if ladder.at(middle) == ladder.at(height):  # units are not cut
+            lower = tried
+        elif likely <= whole.room:
+            lower = _judged(ladder, thin, middle, whole, disk)
         if lower and lower.found:
             height, tried = middle, lower
         else:

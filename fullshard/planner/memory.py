@@ -71,18 +71,20 @@ def predict(
     player = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
     taken = other_way = None
     if reserved:
-        starts, alike = _three_steps(player, description, operations)
+        starts, alike, before = _three_steps(player, description, operations)
         orders = (False, True) if otherwise else (False,)
         (allocated, taken), *others = (_with_allocator(player.tape, starts, descending, alike) for descending in orders)
         other_way = others[0][1] if others else None
         where = _highest(player.tape, starts[-1])[1]
+        terms = _terms(player.tape, starts[-1], where, before)
     else:
         allocated, where = _highest(_steady(player, description, operations).tape)
+        terms = _terms(player.tape, 0, where, {})
     return Peak(
         allocated,
         taken,
         _moment(operations, player.tape.operations[where]),
-        _terms(player.tape, where),
+        terms,
         at_rest(plan, description, slots),
         player.away.host(player.most_spilled),
         player.away.disk(),
@@ -152,9 +154,9 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
     return player
 
 
-def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool]:
-    """Where they begin on the tape, and whether the last repeats the one before: three, since the allocator remembers how
-    it began."""
+def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool, Alive]:
+    """Where they begin on the tape, whether the last repeats the one before, and what was alive when it began. Three, since
+    the allocator remembers how it began."""
     player.rest(description)
     tape, starts = player.tape, [0]
     alive: Alive | None = None
@@ -167,7 +169,8 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
             tape.repeat(starts[-2], {entry[0]: alive[key][0] for key, entry in before.items()})
         else:
             player.play(operations)
-    return starts, alike
+    assert alive is not None
+    return starts, alike, alive
 
 
 def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
@@ -182,20 +185,20 @@ def _with_allocator(tape: Tape, starts: list[int], descending: bool, alike: bool
 
 
 def _highest(tape: Tape, begin: int = 0) -> tuple[int, int]:
-    """The highest sum of rounded sizes from entry `begin` on, and the entry that reaches it."""
-    sums = list(accumulate(map(_rounded, tape.deltas)))[begin:]
+    """How far the sum of rounded sizes rises from entry `begin` on, and the entry that brings it there."""
+    sums = list(accumulate(d // -GRAIN * -GRAIN if d > 0 else -(-d // -GRAIN * -GRAIN) for d in tape.deltas[begin:]))
     highest = max(sums)
     return highest, begin + sums.index(highest)
 
 
-def _rounded(delta: int) -> int:
-    return delta // -GRAIN * -GRAIN if delta > 0 else -(-delta // -GRAIN * -GRAIN)
-
-
-def _terms(tape: Tape, where: int) -> dict[str, int]:
+def _terms(tape: Tape, begin: int, where: int, before: Alive) -> dict[str, int]:
+    """What there is at entry `where`, of what was there `before` entry `begin` and came and went since."""
     found: dict[str, int] = {}
-    for delta, term in zip(tape.deltas[: where + 1], tape.terms, strict=False):
-        found[term] = found.get(term, 0) + _rounded(delta)
+    for _, nbytes, term, _ in before.values():
+        found[term] = found.get(term, 0) + -(-nbytes // GRAIN) * GRAIN
+    for delta, term in zip(tape.deltas[begin : where + 1], tape.terms[begin : where + 1], strict=True):
+        size = -(-abs(delta) // GRAIN) * GRAIN
+        found[term] = found.get(term, 0) + (size if delta > 0 else -size)
     return {term: size for term, size in found.items() if size}
 
 

@@ -145,6 +145,11 @@ def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: in
     alike = unit.layout != "sharded" or (wanted.cluster.devices == 1 and not unit.reshard)
     if alike and "strategy" not in wanted.fix:
         return
+    leanest = Ladder.of(
+        family[-1][1], wanted.description, wanted.homes, all_cores=all_cores, backlog=_backlogs(wanted, family[-1][1])[-1]
+    )
+    if thin.needed(leanest.at(leanest.top)) > room:
+        return
     for label, plan in family:
         height = float("inf")
         for backlog in _backlogs(wanted, plan):

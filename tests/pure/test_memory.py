@@ -11,7 +11,7 @@ import fullshard as fs
 import fullshard.presets
 from fullshard.planner.allocator import Allocator, replay
 from fullshard.planner.memory import highest, predict
-from fullshard.planner.thin import thinned
+from fullshard.planner.thin import Thin, thinned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20
@@ -33,6 +33,35 @@ def plan(case: dict, description: fs.Description) -> fs.Plan:
         remat=case["remat"],
         compile=case["compile"],
     )
+
+
+def test_a_step_that_repeats_the_one_before_need_not_be_played():
+    """A tensor that rests, one that outlives its step, and two that come and go."""
+    deltas, tensors, starts, kept = [8 * MiB, 20 * MiB], [1, 2], [0], 2
+    for first in (3, 6, 9):
+        starts.append(len(deltas))
+        deltas += [30 * MiB, -20 * MiB, 12 * MiB, -12 * MiB, 20 * MiB, -30 * MiB]
+        tensors += [first, kept, first + 1, first + 1, first + 2, first]
+        kept = first + 2
+    played, spared = (replay(deltas, tensors, [0] * len(deltas), starts, alike=alike) for alike in (False, True))
+    assert played == spared
+    assert len(played) == 4
+
+
+def test_a_few_blocks_lose_no_more_to_the_allocator_than_all_of_them():
+    description, where = fs.presets.describe("llama3-8b"), fs.Cluster.named("8xh100")
+    for remat, home in (("full", fs.Home("host", "host", "host")), ("selective", fs.Home()), ("none", fs.Home("host", "host"))):
+        one = fs.zero3(
+            description,
+            devices=8,
+            batch=fs.Batch(2, 4096),
+            precision=fs.Precision(compute="bf16"),
+            remat=remat,
+            compile=True,
+            home=home,
+        )
+        whole = predict(one, description, otherwise=False)
+        assert 0 < Thin(description, where).slack(one) <= whole.reserved - whole.allocated
 
 
 def test_there_are_rows_to_hold_predictions_against():

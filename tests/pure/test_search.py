@@ -11,6 +11,7 @@ import fullshard as fs
 from fullshard import FullshardError, presets
 from fullshard.cli import app
 from fullshard.cluster import Cluster
+from fullshard.planner import whole
 from fullshard.planner.estimate import estimate
 from fullshard.planner.home_words import home_words
 from fullshard.planner.remedies import remedies
@@ -188,6 +189,27 @@ def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
     assert "disk" in tight.estimate.bottleneck
     with pytest.raises(FullshardError, match="nothing fits"):
         find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
+
+
+def test_what_passes_on_its_way_to_disk_has_room_on_the_host_too():
+    """8B parameters have 96 GB of state: on a device of 24 GB beside a host of 64, most of it is on disk."""
+    found = find_plan(presets.describe("llama3-8b"), Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
+    assert found.estimate.fits
+    assert found.estimate.host.allocated_bytes <= found.estimate.host_available
+    assert found.estimate.disk.terms["optimizer"] > 40e9
+
+
+def test_few_candidates_are_judged_whole_where_nothing_fits_on_the_device(monkeypatch):
+    judged = []
+    predict = whole.predict
+    monkeypatch.setattr(whole, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
+    found = find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, global_batch=64)
+    assert found.estimate.fits
+    assert len(judged) <= 6
+    judged.clear()
+    with pytest.raises(FullshardError, match="nothing fits"):
+        find_plan(presets.describe("llama3-405b"), Cluster.named("8xh100"), sequence=8192, global_batch=64)
+    assert not judged
 
 
 def test_where_gradients_do_not_fit_the_cores_do_all_updates():
