@@ -1,11 +1,12 @@
 """What of a plan rests away from the device, in words."""
 
+from fullshard.pieces import STAGING
 from fullshard.plan import Plan, Unit
 
 
 def home_words(plan: Plan) -> str:
-    """What rests away, in a few words: `optimizer of the last 12 units on host`; who updates it, and how many gradients wait
-    for that, where the plan says it."""
+    """What rests away, in a few words: `optimizer of the last 12 units on host`; who updates it, how much of it is on the
+    device for that at a time, and how many gradients wait, where the plan says it."""
     found: dict[tuple[str, str], list[str]] = {}  # kinds by which units and which place
     for place in ("host", "disk"):
         for kind in ("optimizer", "params", "activations"):
@@ -14,6 +15,7 @@ def home_words(plan: Plan) -> str:
                 found.setdefault((_which(plan, there, kind), place), []).append(kind)
     words = [f"{_listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
     words += [] if plan.cpu_share is None else [f"{plan.cpu_share:.0%} of the updates by the cores"]
+    words += [] if plan.staging == STAGING else [f"{plan.staging} pieces of state on the device at a time"]
     return ", ".join(words if plan.backlog is None else [*words, f"a backlog of {plan.backlog} pieces"])
 
 

@@ -25,13 +25,16 @@ MOVES = 3  # to disk: what passes from there takes room on the host as well
 class Ladder:
     """A plan with more and more away from the device. A height is a number of stairs; a part of one is taken by the last
     units, as many as hold that part of the parameters. `all_cores`: the host's cores do all updates, so that with clipping no
-    gradient waits on the device; `backlog`: without clipping, so many pieces' do, unless the plan says it itself."""
+    gradient waits on the device; `backlog`: without clipping, so many pieces' do, unless the plan says it itself; `staging`
+    and `cpu_share`: in place of the plan's."""
 
     plan: Plan
     description: Description
     stairs: tuple[Home, ...]
     all_cores: bool = False
     backlog: int | None = None
+    staging: int | None = None
+    cpu_share: float | None = None
     whole: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)  # plans at whole stairs, made once
 
     @classmethod
@@ -74,8 +77,9 @@ class Ladder:
         made = replace(self.plan, units=units, cpu_share=None, backlog=None)
         if not made.stages:
             return made
-        share = 1.0 if self.all_cores else self.plan.cpu_share
-        return replace(made, cpu_share=share, backlog=self.plan.backlog or self.backlog)
+        share = 1.0 if self.all_cores else self.plan.cpu_share if self.cpu_share is None else self.cpu_share
+        backlog, staging = self.plan.backlog or self.backlog, self.staging or self.plan.staging
+        return replace(made, cpu_share=share, backlog=backlog, staging=staging)
 
     def _last(self, part: float) -> set[str]:
         """The last units that hold at least `part` of all parameters."""

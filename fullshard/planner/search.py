@@ -22,6 +22,7 @@ from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share,
 from fullshard.planner.home_words import home_words
 from fullshard.planner.homes import waits_for_norm
 from fullshard.planner.homing import Ladder, lowest, settle
+from fullshard.planner.staged import staged
 from fullshard.planner.thin import Thin, blocks_of
 from fullshard.planner.whole import Tried, Whole
 from fullshard.strategies import choose
@@ -111,7 +112,7 @@ def find_plan(
             fitting += housed
     if final is None:
         raise FullshardError(_nothing_fits(wanted, thin, [*failing, *fitting], room))
-    best, exact = final
+    best, exact = _staged(wanted, thin, *final)
     alternatives = _alternatives(best, fitting, failing, room)
     return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
 
@@ -204,6 +205,13 @@ def _best_housed(wanted: Wanted, thin: Thin, housed: list[Candidate], room: int)
         if final and (best is None or final[1].step_seconds < best[1].step_seconds):
             best = final
     return best
+
+
+def _staged(wanted: Wanted, thin: Thin, best: Candidate, exact: Estimate) -> Final:
+    """The best with as many slots of staging as help it."""
+    tried = staged(Tried(best.plan, best.needed, exact), best.ladder, thin, Whole(wanted))
+    assert tried.found is not None
+    return replace(best, plan=tried.plan, seconds=tried.found.step_seconds, exposed=tried.found.exposed), tried.found
 
 
 def _surer(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Candidate | None:

@@ -9,6 +9,7 @@ from fullshard.plan import Plan
 from fullshard.planner.candidates import Wanted
 from fullshard.planner.estimate import Estimate, available, cores_share, estimate, host_available
 from fullshard.planner.memory import Level, highest, predict
+from fullshard.planner.timeline import timeline
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Whole:
 
     def level(self, plan: Plan) -> Level:
         return highest(plan, self.wanted.description, **self._common(plan))
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step."""
+        return timeline(plan, self.wanted.description, self.wanted.cluster, **self._common(plan)).seconds
 
     def lacking(self, level: Level) -> int:
         """Bytes that the host has too few."""
