@@ -72,6 +72,7 @@ Quantity = Literal[
     "adamw_beside",
     "disk_read",
     "disk_write",
+    "disk_both",
 ]
 
 
@@ -93,17 +94,24 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "adamw_beside": ("CPU AdamW beside both", lambda d, h: h.adamw / AT_ONCE, seconds_text),
     "disk_read": ("disk read", lambda d, h: h.disk_read, lambda x: rate_text(x, "B/s")),
     "disk_write": ("disk write", lambda d, h: h.disk_write, lambda x: rate_text(x, "B/s")),
+    "disk_both": ("disk, both at once", lambda d, h: _in_turn(h.disk_read, h.disk_write), lambda x: rate_text(x, "B/s")),
 }
 
 
-# Quantities that follow from another where they were not measured themselves.
-FROM: dict[Quantity, tuple[Quantity, float]] = {
-    "checkpointed": ("launch", CHECKPOINTED),
-    "saved": ("launch", SAVED),
-    "dispatched": ("launch", DISPATCHED),
-    "pcie_beside": ("pcie_both", AT_ONCE),
-    "adamw_beside": ("adamw", 1 / AT_ONCE),
+# Quantities that follow from others where they were not measured themselves.
+FROM: dict[Quantity, Callable[[Callable[[Quantity], float]], float]] = {
+    "checkpointed": lambda of: CHECKPOINTED * of("launch"),
+    "saved": lambda of: SAVED * of("launch"),
+    "dispatched": lambda of: DISPATCHED * of("launch"),
+    "pcie_beside": lambda of: AT_ONCE * of("pcie_both"),
+    "adamw_beside": lambda of: of("adamw") / AT_ONCE,
+    "disk_both": lambda of: _in_turn(of("disk_read"), of("disk_write")),
 }
+
+
+def _in_turn(read: float, write: float) -> float:
+    """Bytes a second of a disk that reads and writes as much, one after the other."""
+    return 2 / (1 / read + 1 / write)
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,7 @@ class Cluster:
         nominal = self.nominal(quantity)
         found = getattr(self.measured, quantity, None)
         if found is None and quantity in FROM:
-            alone, share = FROM[quantity]
-            return share * self.of(alone)
+            return FROM[quantity](self.of)
         return nominal if found is None else found
 
     def source_of(self, quantity: Quantity | Literal["gemm", "attention"], dtype: str = "bf16") -> Source:

@@ -91,6 +91,7 @@ class Measured:
     adamw_beside: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
+    disk_both: float | None = None
     gemms: tuple[Gemm, ...] = ()
     attention: tuple[Attention, ...] = ()
     collectives: tuple[Collective, ...] = ()

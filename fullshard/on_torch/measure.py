@@ -175,7 +175,8 @@ def _pointwise(device: torch.device, budget: float) -> float:
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
     rates, note = disk_rates(directory, nbytes), no_disk(directory)
-    return {"disk_read": rates.read, "disk_write": rates.write, "notes": [note] if note else []}
+    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both}
+    return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
 
 
 def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> Rates:
@@ -185,7 +186,9 @@ def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> R
         found = together(group, lambda: disk_rates(directory, nbytes, seconds))
     finally:
         give_group(group)
-    return Rates(min(r.read for r in found), min(r.write for r in found))
+    at_once = [r.both for r in found if r.both is not None]
+    both = min(at_once) if len(at_once) == len(found) else None
+    return Rates(min(r.read for r in found), min(r.write for r in found), both)
 
 
 def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = F
     """The lowest height at which thinned models fit: in proportion between stairs, since they know no last units.
     `slack`: whether with what the allocator is likely to add.
 
-    What the host has no room for is timed as if it went to disk and back beside nothing.
+    What the host has no room for is timed as if it went to disk and back beside nothing else.
     """
     if thin.needed(ladder.at(ladder.top)) > room:
         return None
@@ -120,7 +120,7 @@ def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = F
             lacking = _between(thin.host(low), thin.host(high), part) - there
             if lacking > 0 and (not disk or _between(thin.stuck(low), thin.stuck(high), part) > there):
                 return None
-            away = max(0.0, lacking) * (1 / thin.cluster.of("disk_read") + 1 / thin.cluster.of("disk_write"))
+            away = max(0.0, lacking) * 2 / thin.cluster.of("disk_both")
             return Step(stair - 1 + part, min(room, below), _time(thin.timeline(low), thin.timeline(high), part, away))
     return None
 

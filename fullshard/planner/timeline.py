@@ -109,7 +109,7 @@ class _Lanes:
         self.starts.clear()
         self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
         self.transfers.busy = self.found.busy
-        self.transfers.began = -1.0
+        self.transfers.began, self.transfers.filed = -1.0, 0
         self.waiting.units.clear()
 
     def run(self, op: Operation) -> None:

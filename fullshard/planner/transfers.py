@@ -1,6 +1,7 @@
 """Lanes beside the device's own: PCIe each way, the host's cores, the disk; and updates of state that rests away, laid
 onto them piece by piece.
 
+The disk is one lane; where it reads one piece's state while it writes another's, both are as quick as they are at once.
 A piece is either streamed (state up, updated by the device, state down) or updated by the cores where it lies (gradient
 down, parameter up); while both happen, each is slower than alone. Pieces follow each other through a few slots of
 staging, so that the slowest lane sets the pace.
@@ -105,6 +106,9 @@ class Transfers:
         self.up, self.down = (cluster.of("pcie_up"), cluster.of("pcie_down")) if self.gpu else (copy, copy)
         self.both = both / 2 if self.gpu else copy  # each way, while both are in use
         self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
+        # Of the seconds that reading and writing take alone, what is left of them while the other goes on as well.
+        self.at_once = 2 / cluster.of("disk_both") / (1 / self.read + 1 / self.write)
+        self.filed, self.on_disk = 0, sum(p.home == "disk" for p in away.pieces)  # pieces on disk: of this step so far, and all
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging = Slots.of(None if away.by_need else away.plan.staging)
         self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
@@ -158,9 +162,12 @@ class Transfers:
         if piece.home == "host":
             return self._work(piece, ready, ahead)[0]
         state = piece.elements * self.away.state
-        read = self.lay("disk", max(self.files.take(), ahead), state / self.read)
+        self.filed += 1  # the first are read before any is written, the last are written when all have been read
+        reading = self.at_once if self.filed > DISK_SLOTS else 1.0
+        writing = self.at_once if self.filed <= self.on_disk - DISK_SLOTS else 1.0
+        read = self.lay("disk", max(self.files.take(), ahead), reading * state / self.read)
         updated, back = self._work(piece, max(ready, read), read)
-        self.files.give(self.lay("disk", back, state / self.write))
+        self.files.give(self.lay("disk", back, writing * state / self.write))
         return updated
 
     def _take(self, piece: Piece, when: float) -> None:

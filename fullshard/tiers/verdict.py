@@ -18,10 +18,18 @@ SLOWEST = 20.0  # times the rest of a step: what a person will hardly have meant
 
 
 class Rates(NamedTuple):
-    """Bytes a second, each while the other way is idle."""
+    """Bytes a second, each while the other way is idle; `both`: the sum of the two at once, where it was tried."""
 
     read: float
     write: float
+    both: float | None = None
+
+    def seconds(self, read: int, written: int) -> float:
+        """Of so many bytes each way: what goes both ways at once, then what is left of one."""
+        if self.both is None:
+            return read / self.read + written / self.write
+        less = min(read, written)
+        return 2 * less / self.both + (read - less) / self.read + (written - less) / self.write
 
 
 def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = float("inf")) -> Rates:
@@ -30,12 +38,19 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
     with Spool(directory, "rates", ALIGNMENT) as probe:
         nbytes = aligned_size(nbytes if probe.direct else min(nbytes, CACHED))
     with Spool(directory, "rates", nbytes) as spool:
-        memory = aligned(min(nbytes, FLYING * REQUEST))
-        memory[:] = (os.urandom(1 << 20) * (-(-len(memory) >> 20)))[: len(memory)]
-        written, write = _rate(spool, memory, nbytes, seconds / 2, reading=False)
-        if not spool.direct:
-            os.posix_fadvise(spool.file, 0, 0, os.POSIX_FADV_DONTNEED)
-        return Rates(_rate(spool, memory, written, seconds / 2, reading=True)[1], write)
+        into, out = (aligned(min(nbytes, FLYING * REQUEST)) for _ in range(2))
+        out[:] = (os.urandom(1 << 20) * (-(-len(out) >> 20)))[: len(out)]
+        written, write = _rate(spool, out, nbytes, seconds / 3, reading=False)
+        _forget(spool)
+        read = _rate(spool, into, written, seconds / 3, reading=True)[1]
+        _forget(spool)
+        return Rates(read, write, _both(spool, into, out, written, seconds / 3))
+
+
+def _forget(spool: Spool) -> None:
+    """So that what is read comes from the disk."""
+    if not spool.direct:
+        os.posix_fadvise(spool.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rate(spool: Spool, memory: memoryview, nbytes: int, seconds: float, reading: bool) -> tuple[int, float]:
@@ -55,6 +70,23 @@ def _rate(spool: Spool, memory: memoryview, nbytes: int, seconds: float, reading
     return at, at / (perf_counter() - start)
 
 
+def _both(spool: Spool, into: memoryview, out: memoryview, nbytes: int, seconds: float) -> float | None:
+    """Bytes a second of reading one half of what there is while the other is written; None where there is too little."""
+    half, pending, at = nbytes // 2 // ALIGNMENT * ALIGNMENT, deque[Future[None]](), 0
+    start = perf_counter()
+    while at < half and (not at or perf_counter() - start < seconds):
+        for _ in range(2 if len(pending) == 2 * FLYING else 0):
+            pending.popleft().result()
+        place, size = at % len(into), min(REQUEST, half - at)
+        pending.append(spool.read(at, into[place : place + size]))
+        pending.append(spool.write(half + at, out[place : place + size]))
+        at += size
+    for future in pending:
+        future.result()
+    os.fsync(spool.file)
+    return 2 * at / (perf_counter() - start) if at else None
+
+
 def no_disk(directory: str | Path) -> str:
     """What is to be said of a directory that is not a disk with direct requests; nothing of one that is."""
     kind = file_system(Path(directory))
@@ -64,14 +96,13 @@ def no_disk(directory: str | Path) -> str:
         return "" if probe.direct else f"{directory} ({kind}) has no direct requests: every byte passes the page cache"
 
 
-def verdict(
-    bytes_a_step: tuple[int, int], rates: tuple[float, float], step_seconds: float | None, slowest: float = SLOWEST
-) -> str:
+def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | None, slowest: float = SLOWEST) -> str:
     """A sentence on a step that reads and writes so much, and takes `step_seconds` without, if that is known. More than
     `slowest` times that is warned of."""
-    seconds = sum(n / rate for n, rate in zip(bytes_a_step, rates, strict=True))
-    (read, written), (in_, out) = map(bytes_text, bytes_a_step), (rate_text(r, "B/s") for r in rates)
-    needs = f"the disk needs {seconds_text(seconds)} of each step ({read} read at {in_}, {written} written at {out})"
+    seconds = rates.seconds(*bytes_a_step)
+    (read, written), (in_, out) = map(bytes_text, bytes_a_step), (rate_text(r, "B/s") for r in rates[:2])
+    at_once = "" if rates.both is None else f", {rate_text(rates.both, 'B/s')} both at once"
+    needs = f"the disk needs {seconds_text(seconds)} of each step ({read} read at {in_}, {written} written at {out}{at_once})"
     if step_seconds is None:
         return needs
     rest = seconds_text(step_seconds)

@@ -2,7 +2,7 @@
 
 from fullshard.planner.groups import groups
 from fullshard.planner.homes import Away, slots_of
-from fullshard.tiers.verdict import no_disk, verdict
+from fullshard.tiers.verdict import Rates, no_disk, verdict
 from fullshard.train.prepare import Prepared, make_optimizer
 
 TRIAL = 1 << 30  # bytes a rank, at most
@@ -18,5 +18,6 @@ def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     rates = on_torch.disk_rates_together(directory, min(TRIAL, sum(away.disk().values())), SECONDS)
     here = on_torch.ranks_here()
     read, written = (here * n for n in away.disk_traffic())
-    said = verdict((read, written), (here * rates.read, here * rates.write), prepared.rest_seconds)
+    whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
+    said = verdict((read, written), whole, prepared.rest_seconds)
     return [line for line in (no_disk(directory), said) if line]

@@ -28,6 +28,7 @@ TIMED_ON_CPU = (
     "adamw",
     "disk_read",
     "disk_write",
+    "disk_both",
 )
 CPU = torch.device("cpu")
 
@@ -72,6 +73,7 @@ def test_the_numbers_are_sane(alone):
     assert 1e-11 < cluster.of("adamw") < 1e-6
     assert 1e6 < cluster.of("disk_read") < 1e12
     assert 1e6 < cluster.of("disk_write") < 1e12
+    assert 1e6 < cluster.of("disk_both") < 1e12
 
 
 def test_products_of_many_sizes_are_timed(alone):

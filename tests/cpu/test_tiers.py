@@ -19,7 +19,7 @@ from fullshard.errors import FullshardError
 from fullshard.tiers.disk import PART, Spool
 from fullshard.tiers.host import Arena, bytes_of, room
 from fullshard.tiers.limits import own_groups
-from fullshard.tiers.verdict import disk_rates, no_disk, verdict
+from fullshard.tiers.verdict import Rates, disk_rates, no_disk, verdict
 
 MiB, PAGE = 1 << 20, 4096
 SHM = Path("/dev/shm")
@@ -324,7 +324,7 @@ def test_memory_that_passes_for_a_disk_is_told():
 
 
 def test_the_verdict_adds_up_reading_and_writing():
-    gib, rates = 1 << 30, (4 * (1 << 30), 2 * (1 << 30))
+    gib, rates = 1 << 30, Rates(4 * (1 << 30), 2 * (1 << 30))
     said = verdict((8 * gib, 8 * gib), rates, 10.0)  # 2 s and 4 s
     assert said == (
         "the disk needs 6.00 s of each step (8.00 GiB read at 4.29 GB/s, 8.00 GiB written at 2.15 GB/s),"
@@ -335,3 +335,10 @@ def test_the_verdict_adds_up_reading_and_writing():
     assert by_far.startswith("warning: the disk needs 6.00 s of each step")
     assert "30.0 times the 200.00 ms that the rest takes: the run will do little but wait for it; keep more in host" in by_far
     assert verdict((8 * gib, 8 * gib), rates, None).endswith("written at 2.15 GB/s)")
+
+
+def test_the_verdict_takes_the_rate_of_both_at_once_where_there_is_one():
+    gib = 1 << 30
+    said = verdict((12 * gib, 8 * gib), Rates(4 * gib, 2 * gib, 4 * gib), None)  # 16 GiB at once, 4 read alone
+    assert said.startswith("the disk needs 5.00 s of each step")
+    assert said.endswith("8.00 GiB written at 2.15 GB/s, 4.29 GB/s both at once)")

@@ -88,6 +88,36 @@ def test_state_on_disk_is_read_and_written_once():
     assert found.seconds == pytest.approx(found.busy["disk"], rel=0.05)
 
 
+def with_disk(**rates) -> Cluster:
+    return dataclasses.replace(Cluster.named("1xh200"), measured=Measured("by hand", "bf16", **rates))
+
+
+def test_a_disk_that_is_quicker_at_both_at_once_is_where_it_does_both():
+    """As on an H200's machine: 2.08 GB/s read, 1.55 written, 2.6 together. Of N pieces, 4 are read and 4 written alone."""
+    alone = {"disk_read": 2.08e9, "disk_write": 1.55e9}
+    made = plan(Home(optimizer="disk"))
+    in_turn, at_once = (run(made, with_disk(**alone, **more)) for more in ({}, {"disk_both": 2.6e9}))
+    sizes = [12 * p.elements for p in pieces(groups(made, MODEL), 0.5)]
+    pair = 1 / 2.08e9 + 1 / 1.55e9
+    assert in_turn.busy["disk"] == pytest.approx(sum(sizes) * pair, rel=1e-9)
+    assert at_once.busy["disk"] == pytest.approx(
+        (sum(sizes[4:]) / 2.08e9 + sum(sizes[:-4]) / 1.55e9) * (2 / 2.6e9) / pair
+        + sum(sizes[:4]) / 2.08e9
+        + sum(sizes[-4:]) / 1.55e9
+    )
+    assert at_once.seconds == pytest.approx(at_once.busy["disk"], rel=0.05)
+    assert 0.68 < at_once.seconds / in_turn.seconds < 0.75
+
+
+def test_without_a_rate_of_both_at_once_a_disk_does_one_after_the_other():
+    where = with_disk(disk_read=2e9, disk_write=1e9)
+    assert where.of("disk_both") == pytest.approx(2 / (1 / 2e9 + 1 / 1e9))
+    assert where.source_of("disk_both") == "nominal"
+    old = where.to_dict()
+    del old["measured"]["disk_both"]  # as a file from before it was measured
+    assert Cluster.from_dict(json.loads(json.dumps(old))) == where
+
+
 @pytest.mark.parametrize("accumulate", [1, 4, 9])
 def test_parameters_on_the_host_come_up_twice_a_micro_batch(accumulate):
     found = run(plan(Home(params="host"), accumulate=accumulate), cluster(pcie_up=10e9, pcie_down=5e9))
