@@ -327,7 +327,7 @@ def _nothing_fits(wanted: Wanted, thin: Thin, failing: list[Candidate], room: in
 
 def _with_homes(wanted: Wanted, thin: Thin, leanest: Candidate) -> str:
     """What the leanest plan needs where when everything that may leave the device has left it."""
-    ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes)
+    ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes, all_cores="cpu_share" not in wanted.fix)
     if not ladder.top or wanted.fix.get("tensor", 1) > 1:
         return ""
     plan = ladder.at(ladder.top)

@@ -122,7 +122,7 @@ def test_bad_input_is_one_sentence(line):
 
 def test_nothing_fits_says_what_would():
     short = (
-        r"needs .* of 75\.73 GiB a device, and with optimizer, params and activations on host .* a device and .* of 214\.58 GiB "
+        r"needs .* of 75\.73 GiB a device, and with optimizer, params and activations on host, .* a device and .* of 214\.58 GiB "
         r"of the host; 4 devices would fit"
     )
     with pytest.raises(FullshardError, match=short):
