@@ -183,7 +183,7 @@ def _judged(ladder: Ladder, thin: Thin, height: float, whole: Whole, disk: bool)
     for _ in range(MOVES if disk else 0):
         if whole.lacking(level) > 0:
             plan = onto_disk(plan, ladder.description, level, whole.lacking(level))
-            level = whole.level(plan)
+            level = whole.moved(plan, level)
     return whole.tried(plan, level, thin.slack(ladder.at(min(int(height) + 1, ladder.top))))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from fullshard.plan import Plan
 from fullshard.planner.candidates import Wanted
 from fullshard.planner.estimate import Estimate, available, cores_share, estimate, host_available
+from fullshard.planner.groups import groups
+from fullshard.planner.homes import Away, slots_of
 from fullshard.planner.memory import Level, highest, predict
 from fullshard.planner.timeline import timeline
 
@@ -35,6 +37,14 @@ class Whole:
 
     def level(self, plan: Plan) -> Level:
         return highest(plan, self.wanted.description, **self._common(plan))
+
+    def moved(self, plan: Plan, level: Level) -> Level:
+        """The level of a plan that differs from one of that level in what rests on disk: activations are the same."""
+        w = self.wanted
+        share = cores_share(plan, w.cluster, w.optimizer)
+        away = Away(plan, groups(plan, w.description), slots_of(w.optimizer), clip=w.clip, cpu_share=share)
+        staging = sum(away.staging())
+        return Level(level.device + staging - level.staging, away.host(level.host.get("activations", 0)), staging)
 
     def seconds(self, plan: Plan) -> float:
         """Of a step."""
