@@ -5,8 +5,8 @@
 
 Times the machine, searches under a limit that not all plans keep to, then runs them all: remat × micro-batch ×
 where the optimizer's state rests. JSON lines: the cluster, a row a plan, the verdict. A plan fits if what it reserved
-keeps to the limit; the best is the fastest that fits, among those the pick. `predicted_then` goes by the host's paces as
-they were beside that plan's steps.
+keeps to the limit; the best is the fastest that fits, among those the pick. `predicted_then` goes by the middle of the
+host's paces as they were between the plans.
 """
 
 import argparse
@@ -22,13 +22,14 @@ import torch
 import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
-from benchmarks.time_error import middle, paced
+from benchmarks.time_error import paced
 from fullshard import on_torch, presets
-from fullshard.on_torch.paces import paces
+from fullshard.on_torch.paces import middle, paces
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
 WARM = 2
+ABOVE = 1.02  # of what half of the resident plans need: none of them is on the edge
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ class Grid:
         self.plans = dict(self._grid())
         predicted = {name: self._estimate(plan) for name, plan in self.plans.items()}
         resident = [e.needed for name, e in predicted.items() if name.endswith("device")]
-        self.limit = parse_bytes(args.limit) if args.limit else int(statistics.median(resident))
+        self.limit = parse_bytes(args.limit) if args.limit else int(ABOVE * statistics.median(resident))
         self.predicted = {name: self._estimate(plan) for name, plan in self.plans.items()}
 
     limit: int | None = None
@@ -118,6 +119,16 @@ class Grid:
                 row |= self._measured(one)
             rows.append(row)
             tell(row)
+        return self._then(rows, {pick: plan, **self.plans})
+
+    def _then(self, rows: list[dict[str, Any]], plans: dict[str, fs.Plan]) -> list[dict[str, Any]]:
+        """The rows that ran with what is predicted of them by the host's paces between them."""
+        ran = [r for r in rows if "measured" in r]
+        cluster = paced(self.cluster, middle([r["paces"] for r in ran]))
+        for row in ran:
+            then = estimate(plans[row["plan"]], self.description, cluster, limit=self.limit)
+            row["predicted_then"] = then.step_seconds
+            tell({key: row[key] for key in ("plan", "measured", "predicted", "predicted_then")})
         return rows
 
     def _measured(self, plan: fs.Plan) -> dict[str, Any]:
@@ -126,8 +137,6 @@ class Grid:
         except torch.OutOfMemoryError as error:
             return {"failed": str(error)[:200]}
         assert self.limit is not None
-        then = estimate(plan, self.description, paced(self.cluster, found["paces"]), limit=self.limit)
-        found["predicted_then"] = then.step_seconds
         return found | ({"fits": found["reserved"] <= self.limit} if "reserved" in found else {})
 
 
@@ -142,26 +151,27 @@ def told(found: Estimate) -> dict[str, Any]:
 
 
 def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step, the host's paces between steps, and the most that was reserved."""
+    """Seconds of a step, the host's paces before and after, and the most that was reserved. Nothing comes between steps, which
+    the updates of one that run under the next would use."""
     began = time.perf_counter()
     state = on_torch.shard(
         on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-5), init=initial, device=args.device, first_step_checks=False
     )
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     cuda = args.device == "cuda"
-    times, beside = [], []
+    times, beside = [], [paces(state.device)]
     try:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         for i in range(WARM + args.steps):
-            beside += [paces(state.device)] if i >= WARM else []
             start = time.perf_counter()
             on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0).numbers()
             times += [time.perf_counter() - start] if i >= WARM else []
         start = time.perf_counter()
         state.flush()  # updates that were to run under the next forward
         flushed = time.perf_counter() - start
+        beside.append(paces(state.device))
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
         return {
             "measured": statistics.median(times),

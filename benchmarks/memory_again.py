@@ -3,8 +3,7 @@
     python -m benchmarks.memory_again benchmarks/results/2026-11-15-memory-h200.json --only 'hf-*'
 
 A trace is that of the torch and the transformers which are installed: rows of Hugging Face models are the measured
-programs only under the version that they were measured with. `otherwise` is what is reserved if the driver puts each
-segment below the last instead of above (planner/allocator.py); a row that has two values was measured at one of them.
+programs only under the version that they were measured with.
 """
 
 import argparse
@@ -32,14 +31,11 @@ def main() -> None:
 
 def again(row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Errors as of today."""
-    errors = {f"error_{kind}": found[f"predicted_{kind}"] / row[kind] - 1 for kind in ("allocated", "reserved")}
-    return {**found, **errors, "error_otherwise": found["predicted_reserved_otherwise"] / row["reserved"] - 1}
+    return found | {f"error_{kind}": found[f"predicted_{kind}"] / row[kind] - 1 for kind in ("allocated", "reserved")}
 
 
 def line(row: dict[str, Any]) -> str:
-    text = f"{row['name']:32s} allocated {row['error_allocated']:+.3%}  reserved {row['error_reserved']:+.2%}"
-    differs = row["predicted_reserved"] != row["predicted_reserved_otherwise"]
-    return f"{text}  otherwise {row['error_otherwise']:+.2%}" if differs else text
+    return f"{row['name']:32s} allocated {row['error_allocated']:+.3%}  reserved {row['error_reserved']:+.2%}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Predicted against measured memory of a training step, on one GPU that plays rank 0 of N (fake process group).
 
-    python benchmarks/memory_error.py --out FOLDER            # every case
-    python benchmarks/memory_error.py --only '1.5b*'          # some cases
-    python benchmarks/memory_error.py --fresh                 # a process for each: no addresses left over from others
+    python -m benchmarks.memory_error --out FOLDER            # every case
+    python -m benchmarks.memory_error --only '1.5b*'          # some cases
 
-Measured is the steady state: the peak of the third step. Reserved is the peak since the model was sharded, as
-a run sees it. Writes `memory.json` (a row a case) and `events.jsonl.gz`: the allocator's own record of three
-steps for the small cases. What single kernels allocate is in `memory_probe.py`.
+Each case runs in a process of its own, as a run does: where segments lie, and with it what is reserved, hangs on what a
+process had before. A few run at once, as the device's memory allows. Measured is the steady state: the peak of the third
+step. Reserved is the peak since the model was sharded, as a run sees it. Writes `memory.json` (a row a case) and, in a
+folder for each, `events.jsonl.gz`: the allocator's own record of three steps for the small cases. What single kernels
+allocate is in `memory_probe.py`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -254,7 +256,6 @@ def predict(case: Case) -> dict[str, Any]:
     return {
         "predicted_allocated": found.allocated,
         "predicted_reserved": found.reserved,
-        "predicted_reserved_otherwise": found.reserved_otherwise,
         "moment": str(found.moment),
         "terms": dict(found.terms),
         "trace_seconds": round(traced - began, 3),
@@ -309,46 +310,45 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="names of cases, with wildcards")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     parser.add_argument("--no-events", action="store_true", help="without the allocator's record")
-    parser.add_argument("--fresh", action="store_true", help="each case in a process of its own, as a run is")
+    parser.add_argument("--at-once", type=int, default=3, help="cases that share the device")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a GPU; what can be checked without one is in tests/")
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     cases = [c for c in CASES if fnmatch.fnmatch(c.name, args.only)]
-    if args.fresh and len(cases) > 1:
+    if len(cases) > 1:
         run_apart(cases, about, args)
     else:
-        run_cases(cases, about, args)
+        run_here(cases[0], about, args)
 
 
 def run_apart(cases: list[Case], about: dict[str, str], args: argparse.Namespace) -> None:
-    """Where segments lie, and with it what is reserved, hangs on what a process had before."""
-    rows = []
-    for case in cases:
+    options = [o for o, wanted in (("--no-predict", args.no_predict), ("--no-events", args.no_events)) if wanted]
+    rows: list[dict[str, Any]] = []
+
+    def run(case: Case) -> list[dict[str, Any]]:
         own = args.out / case.name
-        options = [o for o, wanted in (("--no-predict", args.no_predict), ("--no-events", args.no_events)) if wanted]
         command = [sys.executable, "-m", "benchmarks.memory_error", "--only", case.name, "--out", str(own), *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        rows += json.loads((own / "memory.json").read_text())["rows"]
-        print(line(rows[-1]), flush=True)
-        (args.out / "memory.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+        return json.loads((own / "memory.json").read_text())["rows"]
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for found in pool.map(run, cases):
+            rows += found
+            print(line(rows[-1]), flush=True)
+            (args.out / "memory.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
     summarise(rows)
 
 
-def run_cases(cases: list[Case], about: dict[str, str], args: argparse.Namespace) -> None:
-    rows = []
-    (args.out / "events.jsonl.gz").unlink(missing_ok=True)
-    for case in cases:
-        kept = dataclasses.replace(case, events=case.events and not args.no_events)
-        row, record = measure(kept, not args.no_predict)
-        rows.append(row)
-        if any(record):
-            with gzip.open(args.out / "events.jsonl.gz", "at") as file:
-                file.write(json.dumps({"name": case.name, "steps": record}) + "\n")
-        print(line(row), flush=True)
-        (args.out / "memory.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
-    summarise(rows)
+def run_here(case: Case, about: dict[str, str], args: argparse.Namespace) -> None:
+    kept = dataclasses.replace(case, events=case.events and not args.no_events)
+    row, record = measure(kept, not args.no_predict)
+    if any(record):
+        with gzip.open(args.out / "events.jsonl.gz", "wt") as file:
+            file.write(json.dumps({"name": case.name, "steps": record}) + "\n")
+    print(line(row), flush=True)
+    (args.out / "memory.json").write_text(json.dumps({**about, "rows": [row]}, indent=1))
 
 
 def line(row: dict[str, Any]) -> str:

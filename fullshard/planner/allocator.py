@@ -4,9 +4,8 @@ Requests are rounded to 512 bytes; those up to 1 MiB come from segments of 2 MiB
 segments of 20 MiB, larger ones from segments of their own size; a free block is the best fit of its stream,
 split when enough is left, merged with its free neighbours. (CUDACachingAllocator.cpp)
 
-Of free blocks that fit equally well it takes the one at the lowest address, and where segments lie is the driver's
-choice: each above the last where it fills a region that it has, below where it maps a new one. So the order is a
-parameter, and what hangs on it is nobody's to know before the run.
+Of free blocks that fit equally well it takes the one at the lowest address. The driver maps each new segment below the
+last; above it only where memory that was given back has left a hole, as in a process that trained another model before.
 """
 
 from bisect import bisect_left, insort
@@ -32,9 +31,9 @@ class _Block:
 class Allocator:
     """Bytes allocated and reserved, now and at most."""
 
-    def __init__(self, *, descending: bool = False) -> None:
+    def __init__(self) -> None:
         self.allocated = self.reserved = self.peak = self.peak_reserved = 0
-        self.address, self.descending = 1 << 60 if descending else 0, descending
+        self.lowest = 1 << 60
         self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # stream and smallness to free (size, address)
         self.blocks: dict[int, _Block] = {}  # free blocks by address
 
@@ -75,10 +74,8 @@ class Allocator:
         whole = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        apart = whole + ROUND  # segments never touch
-        block = _Block(self.address - apart if self.descending else self.address, whole, pool)
-        self.address += -apart if self.descending else apart
-        return block
+        self.lowest -= whole + ROUND  # segments never touch
+        return _Block(self.lowest, whole, pool)
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)
@@ -110,11 +107,11 @@ class Allocator:
 
 
 def replay(
-    deltas: list[int], tensors: list[int], streams: list[int], starts: list[int], *, descending: bool = False, alike: bool = False
+    deltas: list[int], tensors: list[int], streams: list[int], starts: list[int], *, alike: bool = False
 ) -> list[tuple[int, int]]:
     """Peaks of (allocated, reserved) of each stretch of a tape; stretches begin at `starts`. `alike`: the last stretch repeats
     the one before it, and is not played where the allocator was left as that one found it."""
-    allocator = Allocator(descending=descending)
+    allocator = Allocator()
     blocks: dict[int, _Block] = {}
     found: list[tuple[int, int]] = []
     before = None

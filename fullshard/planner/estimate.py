@@ -85,7 +85,7 @@ def estimate(
     share = cores_share(plan, cluster, optimizer)
     with_allocator = reserved and cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
-    peak = peak or predict(plan, description, **common, reserved=with_allocator, otherwise=False)
+    peak = peak or predict(plan, description, **common, reserved=with_allocator)
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds

@@ -19,9 +19,8 @@ Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 class Peak:
     """The most that is allocated at once in a steady step, in bytes. `moment`: when; `terms`: of what.
 
-    `reserved`: what the allocator has taken from the device by then, if it was asked for; `reserved_otherwise`: the same
-    if the driver puts every segment below the last, not above. `at_rest`: what stays between steps, by tier and kind.
-    `host` and `disk`: bytes there by term, all of them at once.
+    `reserved`: what the allocator has taken from the device by then, if it was asked for. `at_rest`: what stays between
+    steps, by tier and kind. `host` and `disk`: bytes there by term, all of them at once.
     """
 
     allocated: int
@@ -31,7 +30,6 @@ class Peak:
     at_rest: dict[str, dict[str, int]]
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
-    reserved_otherwise: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,26 +53,23 @@ def predict(
     loss: str = "chunked",
     optimizer: Optimizer | None = None,
     reserved: bool = True,
-    otherwise: bool = True,
     clip: bool = True,
     cpu_share: float = SHARE,
 ) -> Peak:
     """What a steady step of `plan` takes on a rank's device, in its host's memory and on disk.
 
     Without `reserved`, the allocator is left out: ten times as fast, and `allocated` then lacks the ends of
-    blocks that were not worth splitting, a few MiB. Without `otherwise`, one order of segments is enough. `clip` and
-    `cpu_share`, the part of the pieces that the CPU updates, matter to units whose optimizer state rests away; their
-    gradients count until the unit's next forward, which is later than they go where updates are quicker than the device.
+    blocks that were not worth splitting, a few MiB. `clip` and `cpu_share`, the part of the pieces that the CPU updates,
+    matter to units whose optimizer state rests away; their gradients count until the unit's next forward, which is later
+    than they go where updates are quicker than the device.
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
     player = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
-    taken = other_way = None
+    taken = None
     if reserved:
         starts, alike, before = _three_steps(player, description, operations)
-        orders = (False, True) if otherwise else (False,)
-        (allocated, taken), *others = (_with_allocator(player.tape, starts, descending, alike) for descending in orders)
-        other_way = others[0][1] if others else None
+        allocated, taken = _with_allocator(player.tape, starts, alike)
         where = _highest(player.tape, starts[-1])[1]
         terms = _terms(player.tape, starts[-1], where, before)
     else:
@@ -88,7 +83,6 @@ def predict(
         at_rest(plan, description, slots),
         player.away.host(player.most_spilled),
         player.away.disk(),
-        other_way,
     )
 
 
@@ -178,9 +172,9 @@ def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
     return {key: entry[1:] for key, entry in alive.items()}
 
 
-def _with_allocator(tape: Tape, starts: list[int], descending: bool, alike: bool) -> tuple[int, int]:
-    """Peaks of (allocated, reserved) over three steps, for one order of segments."""
-    peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, descending=descending, alike=alike)
+def _with_allocator(tape: Tape, starts: list[int], alike: bool) -> tuple[int, int]:
+    """Peaks of (allocated, reserved) over three steps."""
+    peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, alike=alike)
     return peaks[-1][0], max(reserved for _, reserved in peaks)
 
 

@@ -50,7 +50,7 @@ class Thin:
         if self.cluster.device.kind != "cuda":
             return 0
         model = self.models[1]
-        peak = predict(thin_plan(_lean(plan), model), model, otherwise=False, **self.common)
+        peak = predict(thin_plan(_lean(plan), model), model, **self.common)
         assert peak.reserved is not None
         return peak.reserved - peak.allocated
 

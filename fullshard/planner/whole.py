@@ -59,7 +59,7 @@ class Whole:
         if level is not None and (level.device > self.room or self.lacking(level) > 0):
             return Tried(plan, level.device + slack, host=self.lacking(level) <= 0)
         w, common = self.wanted, self._common(plan)
-        peak = predict(plan, w.description, **common, reserved=w.cluster.device.kind == "cuda", otherwise=False)
+        peak = predict(plan, w.description, **common, reserved=w.cluster.device.kind == "cuda")
         needed = peak.allocated if peak.reserved is None else peak.reserved
         if needed > self.room:
             return Tried(plan, needed)

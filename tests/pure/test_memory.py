@@ -60,7 +60,7 @@ def test_a_few_blocks_lose_no_more_to_the_allocator_than_all_of_them():
             compile=True,
             home=home,
         )
-        whole = predict(one, description, otherwise=False)
+        whole = predict(one, description)
         assert 0 < Thin(description, where).slack(one) <= whole.reserved - whole.allocated
 
 
@@ -170,10 +170,9 @@ def test_stretches_have_peaks_of_their_own():
     assert peaks == [(50 * MiB, 50 * MiB), (30 * MiB, 50 * MiB)]
 
 
-@pytest.mark.parametrize(("descending", "reserved"), [(False, 120), (True, 200)])
-def test_of_two_blocks_that_fit_equally_well_the_lower_is_taken(descending, reserved):
-    """A whole segment, or half of another: which is lower decides whether the other can be whole again."""
-    a = Allocator(descending=descending)
+def test_of_two_blocks_that_fit_equally_well_the_lower_is_taken_and_segments_come_from_the_top():
+    """A whole segment, or half of a later one, which lies lower: the later one cannot be whole again."""
+    a = Allocator()
     alone = a.allocate(40 * MiB, 0)
     a.free(a.allocate(80 * MiB, 0))
     halves = [a.allocate(40 * MiB, 0) for _ in range(2)]
@@ -182,4 +181,4 @@ def test_of_two_blocks_that_fit_equally_well_the_lower_is_taken(descending, rese
     a.allocate(40 * MiB, 0)
     a.free(halves[0])
     a.allocate(80 * MiB, 0)
-    assert a.reserved == reserved * MiB
+    assert a.reserved == 200 * MiB
