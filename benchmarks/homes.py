@@ -5,8 +5,9 @@
     python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host --accumulate 4 --clip 1
 
 Every case prints one JSON line: seconds of a step (the mean over steps in a row, the last one's updates included),
-tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. Peers are run
-beside it by their own scripts.
+tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. `dram_at_once_gbs`
+is what the host's memory moves while the cores update and the bus is busy both ways: no step moves its bytes faster.
+Peers are run beside it by their own scripts.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from fullshard.text import bytes_text
 from fullshard.tiers.verdict import disk_rates
 
 GIB = 1 << 30
+# Bytes of host memory that the trials move for a parameter: by the cores (state in and out, gradient in, parameter out), and
+# over the bus (state up and down).
+UPDATED, STREAMED = 30, 24
 
 
 def arguments() -> argparse.Namespace:
@@ -67,9 +71,15 @@ def measure_floors(args: argparse.Namespace) -> dict[str, float]:
     if device.type == "cuda":
         found["pcie_each_way_gbs"] = 12 * share.ELEMENTS / share.bus_seconds(device, rule) / 1e9
         found["share"] = share.measured_share(device, rule, streamed=10, sent=8)
+        cores, bus = share.at_once(device, rule)
+        found["dram_at_once_gbs"] = (UPDATED / cores + STREAMED / bus) / 1e9
     if args.disk:
         rates = disk_rates(args.disk)
-        found |= {"disk_read_gbs": rates.read / 1e9, "disk_write_gbs": rates.write / 1e9}
+        found |= {
+            "disk_read_gbs": rates.read / 1e9,
+            "disk_write_gbs": rates.write / 1e9,
+            "disk_both_gbs": (rates.both or 0.0) / 1e9,
+        }
     return found
 
 

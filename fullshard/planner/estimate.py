@@ -164,6 +164,7 @@ CAUSES = {
     "host": "waiting for the host to launch kernels",
     "tensor": "waiting for the collectives of the tensor axis",
     "others": "waiting for the slowest rank",
+    "crowding": "sharing the device with the kernels of collectives",
     "update": "waiting for updates of state that rests away",
     "fetch": "waiting for what rests away to come to the device",
     "spill": "waiting for activations to go to the host",

@@ -25,13 +25,16 @@ from fullshard.planner.work import Machine, Work
 LANES = ("compute", "gather", "reduce", "copies", "tensor")
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 # The host's time in units of one bare launch: a kernel of a model comes with its module and autograd's part; a unit's
-# door with FSDP's hooks, which do less for a rank alone, and less still where gradients are only added up; every parameter
+# door with FSDP's hooks, which do less where gradients are only added up, and less still for a rank alone; every parameter
 # with FSDP's bookkeeping at each door, and with the optimizer's and the norm's; a step with what moves its batch and
 # reads its numbers.
-KERNEL, DOOR, DOOR_ALONE, DOOR_ADDING, TENSOR, STEP = 3.0, 110.0, 70.0, 45.0, 7.0, 450.0
+KERNEL, DOOR, DOOR_ADDING, DOOR_ALONE, TENSOR, STEP = 3.0, 110.0, 80.0, 55.0, 7.0, 450.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
+# While a collective runs, its kernels hold some of the device's cores, and compute beside it takes so much longer. With it
+# the published losses from 8 to 512 devices come out, where collectives grow by a hop for every rank.
+CROWDING = 0.35
 STEPS = 3  # until what is left over from one step to the next is the same each time
 CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer and widened on the way
 
@@ -95,6 +98,7 @@ class _Lanes:
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
+        self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
@@ -106,6 +110,7 @@ class _Lanes:
         """Another step, of which alone the result will tell."""
         self._lay_updates()
         self.mark = max(*self.free.values(), self.host)
+        self.crowded = 0.0
         self.starts.clear()
         self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
         self.transfers.busy = self.found.busy
@@ -148,9 +153,12 @@ class _Lanes:
         before = self.host
         self._issue(kernels)
         start = max(self.free["compute"], self.host if self.serial else before)
-        end = max(start + seconds, self.host)
+        longer = min(self.crowded, CROWDING * seconds)
+        self.crowded -= longer
+        self._expose("crowding", longer)
+        end = max(start + seconds + longer, self.host)
         self.host = end if self.serial else self.host
-        self._expose("host", end - seconds - self.free["compute"])
+        self._expose("host", end - seconds - longer - self.free["compute"])
         self.free["compute"] = end
         self.found.busy["compute"] += seconds
         self.found.compute[kind] = self.found.compute.get(kind, 0.0) + seconds
@@ -173,6 +181,8 @@ class _Lanes:
         if self.serial:
             self._wait(start + seconds, lane)
             self.host = start + seconds
+        else:
+            self.crowded += CROWDING * seconds
         return start + seconds
 
     # -- operations ----------------------------------------------------------------------------------
@@ -228,7 +238,7 @@ class _Lanes:
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
         elements = sum(group.whole)
         read = self.compute if group.world > 1 or group.away else self.master
-        door = self._door(len(group.whole), DOOR if group.world > 1 else DOOR_ALONE)
+        door = self._door(group, group.whole)
         self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", door)
         self.unpacked = self.free["compute"]
 
@@ -236,13 +246,13 @@ class _Lanes:
         group = self.groups[op.unit]
         seconds = self.machine.copy(self._trained(group) * (self.compute + 2 * self.reduce_item))
         reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
-        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(len(group.trained), DOOR_ADDING))
+        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(group, group.trained, DOOR_ADDING))
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]
         elements = self._trained(group)
         widen = self.machine.copy(elements * (self.compute + self.reduce_item)) / CONCATENATE
-        self._on_compute(widen, "copies", self._door(len(group.trained), DOOR if op.ranks > 1 else DOOR_ALONE))
+        self._on_compute(widen, "copies", self._door(group, group.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1]
@@ -350,9 +360,9 @@ class _Lanes:
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
 
-    def _door(self, tensors: int, hooks: float) -> float:
-        """Kernels' worth of the host's time at a unit's door."""
-        return (hooks + TENSOR * tensors) / KERNEL
+    def _door(self, group: Group, passing: tuple[int, ...], hooks: float = DOOR) -> float:
+        """Kernels' worth of the host's time at a unit's door, and of the parameters that pass it."""
+        return ((hooks if group.world > 1 else DOOR_ALONE) + TENSOR * len(passing)) / KERNEL
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""

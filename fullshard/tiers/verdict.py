@@ -40,11 +40,18 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
     with Spool(directory, "rates", nbytes) as spool:
         into, out = (aligned(min(nbytes, FLYING * REQUEST)) for _ in range(2))
         out[:] = (os.urandom(1 << 20) * (-(-len(out) >> 20)))[: len(out)]
-        written, write = _rate(spool, out, nbytes, seconds / 3, reading=False)
+        filled, _ = _rate(spool, out, nbytes, seconds / 4, reading=False)  # a run writes where it has written before
+        write = _rate(spool, out, filled, seconds / 4, reading=False)[1]
         _forget(spool)
-        read = _rate(spool, into, written, seconds / 3, reading=True)[1]
+        read = _rate(spool, into, filled, seconds / 4, reading=True)[1]
         _forget(spool)
-        return Rates(read, write, _both(spool, into, out, written, seconds / 3))
+        return Rates(read, write, _both(spool, into, out, filled, seconds / 4))
+
+
+def _settle(spool: Spool) -> None:
+    """Until the disk has what was written; direct requests have told so themselves, and a run asks for no more."""
+    if not spool.direct:
+        os.fsync(spool.file)
 
 
 def _forget(spool: Spool) -> None:
@@ -66,7 +73,7 @@ def _rate(spool: Spool, memory: memoryview, nbytes: int, seconds: float, reading
     for future in pending:
         future.result()
     if not reading:
-        os.fsync(spool.file)
+        _settle(spool)
     return at, at / (perf_counter() - start)
 
 
@@ -83,7 +90,7 @@ def _both(spool: Spool, into: memoryview, out: memoryview, nbytes: int, seconds:
         at += size
     for future in pending:
         future.result()
-    os.fsync(spool.file)
+    _settle(spool)
     return 2 * at / (perf_counter() - start) if at else None
 
 

@@ -56,7 +56,11 @@ def test_out_of_memory_is_answered_with_what_would_help_and_what_it_costs(full_d
     done = subprocess.run(
         [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", "run"],
         cwd=tmp_path,
-        env=clean | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=clean
+        | {
+            "CUDA_VISIBLE_DEVICES": "0",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
         timeout=120,

@@ -120,11 +120,13 @@ def test_cpus_fuse_attention_where_cuda_has_products():
     assert "attention" not in timeline(made, description, Cluster.named("1xh100"), spread=0.0).compute
 
 
-def test_a_door_costs_the_host_the_same_whether_it_reduces_or_waits():
-    """Measured on an H200: 16 blocks, four micro-batches, 441 ms either way."""
-    every, last = (plan("gpt2", 1, rows=1, tokens=128, accumulate=4, sync=s) for s in ("every", "last"))
-    hosts = [timeline(p, presets.describe("gpt2"), Cluster.named("1xh100")).busy["host"] for p in (every, last)]
-    assert hosts[1] == pytest.approx(hosts[0], rel=0.01)
+def test_a_door_costs_the_host_less_where_gradients_wait_and_for_a_rank_alone():
+    """On an H200, 16 blocks, four micro-batches: 441 ms either way in one call, 452 and 423 in another."""
+    made = {s: plan("gpt2", 8, rows=1, tokens=128, accumulate=4, sync=s) for s in ("every", "last")}
+    every, last = (timeline(p, presets.describe("gpt2"), Cluster.named("8xh100")).busy["host"] for p in made.values())
+    assert 0.93 * every < last < every
+    alone = plan("gpt2", 1, rows=1, tokens=128, accumulate=4)
+    assert timeline(alone, presets.describe("gpt2"), Cluster.named("1xh100")).busy["host"] < last
 
 
 def counted(name: str, calls: Calls) -> fs.Description:
@@ -170,24 +172,35 @@ def test_rows_that_do_not_align_are_slow():
     assert (odd / flops[0]) / (even / flops[1]) == pytest.approx(1 / 0.16, rel=0.05)
 
 
-# Tokens a second of one device: torchtitan (H100 of 96 GB and 500 W), MosaicML, MaxText. Micro-batches that were not
-# published are assumed: 8 rows for MosaicML, 2 for Llama 2.
+# Tokens a second of one device: torchtitan (H100 of 96 GB and 500 W), MosaicML (llm-foundry's tables), MaxText. The
+# micro-batch of Llama 2 70B was not published: 2 rows are assumed.
 PUBLISHED = [
     ("llama3-8b", "8xh100e", (2, 8192), "selective", False, 5762),
     ("llama3-8b", "8xh100e", (2, 8192), "selective", True, 6667),
     ("llama3-8b", "128xh100e", (2, 8192), "selective", False, 5605),
     ("llama3-8b", "128xh100e", (2, 8192), "selective", True, 6514),
-    ("llama2-7b", "8xh100", (8, 2048), "none", False, 10_643),
-    ("llama2-7b", "128xh100", (8, 2048), "none", False, 10_475),
-    ("llama2-7b", "512xh100", (8, 2048), "none", False, 9_670),
+    ("llama2-7b", "8xh100", (6, 2048), "none", False, 10_643),
+    ("llama2-7b", "128xh100", (6, 2048), "none", False, 10_475),
+    ("llama2-7b", "256xh100", (6, 2048), "none", False, 10_119),
+    ("llama2-7b", "512xh100", (6, 2048), "none", False, 9_670),
     ("llama3-70b", "128xh100", (2, 8192), "full", True, 2 * 8192 / 15.57),
     ("llama2-70b", "64xh100", (2, 4096), "full", True, 2 * 4096 / 7.908),
 ]
 
 
-@pytest.mark.parametrize(("name", "where", "shape", "remat", "compiled", "published"), PUBLISHED)
-def test_published_tables(name, where, shape, remat, compiled, published):
+def predicted(name, where, shape, remat, compiled) -> float:
     found = Cluster.named(where)
     made = plan(name, found.devices, rows=shape[0], tokens=shape[1], remat=remat, compile=compiled)
-    rate = shape[0] * shape[1] / timeline(made, presets.describe(name), found, loss="plain").seconds
-    assert rate == pytest.approx(published, rel=0.12)
+    return shape[0] * shape[1] / timeline(made, presets.describe(name), found, loss="plain").seconds
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_published_tables(row):
+    assert predicted(*row[:-1]) == pytest.approx(row[-1], rel=0.12)
+
+
+@pytest.mark.parametrize(("few", "many"), [(0, 2), (1, 3), (4, 5), (4, 6), (4, 7)])
+def test_published_losses_of_weak_scaling(few, many):
+    """Within three points, from 8 devices to 128, 256 and 512."""
+    lost = [1 - PUBLISHED[many][-1] / PUBLISHED[few][-1], 1 - predicted(*PUBLISHED[many][:-1]) / predicted(*PUBLISHED[few][:-1])]
+    assert lost[1] == pytest.approx(lost[0], abs=0.03)

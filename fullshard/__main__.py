@@ -1,0 +1,5 @@
+"""`python -m fullshard`: the command, where its script is not on the path."""
+
+from fullshard.cli import main
+
+main()
