@@ -3,8 +3,9 @@
     python benchmarks/cpu_grid.py                 # 2 gloo ranks, about two minutes on an idle machine
 
 Rounds of a measurement of the machine and one step of every plan, all in one process group. What was timed while
-others had more than a twentieth of the cores does not count, whatever it says; rounds go on until enough does. The
-cluster is that of the quietest measurement, a plan's time the mean of its fastest third.
+others had more than a twentieth of the cores does not count, whatever it says; rounds go on until enough does. A
+plan's time is the mean of its fastest third, as those of kernels are; every number of the cluster is the middle of what
+counts, as a shared machine's pace changes from one minute to the next.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard import on_torch, presets
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.on_torch.timings import fastest
 from fullshard.planner.timeline import timeline
 
 BUSY = 0.05  # of the cores: more for others, and what is timed does not count
@@ -90,9 +92,21 @@ def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, 
     if not quiet(clusters) or not all(times.values()):
         raise SystemExit(f"others were busy all the time: {quiet(clusters)} of {len(clusters)} measurements count")
     about = {"steps": taken, "steps_that_count": sum(map(len, times.values())), "measurements": len(clusters)}
-    share, cluster = min(clusters, key=lambda c: c[0])
-    about |= {"measurements_that_count": quiet(clusters), "share_of_others": share}
+    about |= {"measurements_that_count": quiet(clusters)}
+    cluster = fs.Cluster.from_dict(middle([json.loads(json.dumps(c.to_dict())) for share, c in clusters if share < BUSY]))
     return {name: fastest(found) for name, found in times.items()}, cluster, about
+
+
+def middle(found: list[Any]) -> Any:
+    """Of values of the same form, number by number the median; of anything else the first."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: middle([f[key] for f in found]) for key in first}
+    if isinstance(first, list) and all(len(f) == len(first) for f in found):
+        return [middle(list(each)) for each in zip(*found, strict=True)]
+    if isinstance(first, float) or (isinstance(first, int) and not isinstance(first, bool)):
+        return type(first)(statistics.median(found))
+    return first
 
 
 def step(state: on_torch.State, plan: fs.Plan, args: argparse.Namespace) -> float:
@@ -141,10 +155,6 @@ def agreed(go: bool) -> bool:
 def batch(args: argparse.Namespace, plan: fs.Plan) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 256, (plan.batch.micro_batch, args.sequence + 1))
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-
-def fastest(times: list[float]) -> float:
-    return statistics.mean(sorted(times)[: max(1, len(times) // 3)])
 
 
 def report(

@@ -158,7 +158,7 @@ def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: in
             found = lowest(ladder, thin, room, wanted.disk)
             if found and found.height < height:  # backward waits for nothing unless more may stay on the device for it
                 height = found.height
-                words = f"{label}, {home_words(ladder.at(height))}"
+                words = ", ".join(filter(None, (label, home_words(ladder.at(height)))))
                 yield Candidate(words, plan, found.needed, found.time.seconds, found.time.exposed, ladder, height)
 
 

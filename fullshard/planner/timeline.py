@@ -28,13 +28,14 @@ BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 # door with FSDP's hooks, which do less where gradients are only added up, and less still for a rank alone; every parameter
 # with FSDP's bookkeeping at each door, and with the optimizer's and the norm's; a step with what moves its batch and
 # reads its numbers.
-KERNEL, DOOR, DOOR_ADDING, DOOR_ALONE, TENSOR, STEP = 3.0, 110.0, 80.0, 55.0, 7.0, 450.0
+KERNEL, DOOR, DOOR_ADDING, DOOR_ALONE, TENSOR, STEP = 3.0, 110.0, 80.0, 75.0, 7.0, 450.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
 # While a collective runs, its kernels hold some of the device's cores, and compute beside it takes so much longer. With it
 # the published losses from 8 to 512 devices come out, where collectives grow by a hop for every rank.
 CROWDING = 0.35
+TRIFLE = 1e-9  # seconds: what subtractions leave
 STEPS = 3  # until what is left over from one step to the next is the same each time
 CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer and widened on the way
 
@@ -168,7 +169,7 @@ class _Lanes:
         self.free["compute"] = max(self.free["compute"], until)
 
     def _expose(self, cause: str, seconds: float) -> None:
-        if seconds > 0:
+        if seconds > TRIFLE:
             self.found.exposed[cause] = self.found.exposed.get(cause, 0.0) + seconds
 
     def _collective(self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float) -> float:

@@ -17,7 +17,7 @@ def fullshard(tmp_path):
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         plain = {**os.environ, "COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1", **environment}
-        command = [sys.executable, "-m", "fullshard.cli", *arguments]
+        command = [sys.executable, "-m", "fullshard", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=60)
 
     return call

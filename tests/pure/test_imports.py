@@ -28,6 +28,7 @@ ROOMS = [
     {""},
     {"commands"},
     {"cli"},
+    {"__main__"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}
 HEAVY = {"torch", "transformers", "peft", "jax", "jaxlib", "flax", "optax", "orbax"}

@@ -177,7 +177,8 @@ def test_no_step_is_faster_than_its_floors():
     for home in (HOST, Home("host", "host"), Home("host", "host", "host"), Home(optimizer="disk"), Home("disk", "disk")):
         for clip in (True, False):
             found = run(plan(home), measured(), clip=clip)
-            assert found.seconds >= max(found.busy[lane] for lane in found.busy if lane != "host")
+            floor = max(found.busy[lane] for lane in found.busy if lane != "host")
+            assert found.seconds >= (1 - 1e-12) * floor
 
 
 def test_updates_hide_behind_more_micro_batches():
