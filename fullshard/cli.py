@@ -32,8 +32,9 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.plan, plan.explain, measure, train):
+for command in (plan.models, plan.units, plan.explain, measure, train):
     app.command()(command)
+app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 

@@ -1,7 +1,7 @@
 """Models, units and plans: what is sharded, and how."""
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from fullshard.planner.failures import Saving, parse_mtbf, saving
 from fullshard.strategies import STRATEGIES, choose
 
 if TYPE_CHECKING:
+    from fullshard.cluster import Cluster
     from fullshard.planner.search import Found
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
@@ -50,6 +51,7 @@ def units(model: Model, classes: Classes = None, names: Names = None, min_params
 
 
 def plan(
+    context: typer.Context,
     model: Model,
     devices: Annotated[int | None, typer.Option(metavar="N", help="How many devices the plan is for.")] = None,
     cluster: Annotated[
@@ -59,13 +61,17 @@ def plan(
         int | None, typer.Option(metavar="N", help="--cluster: sequences in a step, over all devices.", show_default="1 a device")
     ] = None,
     fix: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="--cluster: pin a choice (remat=full, home.optimizer=host …).")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE …", help="--cluster: pin choices (remat=full home.optimizer=host …)."),
     ] = None,
     limit: Annotated[
         str | None, typer.Option(metavar="BYTES", help="--cluster: memory of a device to use, such as 24GiB.")
     ] = None,
     mtbf: Annotated[
         str | None, typer.Option(metavar="TIME", help="--cluster: a device fails every 50000h, 400d, 5y: how often to save.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="N", help="--cluster: of one device for an hour: what a million tokens cost.")
     ] = None,
     no_clip: Annotated[
         bool, typer.Option("--no-clip", help="--cluster: gradients are not clipped, so that no update waits for their norm.")
@@ -114,6 +120,9 @@ def plan(
     """
     if (cluster is None) == (devices is None):
         raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
+    if context.args and not (fix and all("=" in more for more in context.args)):
+        raise FullshardError(f"{context.args[0]!r} follows no option that takes it; write MODEL once, and choices after --fix")
+    fix = [*(fix or []), *context.args]
     own = {
         "strategy": strategy_name, "compute": compute, "remat": remat, "micro_batch": micro_batch, "accumulate": accumulate,
         "sync": sync, "prefetch": prefetch, "reshard": reshard, "compile": compile or None,
@@ -124,7 +133,7 @@ def plan(
             if on is not None:
                 raise FullshardError(f"{_spell(option)} has no effect with --cluster; write --fix {option}={on}")
         failing = parse_mtbf(mtbf) if mtbf else None
-        found = _search(model, cluster, sequence, global_batch, fix or [], limit, str(loss), clip=not no_clip)
+        found = _search(model, _priced(cluster, price), sequence, global_batch, fix, limit, str(loss), clip=not no_clip)
         if output:
             _write(output, found.plan)
         _show_found(found, as_json, _saving(found, model, sequence, cluster, failing) if failing else None)
@@ -134,6 +143,7 @@ def plan(
         ("--fix", fix),
         ("--limit", limit),
         ("--mtbf", mtbf),
+        ("--price", price),
         ("--no-clip", no_clip),
     ):
         if given:
@@ -161,9 +171,20 @@ def plan(
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
 
 
+def _priced(name: str, price: float | None) -> "Cluster":
+    from fullshard.cluster import Cluster
+
+    found = Cluster.load(name)
+    if price is None:
+        return found
+    if not 0 < price < float("inf"):
+        raise FullshardError(f"--price is what a device costs an hour, a number above 0, not {price:g}")
+    return replace(found, device=replace(found.device, price=price))
+
+
 def _search(
     model: str,
-    cluster: str,
+    where: "Cluster",
     sequence: int,
     global_batch: int | None,
     fix: list[str],
@@ -172,11 +193,9 @@ def _search(
     *,
     clip: bool,
 ) -> "Found":
-    from fullshard.cluster import Cluster
     from fullshard.planner.search import find_plan
     from fullshard.text import parse_bytes
 
-    where = Cluster.load(cluster)
     pinned = dict(_pin(text) for text in fix)
     room = parse_bytes(limit) if limit else None
     compute: Any = pinned.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")

@@ -75,6 +75,16 @@ def test_fixing_everything_is_an_estimate():
     assert found.considered == 1
 
 
+def test_several_choices_after_one_fix_and_a_price():
+    """1 dollar a device and hour: tokens of an hour for 8 dollars."""
+    line = "plan llama3-8b --cluster 8xh200 --sequence 4096 --fix strategy=zero3 remat=full micro_batch=1 --price 1 --json"
+    found = json.loads(CliRunner().invoke(app, line.split()).stdout)
+    assert {u["remat"] for u in found["plan"]["units"]} == {"none", "full"}
+    assert found["alternatives"] == []
+    rate = found["estimate"]["tokens_per_second"]
+    assert found["estimate"]["price"] == pytest.approx(8 / (3600 * rate) * 1e6)
+
+
 def test_nothing_is_gathered_twice_where_the_network_is_thin():
     found = find_plan(presets.describe("llama-125m"), Cluster.named("64xrtx4090"), sequence=1024, global_batch=64)
     assert all(u.reshard is False for u in found.plan.units)
@@ -93,6 +103,11 @@ WRONG = {
     "plan llama3-8b --devices 8 --limit 3GiB": "--limit has no effect with --devices",
     "plan llama3-8b --cluster 8xh100 --fix strategy": "write KEY=VALUE",
     "plan llama3-8b --cluster 8xh100 --fix strat=zero3": "'strat' cannot be fixed",
+    "plan llama3-8b --cluster 8xh100 --fix remat=full strat=zero3": "'strat' cannot be fixed",
+    "plan llama3-8b --cluster 8xh100 --fix remat=full zero3": "'zero3' follows no option that takes it; write MODEL once",
+    "plan llama3-8b remat=full --cluster 8xh100": "'remat=full' follows no option that takes it",
+    "plan llama3-8b --cluster 8xh100 --price 0": "--price is what a device costs an hour, a number above 0, not 0",
+    "plan llama3-8b --devices 8 --price 2": "--price has no effect with --devices",
     "plan llama3-8b --cluster 8xh100 --fix strategy=zero4": "unknown strategy 'zero4'",
     "plan llama3-8b --cluster 8xh100 --fix micro_batch=two": "micro_batch = 'two' is not an int",
     "plan llama3-8b --cluster 8xh100 --fix micro_batch=3": "a global batch of 8 cannot be cut for 8 data ranks",
