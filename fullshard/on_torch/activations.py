@@ -1,7 +1,8 @@
-"""Activations that rest in host memory: what autograd saves in a unit's forward, copied out and brought back.
+"""Activations that rest away from the device: what autograd saves in a unit's forward, copied out and brought back.
 
 Copies out run under the forward of the units after, copies back under the backward of those units, each on a
-stream of its own. The compute stream waits for them; the host never does. Knows nothing of the model but its units.
+stream of its own. The compute stream waits for them; the host never does, but for those that go on to a file
+(`filed_activations`). Knows nothing of the model but its units.
 """
 
 import warnings
@@ -9,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.activation_units import leads, row
+from fullshard.on_torch.filed_activations import Filed, FiledActivations
 from fullshard.on_torch.private import StorageWeakRef
 from fullshard.on_torch.remat import keep_products_by
 from fullshard.on_torch.slots import Slot, Slots
@@ -27,86 +30,30 @@ from fullshard.plan import Plan, Unit
 SMALL = {"cuda": 1 << 20, "cpu": 1}  # bytes: less is not worth a copy on a GPU
 
 
-def refuse_activations(model: nn.Module, plan: Plan) -> None:
-    """Raise a `FullshardError` where activations away from the device cannot be had, or would change nothing."""
-    learning = False
-    for unit in plan.units:
-        modules = [model.get_submodule(path) for path in unit.modules]
-        learning = learning or any(p.requires_grad for m in modules for p in m.parameters())
-        if unit.home.activations != "device" and (why := _objection(unit, plan, modules, learning)):
-            raise FullshardError(f"unit {unit.name}: home.activations = {unit.home.activations!r} {why}")
-    chosen = _chosen(plan)
-    if chosen and not _spilled(plan):
-        raise FullshardError(
-            f"unit {chosen[0].name}: home.activations = 'host' has no effect: what the last unit saves is wanted back at once; "
-            "choose units before it, or write 'device'"
-        )
-
-
-def _objection(unit: Unit, plan: Plan, modules: list[nn.Module], learning: bool) -> str:
-    """Why not, or nothing."""
-    inside = [u.name for u in plan.units if u is not unit and _around(unit, u)]
-    recomputed = [u.name for u in plan.units if u is not unit and _around(u, unit) and u.remat != "none"]
-    if unit.home.activations == "disk":
-        return "is not supported: a step would wait for the disk; write 'host' or 'device'"
-    if inside:
-        return f"cannot be carried out around another unit ({inside[0]}); set it on the units inside"
-    if recomputed:
-        return f"has no effect: unit {recomputed[0]} around it recomputes it; write 'device'"
-    if not learning:
-        return "has no effect: nothing in this unit or before it is trained, so nothing is saved; write 'device'"
-    if all(isinstance(m, nn.Embedding) for m in modules):
-        return "has no effect: an embedding saves nothing but token ids; write 'device'"
-    return ""
-
-
-def _around(outer: Unit, inner: Unit) -> bool:
-    return any(not o or i.startswith(f"{o}.") for o in outer.modules for i in inner.modules)
-
-
-def _chosen(plan: Plan) -> list[Unit]:
-    return [u for u in plan.units if u.home.activations == "host"]
-
-
-def _row(plan: Plan) -> list[Unit]:
-    """The units that run one after the other: not those around others."""
-    return [u for u in plan.units if not any(v is not u and _around(u, v) for v in plan.units)]
-
-
-def _spilled(plan: Plan) -> dict[str, int]:
-    """The units whose activations leave the device, and how many units each has for a copy: as many as lie before the
-    next chosen one. The last unit of all, or the last but the head, stays: backward would want it back at once."""
-    row = _row(plan)
-    places = [i for i, u in enumerate(row) if u.home.activations == "host"]
-    leads = [after - place for place, after in pairwise(places)]
-    if places and len(row) - places[-1] > 2:
-        leads.append(leads[-1] if leads else 1)
-    return {row[place].name: lead for place, lead in zip(places, leads, strict=False)}
-
-
-def spill_activations(model: nn.Module, plan: Plan, device: torch.device) -> "Activations | None":
-    """Hooks on the modules of all units, if any unit's activations rest in host memory. Before FSDP's own, which then
-    run outside of them: parameters are gathered before and freed after."""
-    leads = _spilled(plan)
-    if not leads:
+def spill_activations(model: nn.Module, plan: Plan, device: torch.device, disk: str | Path | None = None) -> "Activations | None":
+    """Hooks on the modules of all units, if any unit's activations rest away. Before FSDP's own, which then run outside of
+    them: parameters are gathered before and freed after. `disk`: the directory for those that rest there."""
+    ahead = leads(plan)
+    if not ahead:
         return None
-    activations = Activations(device, reach=max(leads.values()))
-    for unit in _row(plan):
+    filed = disk is not None and any(u.name in ahead and u.home.activations == "disk" for u in plan.units)
+    activations = Activations(device, reach=max(ahead.values()), disk=disk if filed else None)
+    for unit in row(plan):
         for module in (model.get_submodule(path) for path in unit.modules):
-            if unit.name in leads:
-                activations.spill(module, unit, leads[unit.name], compiled=plan.compile)
+            if unit.name in ahead:
+                activations.spill(module, unit, ahead[unit.name], compiled=plan.compile)
             module.register_forward_hook(activations.passed, always_call=True)
     return activations
 
 
 class Spilled:
-    """The bytes of one storage in host memory, and on the device again once fetched. Lives as long as autograd
-    wants it: then the slot is free again."""
+    """The bytes of one storage in host memory or in a file, and on the device again once fetched. Lives as long as
+    autograd wants it: then its place is free again."""
 
-    __slots__ = ("__weakref__", "copied", "device", "fetched", "forget", "key", "slot", "version")
+    __slots__ = ("__weakref__", "copied", "device", "fetched", "forget", "key", "nbytes", "place", "version")
 
-    def __init__(self, key: StorageWeakRef, version: int, slot: Slot, forget: "Callable[[Spilled], None]"):
-        self.key, self.version, self.slot, self.forget = key, version, slot, forget
+    def __init__(self, key: StorageWeakRef, version: int, nbytes: int, place: Slot | Filed, forget: "Callable[[Spilled], None]"):
+        self.key, self.version, self.nbytes, self.place, self.forget = key, version, nbytes, place, forget
         self.device: Tensor | None = None
         self.copied: torch.cuda.Event | None = None  # out
         self.fetched: torch.cuda.Event | None = None  # back; nothing once the compute stream has waited for it
@@ -137,11 +84,12 @@ class _Flight:
 class _Visit:
     """One forward of one module: what was spilled in it, and the visit before it. Held by the graph it made."""
 
-    __slots__ = ("__weakref__", "before", "forwards", "index", "lead", "name", "spilled")
+    __slots__ = ("__weakref__", "before", "forwards", "home", "index", "lead", "name", "spilled")
 
-    def __init__(self, index: int, before: "weakref.ref[_Visit] | None", name: str = "", lead: int = 0, forwards: bool = False):
-        self.index, self.before, self.name, self.lead = index, before, name, lead
-        self.forwards = forwards  # whether backward wants the first first, as recomputing does
+    def __init__(self, index: int, before: "weakref.ref[_Visit] | None", unit: Unit | None = None, lead: int = 0):
+        self.index, self.before, self.lead = index, before, lead
+        self.name, self.home = (unit.name, unit.home.activations) if unit else ("", "device")
+        self.forwards = unit is not None and unit.remat != "none"  # whether backward wants the first first, as recomputing does
         self.spilled: list[weakref.ref[Spilled]] = []
 
     def earlier(self) -> "_Visit | None":
@@ -150,14 +98,15 @@ class _Visit:
 
 class Activations:
     """Spills and fetches. `spilled` and `fetched` count the bytes since the start; `on` may be set to False between
-    two steps to compare with activations that stay."""
+    two steps to compare with activations that stay. `files`: behind those units that rest on disk."""
 
-    def __init__(self, device: torch.device, reach: int):
+    def __init__(self, device: torch.device, reach: int, disk: str | Path | None = None):
         cuda = device.type == "cuda"
         self.device, self.reach, self.small = device, reach, SMALL[device.type]
         self.on = True
         self.spilled = self.fetched = 0
         self.slots = Slots(pinned=cuda)
+        self.files = FiledActivations(disk, pinned=cuda) if disk is not None else None
         self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
         self.back: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
         self.flights: deque[_Flight] = deque()
@@ -167,7 +116,7 @@ class Activations:
         self.open: tuple[_Visit, saved_tensors_hooks] | None = None
         self.last: weakref.ref[_Visit] | None = None
         self.visits = 0
-        self.idle: set[str] = set()  # units visited, but nothing spilled
+        self.idle: dict[str, str] = {}  # units visited, but nothing spilled, and their homes
         self.largest = 0  # bytes of a visit
         self.reusing = False  # slots may have been given back that copies back still read
         self.settled = False  # a whole forward has been seen
@@ -179,7 +128,7 @@ class Activations:
 
         def enter(module: nn.Module, args: Any) -> None:
             if self.on and torch.is_grad_enabled():
-                self._open(module, _Visit(self.visits, self.last, unit.name, lead, unit.remat != "none"))
+                self._open(module, _Visit(self.visits, self.last, unit, lead))
 
         module.register_forward_pre_hook(enter)
         if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
@@ -190,7 +139,7 @@ class Activations:
             self.resident = {_storage(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         self.open = (visit, hooks)
-        self.idle.add(visit.name)
+        self.idle[visit.name] = visit.home
         hooks.__enter__()
 
     def passed(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -205,7 +154,9 @@ class Activations:
             return
         for tensor in tensors:
             tensor.register_hook(lambda _: self._begin(visit))
-        self.largest = max(self.largest, sum(s.slot.bytes.numel() for s in _alive(visit)))
+        self.largest = max(self.largest, sum(s.nbytes for s in _alive(visit)))
+        if self.files:
+            self.files.visited(_filed(_alive(visit)))
         self.last = weakref.ref(visit)
         self.visits += 1
         self._land(until=visit.index)
@@ -217,17 +168,28 @@ class Activations:
         near = visit.earlier()
         for _ in range(self.reach):
             if near is None:
-                return
+                break
             if visit.index - near.index <= near.lead:
-                wanted = [s for s in _alive(near) if s.device is None]
-                self._fetch(wanted if near.forwards else wanted[::-1])
+                self._bring(near)
             near = near.earlier()
+
+        if self.files:  # what was read ahead of its backward goes up at the beginning of it
+            self._fetch(s for s in _wanted(visit) if isinstance(s.place, Filed))
+
+    def _bring(self, visit: _Visit) -> None:
+        """To the device from host memory; from the file to host memory only."""
+        wanted = _wanted(visit)
+        if self.files:
+            for place in _filed(wanted):
+                self.files.send_for(place)
+        self._fetch(s for s in wanted if not isinstance(s.place, Filed))
 
     def _settle(self) -> None:
         """After the first forward it is known what is spilled."""
         if not self.settled and self.idle:
+            name = min(self.idle)
             raise FullshardError(
-                f"unit {min(self.idle)}: home.activations = 'host' has no effect: its forward saved no tensor of at least "
+                f"unit {name}: home.activations = {self.idle[name]!r} has no effect: its forward saved no tensor of at least "
                 f"{self.small} bytes; write 'device', or use a larger batch"
             )
         self.settled = self.spilled > 0
@@ -243,7 +205,7 @@ class Activations:
         spilled = self._find(local) or self._spill(local, visit)
         if all(ref() is not spilled for ref in visit.spilled):
             visit.spilled.append(weakref.ref(spilled))
-            self.idle.discard(visit.name)
+            self.idle.pop(visit.name, None)
         return _Packed(spilled, _look(tensor, local))
 
     def unpack(self, packed: Any) -> Tensor:
@@ -274,23 +236,32 @@ class Activations:
 
     def _spill(self, tensor: Tensor, visit: _Visit) -> Spilled:
         source = _bytes(tensor)
-        spilled = Spilled(StorageWeakRef(tensor.untyped_storage()), tensor._version, self._take(source.numel()), self._forget)
+        place = self.files.take(source.numel()) if self.files and visit.home == "disk" else self._take(source.numel())
+        key = StorageWeakRef(tensor.untyped_storage())
+        spilled = Spilled(key, tensor._version, source.numel(), place, self._forget)
         self.seen[spilled.key] = weakref.ref(spilled)
         self.spilled += source.numel()
         if self.out is None:
-            spilled.slot.bytes.copy_(source)
-            return spilled
+            place.bytes.copy_(source)
+        else:
+            self._send(spilled, tensor, source, visit)
+        if self.files and isinstance(place, Filed):
+            self.files.write(place, spilled.copied)
+        return spilled
+
+    def _send(self, spilled: Spilled, tensor: Tensor, source: Tensor, visit: _Visit) -> None:
+        """Start a GPU's copy out."""
+        assert self.out is not None
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         if self.reusing and self.back is not None:
             self.out.wait_stream(self.back)
             self.reusing = False
         with torch.cuda.stream(self.out):
-            spilled.slot.bytes.copy_(source, non_blocking=True)
+            spilled.place.bytes.copy_(source, non_blocking=True)
         spilled.copied = self.out.record_event()
         self.flights.append(_Flight(tensor.detach(), source.numel(), spilled.version, spilled.copied, visit.index + visit.lead))
         self.flying += source.numel()
         self._land(until=visit.index - 1, limit=self.largest)
-        return spilled
 
     def _take(self, nbytes: int) -> Slot:
         before = self.slots.nbytes
@@ -326,21 +297,28 @@ class Activations:
         """Start copies back. The memory is the compute stream's, so that it is freed there without any wait."""
         wanted = list(wanted)
         for spilled in wanted:
-            spilled.device = torch.empty(spilled.slot.bytes.numel(), dtype=torch.uint8, device=self.device)
+            spilled.device = torch.empty(spilled.nbytes, dtype=torch.uint8, device=self.device)
             self.fetched += spilled.device.numel()
         if self.back is not None:
             self.back.wait_stream(torch.cuda.current_stream(self.device))
             self.reusing = True
         for spilled in wanted:
-            assert spilled.device is not None
-            if self.back is None:
-                spilled.device.copy_(spilled.slot.bytes)
-                continue
-            assert spilled.copied is not None
-            self.back.wait_event(spilled.copied)
-            with torch.cuda.stream(self.back):
-                spilled.device.copy_(spilled.slot.bytes, non_blocking=True)
-            spilled.fetched = self.back.record_event()
+            if self.files and isinstance(spilled.place, Filed):
+                self.files.await_read(spilled.place)
+            self._copy_back(spilled)
+            if self.files and isinstance(spilled.place, Filed):
+                self.files.let_go(spilled.place, spilled.fetched)
+
+    def _copy_back(self, spilled: Spilled) -> None:
+        assert spilled.device is not None
+        if self.back is None:
+            spilled.device.copy_(spilled.place.bytes)
+            return
+        assert spilled.copied is not None
+        self.back.wait_event(spilled.copied)
+        with torch.cuda.stream(self.back):
+            spilled.device.copy_(spilled.place.bytes, non_blocking=True)
+        spilled.fetched = self.back.record_event()
 
     def _await(self, spilled: Spilled) -> None:
         if spilled.fetched is not None:
@@ -350,13 +328,25 @@ class Activations:
     def _forget(self, spilled: Spilled) -> None:
         """Nobody wants it any more. If it was fetched for nothing, its memory must not be used before the copy is done."""
         self._await(spilled)
-        self.slots.give(spilled.slot)
+        if isinstance(spilled.place, Slot):
+            self.slots.give(spilled.place)
+        elif self.files:
+            self.files.forget(spilled.place)
         if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer one of the same storage
             del self.seen[spilled.key]
 
 
 def _alive(visit: _Visit) -> list[Spilled]:
     return [s for ref in visit.spilled if (s := ref()) is not None]
+
+
+def _wanted(visit: _Visit) -> list[Spilled]:
+    """What is not on the device, in the order in which backward comes to it."""
+    return [s for s in _alive(visit) if s.device is None][:: 1 if visit.forwards else -1]
+
+
+def _filed(spilled: Iterable[Spilled]) -> list[Filed]:
+    return [s.place for s in spilled if isinstance(s.place, Filed)]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.activations import refuse_activations
+from fullshard.on_torch.activation_units import refuse_activations
 from fullshard.on_torch.homes import is_away
 from fullshard.on_torch.rule import rule_of
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
@@ -63,12 +63,15 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
                 f"unit {unit.name}: its home is {unit.home}, where the optimizer keeps the master copy; pass an optimizer"
             )
         rule_of(optimizer)
-    on_disk = [(u.name, kind) for u in plan.units for kind in ("params", "optimizer") if getattr(u.home, kind) == "disk"]
+    kinds = ("params", "optimizer", "activations")
+    on_disk = [(u.name, kind) for u in plan.units for kind in kinds if getattr(u.home, kind) == "disk"]
     if on_disk and disk is None:
         name, kind = on_disk[0]
         raise FullshardError(f"unit {name}: home.{kind} = 'disk' needs a directory; pass disk=, or disk.path in a recipe")
     if disk is not None and not on_disk:
-        raise FullshardError("a directory for state on disk has no effect: no unit of the plan has a home on disk; leave it out")
+        raise FullshardError(
+            "a directory for what rests on disk has no effect: no unit of the plan has a home on disk; leave it out"
+        )
     if disk is not None and not Path(disk).is_dir():
         raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold what rests there")
 

@@ -62,7 +62,7 @@ def shard(
     if plan.compile:
         for module in compiled_modules(model, plan):
             module.forward = torch.compile(module.forward)
-    activations = spill_activations(model, plan, where)
+    activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
     resting = make_resting(model, plan, units, where, optimizer, disk, cpu_share)

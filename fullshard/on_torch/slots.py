@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fullshard import direct
 from fullshard.errors import FullshardError
 
 ALIGNMENT = 512  # bytes: what the GPU's copy engines like best
@@ -31,10 +32,11 @@ class Slot:
 
 
 class Slots:
-    """First fit over chunks of host memory, pinned or not."""
+    """First fit over chunks of host memory, pinned or not. `paged`: chunks begin with a page, so that slots of whole pages
+    are fit for direct requests to a disk."""
 
-    def __init__(self, pinned: bool):
-        self.pinned = pinned
+    def __init__(self, pinned: bool, *, paged: bool = False):
+        self.pinned, self.paged = pinned, paged
         self.chunks: list[_Chunk] = []
 
     @property
@@ -45,34 +47,27 @@ class Slots:
     def take(self, nbytes: int) -> Slot:
         rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for chunk in self.chunks:
-            if (start := chunk.take(rounded)) is not None:
+            if (start := chunk.holes.take(rounded)) is not None:
                 return Slot(chunk, start, start + nbytes)
         # A quarter of what there is already: few chunks, and little of the last one in vain.
-        chunk = _Chunk(max(rounded, min(LARGEST, max(SMALLEST, self.nbytes // 4))), self.pinned)
+        chunk = _Chunk(max(rounded, min(LARGEST, max(SMALLEST, self.nbytes // 4))), self.pinned, self.paged)
         self.chunks.append(chunk)
-        start = chunk.take(rounded)
+        start = chunk.holes.take(rounded)
         assert start is not None
         return Slot(chunk, start, start + nbytes)
 
     def give(self, slot: Slot) -> None:
-        slot.chunk.give(slot.start, -(-slot.end // ALIGNMENT) * ALIGNMENT)
+        slot.chunk.holes.give(slot.start, -(-slot.end // ALIGNMENT) * ALIGNMENT)
 
 
-@dataclass(eq=False)
-class _Chunk:
-    nbytes: int
-    pinned: bool
-    memory: Tensor = field(init=False)
-    free: list[tuple[int, int]] = field(init=False)  # holes, in order: start, end
+class Holes:
+    """What is free of a number of bytes."""
 
-    def __post_init__(self) -> None:
-        self.memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.free = [(0, self.nbytes)]
-        if self.pinned:
-            _pin(self.memory)
-            weakref.finalize(self, _unpin, self.memory)
+    def __init__(self, nbytes: int):
+        self.free = [(0, nbytes)]  # in order: start, end
 
     def take(self, nbytes: int) -> int | None:
+        """Where so many bytes begin that are free no more; None if there is no room."""
         for i, (start, end) in enumerate(self.free):
             if end - start >= nbytes:
                 self.free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -86,6 +81,32 @@ class _Chunk:
             self.free[i : i + 2] = [(start, self.free[i + 1][1])]
         if i and self.free[i - 1][1] == start:
             self.free[i - 1 : i + 1] = [(self.free[i - 1][0], self.free[i][1])]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    nbytes: int
+    pinned: bool
+    paged: bool
+    memory: Tensor = field(init=False)
+    holes: Holes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = _whole_pages(self.nbytes) if self.paged else torch.empty(self.nbytes, dtype=torch.uint8)
+        self.holes = Holes(self.nbytes)
+        if self.pinned:
+            _pin(self.memory)
+            weakref.finalize(self, _unpin, self.memory)
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        return self.holes.free
+
+
+def _whole_pages(nbytes: int) -> Tensor:
+    memory = torch.empty(nbytes + direct.ALIGNMENT, dtype=torch.uint8)
+    skip = -memory.data_ptr() % direct.ALIGNMENT
+    return memory[skip : skip + nbytes]
 
 
 def _pin(memory: Tensor) -> None:

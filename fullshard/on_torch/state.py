@@ -50,7 +50,7 @@ class State:
     loss_scale: LossScale | None = None
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
     checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
-    activations: Activations | None = None  # those that rest in host memory, if any do
+    activations: Activations | None = None  # those that rest away from the device, if any do
     held: int | None = None  # bytes at rest after the first step: they do not change after it
     tiers: Tiered | None = None  # units whose state or parameters rest away from the device
 

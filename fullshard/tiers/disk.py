@@ -56,6 +56,11 @@ class Spool:
         self._open = True
         self._let_go = weakref.finalize(self, os.close, self.file)  # a file that nobody closed goes with its last user
 
+    def grow(self, nbytes: int) -> None:
+        """So many bytes more at its end. What is in it is lost where the disk has no room for them."""
+        _reserve(self.file, self.path, self.nbytes + aligned_size(nbytes))
+        self.nbytes += aligned_size(nbytes)
+
     def read(self, offset: int, into: memoryview) -> Future[None]:
         """Fill `into` from `offset` on. The future raises a FullshardError if not all of it came, as it was written."""
         return self._start(self._readers, self._read_part, offset, into)
