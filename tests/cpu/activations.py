@@ -227,7 +227,6 @@ def refusal(kind: str) -> str:
             p.requires_grad_("layers.2" in name)
     plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size())
     units = {
-        "disk": ("*.1", fs.Home(activations="disk")),
         "last": ("*.2", HOST),
         "embedding": ("embed", HOST),
         "frozen": ("*.1", HOST),

@@ -112,7 +112,6 @@ def test_a_kept_graph_may_be_gone_through_again(ranks):
 
 
 REFUSALS = {
-    "disk": "unit model.layers.1: home.activations = 'disk' is not supported: a step would wait for the disk; write 'host'",
     "last": "unit model.layers.2: home.activations = 'host' has no effect: what the last unit saves is wanted back at once",
     "embedding": "unit embed: home.activations = 'host' has no effect: an embedding saves nothing but token ids",
     "frozen": "unit model.layers.1: home.activations = 'host' has no effect: nothing in this unit or before it is trained",
