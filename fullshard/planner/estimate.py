@@ -167,7 +167,7 @@ CAUSES = {
     "crowding": "sharing the device with the kernels of collectives",
     "update": "waiting for updates of state that rests away",
     "fetch": "waiting for what rests away to come to the device",
-    "spill": "waiting for activations to go to the host",
+    "spill": "waiting for activations to leave the device",
 }
 KINDS = {
     "gemm": "matrix products",

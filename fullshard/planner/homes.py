@@ -162,8 +162,9 @@ class Away:
         }
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
-    def disk(self) -> dict[str, int]:
-        terms = {"optimizer": self._states("disk"), "params": sum(self._filed())}
+    def disk(self, activations: int = 0) -> dict[str, int]:
+        """Bytes of files by term. `activations`: those that are there at once."""
+        terms = {"optimizer": self._states("disk"), "params": sum(self._filed()), "activations": activations}
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def disk_traffic(self) -> tuple[int, int]:

@@ -81,8 +81,8 @@ def predict(
         _moment(operations, player.tape.operations[where]),
         terms,
         at_rest(plan, description, slots),
-        player.away.host(player.most_spilled),
-        player.away.disk(),
+        player.away.host(player.spilled.host),
+        player.away.disk(player.spilled.most["disk"]),
     )
 
 
@@ -100,7 +100,7 @@ def highest(
     player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
     player.tape = gauge = _Gauge()
     _steady(player, description, operations)
-    return Level(gauge.highest, player.away.host(player.most_spilled), sum(player.away.staging()))
+    return Level(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
 
 
 class _Gauge(Tape):

@@ -12,9 +12,10 @@ from typing import ClassVar, Literal
 from fullshard.costs import Section
 from fullshard.description import Description
 from fullshard.kernels import HIDDEN, WORKSPACE
-from fullshard.plan import Plan
+from fullshard.plan import Place, Plan
 from fullshard.planner.groups import Group, groups, item
 from fullshard.planner.homes import SHARE, Away, Waiting
+from fullshard.planner.saved import Spilled
 from fullshard.planner.schedule import Operation
 
 Term = Literal[
@@ -105,8 +106,7 @@ class Replay:
         self.groups = groups(plan, description)
         self.away = Away(plan, self.groups, slots, clip=clip, cpu_share=cpu_share)
         self.waiting = Waiting(self.away)
-        self.hosted: dict[tuple[str, str], tuple[int, Term]] = {}  # activations that are on the host
-        self.spilled = self.most_spilled = 0  # their bytes, now and at most
+        self.spilled: Spilled[Term] = Spilled()  # activations that are away
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
@@ -195,7 +195,7 @@ class Replay:
                 allocate(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term, COMPUTE, at)
             elif action == "free":
                 free(owner, tensor, at)
-                self._unhost((owner, tensor))
+                self.spilled.pop((owner, tensor))
             elif action == "rise":
                 self.tape.rise(nbytes)
             elif action == "multiply":
@@ -340,12 +340,17 @@ class Replay:
         if op.what == "update":
             self._drop(op.unit, "gradient")
             self.waiting.drop(op.unit)
+        self._return(op, "disk")
 
     def _fetch(self, op: Operation) -> None:
         if op.what == "params":
             self._add(op.unit, "shard", op.nbytes, "fetched", TRANSFER)
-        for s in op.saved:
-            if found := self._unhost((s.owner, s.tensor)):
+        self._return(op, "host")
+
+    def _return(self, op: Operation, place: Place) -> None:
+        """Activations come to the device: from the host ahead, from disk when they are wanted."""
+        for s in op.saved if self.groups[op.unit].home.activations == place else ():
+            if found := self.spilled.pop((s.owner, s.tensor)):
                 self._add(s.owner, s.tensor, *found, TRANSFER)
 
     def _spill(self, op: Operation) -> None:
@@ -354,19 +359,12 @@ class Replay:
     def _forget(self, op: Operation) -> None:
         if op.what == "gradients" and op.unit not in self.away.staying:
             self._drop(op.unit, "gradient")
-        for s in op.saved:
-            if found := self.tape.alive.get((s.owner, s.tensor)):
-                self.hosted[s.owner, s.tensor] = (found[1], found[2])
-                self.spilled += found[1]
-                self._drop(s.owner, s.tensor)
-        self.most_spilled = max(self.most_spilled, self.spilled)
-
-    def _unhost(self, key: tuple[str, str]) -> tuple[int, Term] | None:
-        """What was on the host under that name, no longer there."""
-        found = self.hosted.pop(key, None)
-        if found:
-            self.spilled -= found[0]
-        return found
+        if op.saved:
+            keys = [(s.owner, s.tensor) for s in op.saved]
+            gone = {key: found[1:3] for key in keys if (found := self.tape.alive.get(key))}
+            self.spilled.add(op.unit, self.groups[op.unit].home.activations, gone)
+            for key in gone:
+                self._drop(*key)
 
 
 @lru_cache(maxsize=4096)

@@ -3,13 +3,18 @@
 As the engine does it (on_torch/activations.py): small tensors stay, and so does what backward wants back at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
-from fullshard.plan import Plan
+from fullshard.plan import Place, Plan
 from fullshard.planner.moments import Moments, owner
 
 SMALL = 1 << 20  # bytes: less is not worth a copy
+VISITS = 2  # units whose activations pass the host at once on their way to disk and back (on_torch/filed_activations.py)
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,36 @@ def leads(plan: Plan, row: list[str]) -> dict[str, int]:
     if places and len(row) - places[-1] > 2:
         found.append(found[-1] if found else 1)
     return {row[place]: lead for place, lead in zip(places, found, strict=False)}
+
+
+class Spilled(Generic[Kind]):
+    """Activations that have left the device: how many bytes lie where at most. Those on disk pass the host, a few units' at
+    a time."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[str, str], tuple[int, Kind, Place]] = {}
+        self.now: dict[Place, int] = {"host": 0, "disk": 0}
+        self.most: dict[Place, int] = {"host": 0, "disk": 0}
+        self.filed: dict[str, int] = {}  # by unit
+
+    def add(self, unit: str, place: Place, gone: Mapping[tuple[str, str], tuple[int, Kind]]) -> None:
+        """What a unit has saved."""
+        for key, (nbytes, kind) in gone.items():
+            self.there[key] = (nbytes, kind, place)
+            self.now[place] += nbytes
+        self.most[place] = max(self.most[place], self.now[place])
+        if place == "disk":
+            self.filed[unit] = sum(nbytes for nbytes, _ in gone.values())
+
+    def pop(self, key: tuple[str, str]) -> tuple[int, Kind] | None:
+        """What lay there under that name, no longer there."""
+        found = self.there.pop(key, None)
+        if found is None:
+            return None
+        self.now[found[2]] -= found[0]
+        return found[:2]
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host, at most."""
+        return self.most["host"] + min(VISITS, len(self.filed)) * max(self.filed.values(), default=0)

@@ -32,10 +32,11 @@ Kind = Literal[
     "all_reduce",  # reduce shards over the copies
     "drain",  # drop a reduction's input
     "settle",  # drop what a unit's reduction still holds
-    "fetch",  # bring a unit's shard, or its activations, to the device
+    "fetch",  # bring a unit's shard, or its activations, to the device; those on disk to the host
     "spill",  # send its activations, or the gradient of what the CPU updates, to the host
     "forget",  # drop on the device what was spilled
-    "await",  # wait until the unit's update of the step before is done, or its activations are back
+    "await",  # wait until the unit's update of the step before is done, or its activations are back, from disk by way of
+    # the host
     "norm",
     "update",  # of a unit whose state rests away; without a unit, of all others
     "zero",
@@ -90,8 +91,6 @@ def _costs(plan: Plan, description: Description, loss: str) -> Costs:
         raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
     blocks = {u.name for u in description.units if u.kind == "block"}
     for unit in plan.units:
-        if unit.home.activations == "disk":
-            raise FullshardError(f"unit {unit.name}: home.activations = 'disk' is not carried out; write 'host'")
         if (unit.home.params, unit.home.optimizer) == ("disk", "device"):
             raise FullshardError(
                 f"unit {unit.name}: home.params = 'disk' is not carried out with home.optimizer = 'device'; write 'disk'"

@@ -92,6 +92,7 @@ class _Lanes:
         self.arrived: dict[str, float] = {}  # when a unit's shard is on the device
         self.returned: dict[str, float] = {}  # when its activations are
         self.spilled: dict[str, float] = {}  # when its activations are on the host
+        self.filed: dict[str, float] = {}  # when they are on disk, or back from there on the host
         self.mark = 0.0  # when the step began
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
@@ -335,6 +336,9 @@ class _Lanes:
 
     def _fetch(self, op: Operation) -> None:
         """One unit ahead. A shard: after the last gather was copied out, and after the unit's own update."""
+        if op.what == "activations" and op.unit in self.filed:
+            self.filed[op.unit] = self.transfers.read_back(op.nbytes, max(self.free["compute"], self.filed[op.unit]))
+            return
         if op.what == "activations":
             self.returned[op.unit] = self.transfers.fetch(op.nbytes, self.free["compute"])
             return
@@ -348,6 +352,8 @@ class _Lanes:
         if op.what == "gradients":
             group = self.groups[op.unit]
             self.transfers.drain(op.unit, max(self.reduced[op.unit], self._copied(group)))
+        elif self.groups[op.unit].home.activations == "disk":
+            self.spilled[op.unit], self.filed[op.unit] = self.transfers.spill_filed(op.nbytes, self.free["compute"])
         else:
             self.spilled[op.unit] = self.transfers.spill(op.nbytes, self.free["compute"])
 
@@ -358,6 +364,9 @@ class _Lanes:
 
     def _await(self, op: Operation) -> None:
         """Updates are waited for where a unit is gathered and unpacked."""
+        if op.what == "activations" and op.unit in self.filed:  # from the disk, which the host waits for
+            self.host = max(self.host, self.filed.pop(op.unit))
+            self.returned[op.unit] = self.transfers.fetch(op.nbytes, max(self.host, self.free["compute"]))
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
 

@@ -17,6 +17,7 @@ from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TRAYS, balanced
 from fullshard.plan import Plan
 from fullshard.planner.groups import item
 from fullshard.planner.homes import Away, Piece
+from fullshard.planner.saved import VISITS
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
@@ -113,6 +114,7 @@ class Transfers:
         self.staging = Slots.of(None if away.by_need else away.plan.staging)
         self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
         self.shelves = Slots.of(READ_SLOTS)
+        self.passing = Slots.of(VISITS)  # units' activations on their way to disk
         self.began = 0.0  # the last backward: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
         self.taken: dict[str, float] = {}  # when a unit's gradient on the device has been read
@@ -139,6 +141,18 @@ class Transfers:
     def spill(self, nbytes: int, ready: float) -> float:
         """When bytes are on the host."""
         return self.lay("pcie_down", ready, nbytes / self.down)
+
+    def spill_filed(self, nbytes: int, ready: float) -> tuple[float, float]:
+        """The same of activations that go on to disk, as soon as those before them have left the host; and when they are
+        there."""
+        down = self.spill(nbytes, max(ready, self.passing.take()))
+        written = self.lay("disk", down, nbytes / self.write)
+        self.passing.give(written)
+        return down, written
+
+    def read_back(self, nbytes: int, ready: float) -> float:
+        """When activations on disk are on the host again."""
+        return self.lay("disk", ready, nbytes / self.read)
 
     def drain(self, unit: str, ready: float) -> float:
         """The gradients that the cores will want; when they are on the host."""

@@ -15,9 +15,17 @@ def judge_disk(prepared: Prepared, directory: str) -> list[str]:
 
     held = groups(prepared.plan, on_torch.describe(prepared.model, title=prepared.recipe.model.name))
     away = Away(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
-    rates = on_torch.disk_rates_together(directory, min(TRIAL, sum(away.disk().values())), SECONDS)
+    activations = _activations(prepared)
+    if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations
+        return [line for line in (no_disk(directory),) if line]
+    rates = on_torch.disk_rates_together(directory, min(TRIAL, filed), SECONDS)
     here = on_torch.ranks_here()
-    read, written = (here * n for n in away.disk_traffic())
+    read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in away.disk_traffic())
     whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
     said = verdict((read, written), whole, prepared.rest_seconds)
     return [line for line in (no_disk(directory), said) if line]
+
+
+def _activations(prepared: Prepared) -> int:
+    """Bytes of a micro-batch that are written and read once, as far as the planner knows them."""
+    return prepared.estimate.disk.terms.get("activations", 0) if prepared.estimate else 0

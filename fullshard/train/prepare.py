@@ -110,7 +110,7 @@ def _expected(recipe: Recipe, plan: Plan, description: Description | None, ranks
 
 def _without_disk(recipe: Recipe, plan: Plan, description: Description, ranks: int) -> float | None:
     """Seconds of a step if the host held what rests on disk; None where nothing does."""
-    homes = {"params", "optimizer"}
+    homes = ("params", "optimizer", "activations")
     on_disk: dict[str, Any] = {u.name: {k: "host" for k in homes if getattr(u.home, k) == "disk"} for u in plan.units}
     if not any(on_disk.values()):
         return None

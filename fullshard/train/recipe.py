@@ -179,7 +179,7 @@ class Homes(Section):
 
     params: Place = "device"
     optimizer: Place = "device"
-    activations: Literal["device", "host"] = "device"
+    activations: Place = "device"
     staging: int = Field(STAGING, gt=0)
     cpu_share: float | None = Field(None, ge=0, le=1)
     backlog: int | None = Field(None, gt=0)

@@ -50,6 +50,13 @@ def test_no_more_than_two_blocks_are_in_host_memory(ranks, remat):
         assert block < found["most"] <= 2 * (block + 2 * PAGE)  # the tables are in every block's list, in one page each
 
 
+def test_the_bytes_of_a_step_are_those_of_the_schedule(ranks):
+    found, said, disk = ranks(2).run(filed_activations.as_planned)[0]
+    assert found == said
+    assert found[0] == 2 * 2 * (1 << 20)  # two micro-batches, the inputs of all blocks but the last
+    assert disk == {"activations": 2 << 20}
+
+
 def test_the_file_grows_in_the_first_step_alone(ranks):
     (sizes, same) = ranks(2).run(filed_activations.grown, Case())[0]
     assert same

@@ -295,6 +295,25 @@ def test_every_strategy_takes_homes(strategy):
     assert away.host["optimizer"] == pytest.approx(12 * MODEL.numel / ranks, rel=1e-3)
 
 
-def test_activations_on_disk_are_refused():
-    with pytest.raises(fs.FullshardError, match=r"unit embed: home\.activations = 'disk' is not carried out; write 'host'"):
-        peak(plan(Home(activations="disk")))
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_activations_on_disk_are_those_of_the_host_and_two_blocks_pass_it(remat):
+    base = plan(remat=remat)
+    filed, hosted = (base.change("*layers*", home=Home(activations=place)) for place in ("disk", "host"))
+    found, on_host = peak(filed), peak(hosted)
+    assert found.disk["activations"] == on_host.host["activations"]
+    moved = {
+        kind: [(op.unit, op.nbytes) for op in schedule(filed, MODEL) if op.kind == kind] for kind in ("spill", "fetch", "await")
+    }
+    assert found.disk["activations"] == sum(n for _, n in moved["spill"])
+    assert moved["fetch"] == moved["await"] == moved["spill"][::-1]
+    assert found.host["activations"] == 2 * max(n for _, n in moved["spill"])
+    assert found.allocated <= on_host.allocated  # which has a block come up while another is at work
+    assert peak(base).disk == {}
+
+
+def test_one_block_on_disk_among_others_on_the_host_is_counted_there():
+    inputs = 2 * 4096 * SIZE.dim * 2
+    made = plan().change("*layers*", home=Home(activations="host")).change("*layers.3", home=Home(activations="disk"))
+    found = peak(made)
+    assert found.disk == {"activations": inputs}
+    assert found.host == {"activations": (SIZE.layers - 2) * inputs + inputs}

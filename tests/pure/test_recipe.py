@@ -104,7 +104,7 @@ WRONG = {
     "home.optimizer=moon": "home.optimizer = 'moon': input should be 'device', 'host' or 'disk'",
     "home.optimizer=disk": "home.optimizer = 'disk' needs disk.path, a directory on the disk that is to hold it",
     "home.params=disk": "home.params = 'disk' needs disk.path, a directory on the disk that is to hold it",
-    "home.activations=disk": "home.activations = 'disk': input should be 'device' or 'host'",
+    "home.activations=moon": "home.activations = 'moon': input should be 'device', 'host' or 'disk'",
     "home.optimiser=host": "did you mean 'optimizer'?",
     "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",
     "home.cpu_share=0.5": "home: cpu_share has no effect with optimizer = 'device'; write optimizer = 'host'",

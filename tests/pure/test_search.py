@@ -16,7 +16,7 @@ from fullshard.planner.estimate import estimate
 from fullshard.planner.home_words import home_words
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import find_plan
-from fullshard.text import parse_bytes
+from fullshard.text import bytes_text, parse_bytes
 
 EIGHT = "llama-1.5b"
 
@@ -124,7 +124,6 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --fix home.backlog=8": "backlog = 8 has no effect with clipping: all gradients wait",
     "plan llama3-8b --cluster 8xh100 --no-clip --fix backlog=8": "backlog = 8 has no effect: the optimizer state of every unit",
     "plan llama3-8b --devices 8 --no-clip": "--no-clip has no effect with --devices; write --cluster, or leave it out",
-    "plan llama3-8b --cluster 8xh100 --fix home.activations=disk": "home.activations = 'disk' is not carried out; write 'host'",
 }
 
 
@@ -133,6 +132,16 @@ def test_bad_input_is_one_sentence(line):
     result = CliRunner().invoke(app, line.split())
     assert isinstance(result.exception, FullshardError)
     assert WRONG[line] in str(result.exception)
+
+
+def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
+    result = CliRunner().invoke(
+        app, ["plan", "llama3-8b", "--cluster=8xh100", "--sequence=8192", "--fix=home.activations=disk", "--fix=remat=full"]
+    )
+    assert result.exit_code == 0
+    inputs = 31 * 8192 * 4096 * 2  # bytes of the blocks' inputs, all but the last's
+    assert f"disk: {bytes_text(inputs)} a rank (activations {bytes_text(inputs)})" in result.output
+    assert "activations on disk" in result.output
 
 
 def test_nothing_fits_says_what_would():

@@ -14,6 +14,7 @@ from fullshard import Home, presets
 from fullshard.cluster import Cluster, Measured
 from fullshard.planner.groups import groups
 from fullshard.planner.homes import pieces
+from fullshard.planner.schedule import schedule
 from fullshard.planner.timeline import Timeline, timeline
 from fullshard.planner.transfers import Calendar, balance
 
@@ -227,6 +228,18 @@ def test_activations_move_beside_compute():
     found = run(plan(Home(activations="host"), remat="full"), measured())
     assert found.seconds < 1.03 * run(plan(), measured()).seconds
     assert found.busy["pcie_up"] == pytest.approx(found.busy["pcie_down"], rel=0.01)
+
+
+def test_activations_on_disk_take_what_the_disk_takes():
+    """Each byte once each way: a slow disk sets the pace, one that takes no time costs a wait for the way up."""
+    made, hosted = (plan(Home(activations=place), remat="none") for place in ("disk", "host"))
+    nbytes = sum(op.nbytes for op in schedule(made, MODEL) if op.kind == "spill")
+    slow = run(made, cluster(disk_read=1e9, disk_write=0.5e9))
+    assert slow.busy["disk"] == pytest.approx(nbytes / 1e9 + nbytes / 0.5e9, rel=1e-9)
+    assert slow.seconds > slow.busy["disk"]
+    quick, host = run(made, cluster(disk_read=1e15, disk_write=1e15)), run(hosted, cluster())
+    assert quick.busy["pcie_up"] == pytest.approx(host.busy["pcie_up"], rel=1e-9)
+    assert host.seconds < quick.seconds < host.seconds + 1.01 * quick.busy["pcie_up"]
 
 
 def test_lanes_that_work_at_once_have_the_rates_that_were_measured_at_once():
