@@ -1,7 +1,14 @@
 """Activations on disk: the same training to the bit, each byte written once and read once, little host memory."""
 
-import pytest
+import random
+import tempfile
+import time
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.on_torch.filed_activations import FiledActivations
 from tests.cpu import activations, filed_activations
 from tests.cpu.filed_activations import LAYERS, Case
 
@@ -66,6 +73,33 @@ def test_the_file_grows_in_the_first_step_alone(ranks):
 def test_forwards_without_backward_leave_no_room_taken(ranks):
     for found in ranks(2).run(filed_activations.without_backward):
         assert found == {"evaluated": 0, "read": True, "file": 1, "same": True}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9000), st.booleans()), min_size=30, max_size=60))
+@settings(max_examples=20, deadline=None)
+def test_what_comes_back_is_what_was_sent_however_late_it_is_written(moves):
+    """Writes that take their time, places that are given back before they are written, and used again."""
+    with tempfile.TemporaryDirectory() as disk:
+        files, kept = FiledActivations(disk, pinned=False), []
+        files.limit = 1 << 16
+        write, delays = files.spool._write_part, random.Random(0)
+        files.spool._write_part = lambda *part: (time.sleep(0.005 * delays.random()), write(*part))
+        for number, (kind, nbytes, late) in enumerate(moves):
+            if kind > 1 or not kept:
+                filed = files.take(nbytes)
+                filed.bytes.fill_(number)
+                files.write(filed, None)
+                kept.append((filed, number))
+                continue
+            filed, number = kept.pop(nbytes % len(kept))
+            if late:
+                files.send_for(filed)
+            if kind:
+                files.await_read(filed)
+                assert (filed.bytes == number).all()
+                files.let_go(filed, None)
+            files.forget(filed)
+        files.spool.close()
 
 
 def test_a_disk_that_fails_ends_the_run_in_a_sentence(ranks):

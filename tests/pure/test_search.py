@@ -136,10 +136,10 @@ def test_bad_input_is_one_sentence(line):
 
 def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
     result = CliRunner().invoke(
-        app, ["plan", "llama3-8b", "--cluster=8xh100", "--sequence=8192", "--fix=home.activations=disk", "--fix=remat=full"]
+        app, ["plan", "llama3-8b", "--cluster=8xh100", "--sequence=4096", "--fix=home.activations=disk", "--fix=remat=full"]
     )
     assert result.exit_code == 0
-    inputs = 31 * 8192 * 4096 * 2  # bytes of the blocks' inputs, all but the last's
+    inputs = 31 * 4096 * 4096 * 2  # bytes of the blocks' inputs, all but the last's
     assert f"disk: {bytes_text(inputs)} a rank (activations {bytes_text(inputs)})" in result.output
     assert "activations on disk" in result.output
 
