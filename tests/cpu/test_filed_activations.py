@@ -60,8 +60,9 @@ def test_no_more_than_two_blocks_are_in_host_memory(ranks, remat):
 def test_the_bytes_of_a_step_are_those_of_the_schedule(ranks):
     found, said, disk = ranks(2).run(filed_activations.as_planned)[0]
     assert found == said
-    assert found[0] == 2 * 2 * (1 << 20)  # two micro-batches, the inputs of all blocks but the last
-    assert disk == {"activations": 2 << 20}
+    inputs = 3 * 2 * 2 * 16 * 192  # bytes, of all blocks but the last
+    assert found[0] == 2 * inputs  # two micro-batches
+    assert disk == {"activations": inputs}
 
 
 def test_the_file_grows_in_the_first_step_alone(ranks):

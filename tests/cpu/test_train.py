@@ -262,7 +262,7 @@ def test_optimizers_by_name(here, name, kind):
 def test_what_rests_on_disk_is_judged_before_the_run_and_changes_no_loss(here):
     resident = train(here, "train.steps=3", "--run", "resident")
     assert resident.returncode == 0, resident.stderr
-    homes = ("home.params=disk", "home.optimizer=disk", "disk.path=.")
+    homes = ("home.params=disk", "home.optimizer=disk", "home.activations=disk", "disk.path=.")
     found = train(here, "train.steps=3", *homes, "--run", "on-disk")
     assert found.returncode == 0, found.stderr
     said = [line for line in found.stderr.splitlines() if "the disk needs" in line]

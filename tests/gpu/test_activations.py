@@ -1,11 +1,11 @@
-"""Activations in host memory on a GPU: streams and pinned memory change no bit either. Run by hand:
+"""Activations in host memory and on disk on a GPU: streams and pinned memory change no bit either. Run by hand:
 
 python -m pytest tests/gpu
 """
 
 import pytest
 
-from tests.cpu import activations
+from tests.cpu import activations, filed_activations
 from tests.cpu.activations import Case
 from tests.cpu.ranks import Ranks
 
@@ -48,3 +48,15 @@ def test_blocks_come_back_one_ahead(ranks):
 def test_forwards_without_backward_leave_nothing_behind(ranks):
     found = ranks.run(activations.small_too, activations.without_backward)
     assert found == [{"evaluated": 0, "free": True, "open": None, "same": True}]
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("homes", [("disk",), ("device", "host", "disk")])
+def test_activations_on_disk_change_no_bit(ranks, homes, remat):
+    case = filed_activations.Case(homes, remat, accumulate=2, compute="bf16", loss="chunked")
+    (found,) = ranks.run(activations.small_too, filed_activations.compare, case, 4)
+    assert found["numbers"], found
+    assert found["params"]
+    assert found["left"] == 0
+    assert len(set(found["moved"])) == 1, found
+    assert found["filed"][0] == found["filed"][1] > 0
