@@ -303,7 +303,7 @@ class Recipe(Section):
             if given := changed(self.home):
                 raise ValueError(f"home.{min(given)} has no effect beside plan.file; change the plan file instead")
             return self
-        on_disk = [kind for kind in ("params", "optimizer") if getattr(self.home, kind) == "disk"]
+        on_disk = [kind for kind in ("params", "optimizer", "activations") if getattr(self.home, kind) == "disk"]
         if on_disk and self.disk.path is None:
             raise ValueError(f"home.{on_disk[0]} = 'disk' needs disk.path, a directory on the disk that is to hold it")
         if self.home.params == "disk" and self.home.optimizer == "device" and self.plan.strategy != "auto":

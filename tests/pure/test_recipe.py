@@ -40,6 +40,7 @@ def test_defaults_and_overrides(tmp_path):
 
 
 def test_homes(tmp_path):
+    assert load(tmp_path, SMALL, "home.activations=disk", "disk.path=/data").home.activations == "disk"
     recipe = load(tmp_path, SMALL, "home.optimizer=disk", "disk.path=/data", "home.staging=2", "home.activations=host")
     assert (recipe.home.params, recipe.home.optimizer, recipe.home.activations) == ("device", "disk", "host")
     assert (recipe.home.staging, recipe.disk.path) == (2, "/data")
@@ -104,6 +105,7 @@ WRONG = {
     "home.optimizer=moon": "home.optimizer = 'moon': input should be 'device', 'host' or 'disk'",
     "home.optimizer=disk": "home.optimizer = 'disk' needs disk.path, a directory on the disk that is to hold it",
     "home.params=disk": "home.params = 'disk' needs disk.path, a directory on the disk that is to hold it",
+    "home.activations=disk": "home.activations = 'disk' needs disk.path, a directory on the disk that is to hold it",
     "home.activations=moon": "home.activations = 'moon': input should be 'device', 'host' or 'disk'",
     "home.optimiser=host": "did you mean 'optimizer'?",
     "home.staging=8": "home: staging has no effect with optimizer = 'device'; write optimizer = 'host'",
