@@ -194,6 +194,28 @@ def test_a_disk_that_is_too_small_is_refused_at_once_and_left_empty(tmp_path):
         Spool(tmp_path, "moments", 2 * MiB).close()
 
 
+def test_a_file_grows_and_keeps_what_is_in_it(directory):
+    out, into = noise(MiB), aligned(MiB)
+    with Spool(directory, "moments", MiB) as spool:
+        spool.write(0, out).result()
+        with pytest.raises(ValueError, match="lie outside"):
+            spool.write(MiB, out)
+        spool.grow(MiB)
+        spool.write(MiB, out).result()
+        for at in (0, MiB):
+            into[:] = bytes(MiB)
+            spool.read(at, into).result()
+            assert into == out
+
+
+def test_a_file_that_cannot_grow_says_how_much_it_would_take(tmp_path):
+    with small_disk(tmp_path, "2m"), Spool(tmp_path, "activations", MiB) as spool:
+        with pytest.raises(FullshardError) as caught:
+            spool.grow(2 * MiB)
+        said = f"{tmp_path} has 2.00 MiB free, but activations takes 3.00 MiB; make room, or use another disk"
+        assert str(caught.value) == said
+
+
 def test_a_directory_that_is_missing_or_takes_no_files_is_a_sentence(tmp_path):
     for where in (tmp_path / "missing", "/proc"):
         with pytest.raises(FullshardError, match=f"no file can be made in {where}: No such file or directory"):
