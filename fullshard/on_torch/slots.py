@@ -98,10 +98,6 @@ class _Chunk:
             _pin(self.memory)
             weakref.finalize(self, _unpin, self.memory)
 
-    @property
-    def free(self) -> list[tuple[int, int]]:
-        return self.holes.free
-
 
 def _whole_pages(nbytes: int) -> Tensor:
     memory = torch.empty(nbytes + direct.ALIGNMENT, dtype=torch.uint8)

@@ -168,7 +168,7 @@ def without_backward() -> dict:
     except ArithmeticError:
         handle.remove()
     on_torch.summed_loss(state.model, batches(state, 0)[0])  # and dropped
-    free = [c.free == [(0, c.nbytes)] for c in spill.slots.chunks]
+    free = [c.holes.free == [(0, c.nbytes)] for c in spill.slots.chunks]
     numbers, _, _ = train(state)
     return {"evaluated": evaluated, "free": all(free), "open": spill.open, "same": numbers == train(start(Case(), host=False))[0]}
 

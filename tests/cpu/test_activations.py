@@ -148,7 +148,7 @@ def test_slots_never_overlap_and_all_come_back(requests):
         assert all(s.start % ALIGNMENT == 0 for s in taken)
     for slot in taken:
         slots.give(slot)
-    assert all(c.free == [(0, c.nbytes)] for c in slots.chunks)
+    assert all(c.holes.free == [(0, c.nbytes)] for c in slots.chunks)
 
 
 def test_the_same_requests_again_need_no_more_memory():
