@@ -26,7 +26,7 @@ TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequenc
 
 
 def paces(device: torch.device) -> dict[str, float]:
-    """`launch`, `checkpointed`, `saved` and `dispatched`, in well under a second."""
+    """`launch`, `checkpointed`, `saved` and `dispatched`, in about a second."""
     return {"launch": launch(device), **remat_paces(device)}
 
 
