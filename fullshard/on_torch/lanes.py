@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +152,7 @@ class Streamed:
         self.turn = 0
         self.back = Crew("back", 1 if slots else 0)
         self.returned: dict[int, threading.Event] = {}  # by piece: its state is queued to go back
+        self.one_kernel = one_kernel(device, rule) if slots else None
         self.failed: Callable[[BaseException], None] = _raised
 
     def stage(self, job: Job, piece: Piece) -> tuple[Slot, list[Tensor]]:
@@ -172,15 +174,10 @@ class Streamed:
             self.store.close(piece, None)
             slot.idle.set()
             return DONE
-        state = slot.of(piece)
         with self.work:
             self.work.after(slot.filled, job.ready, job.go.moment)
-            gradient = self._gradient(job, piece)
-            master, *moments = self._wide(piece, state)
-            for start, stop, index in job.runs(piece):
-                part = [t[start:stop] for t in (master, gradient, *moments)]
-                apply_rule(self.rule, part[0], part[1], part[2:], job.steps[index], job.groups[index])
-            new = self._out(piece, master, state)
+            update = self._at_once if piece.packed and self.one_kernel is not None else self._by_torch
+            new = update(job, piece, slot)
             updated = self.work.moment()
         self.returned[piece.number] = threading.Event()
         self.back.share(self._return, [(piece, slot, resting, updated)], lambda _: None)
@@ -207,11 +204,48 @@ class Streamed:
         for event in list(self.returned.values()):
             event.wait()
 
+    def _at_once(self, job: Job, piece: Piece, slot: Slot) -> Moment:
+        """The update of a packed piece, each of its segments in one pass."""
+        assert self.one_kernel is not None
+        for s, (parameters, state) in zip(piece.segments, self._words(piece, slot), strict=True):
+            gradient = job.gradients[s.parameter]
+            if gradient is not None:
+                step, group = job.steps[s.parameter], job.groups[s.parameter]
+                part = gradient.reshape(-1) if s.whole else gradient.reshape(-1)[s.start : s.stop]
+                self.one_kernel.update_packed(self.rule, part, parameters, state, job.go.scale, step, group)
+        job.read()
+        return self._out(piece, slot.of(piece)[3]) if piece.paired else self.work.moment()
+
+    def _words(self, piece: Piece, slot: Slot) -> list[tuple[Tensor, list[Tensor]]]:
+        """By segment, its parameters and state for the kernel."""
+        if piece.number not in slot.words:
+            assert self.one_kernel is not None
+            staged = slot.of(piece)
+            parameters = segment_views(staged[3], piece, flat=True) if piece.paired else self.store.shards_of(piece)
+            states = zip(*(segment_views(t, piece, flat=True) for t in staged[:3]), strict=True)
+            slot.words[piece.number] = [self.one_kernel.words(*both) for both in zip(parameters, states, strict=True)]
+        return slot.words[piece.number]
+
+    def _by_torch(self, job: Job, piece: Piece, slot: Slot) -> Moment:
+        """The update by torch's kernels, on the bench."""
+        staged, gradient = slot.of(piece), self._gradient(job, piece)
+        master, *moments = self._wide(piece, staged)
+        for start, stop, index in job.runs(piece):
+            part = [t[start:stop] for t in (master, gradient, *moments)]
+            apply_rule(self.rule, part[0], part[1], part[2:], job.steps[index], job.groups[index])
+        rounded = self._rounded(piece, staged)
+        new = self._out(piece, master if rounded is None else rounded.copy_(master))
+        if piece.packed:
+            assert rounded is not None
+            low, _, second = staged[:3]
+            pack(master, rounded, low, second)
+        return new
+
     def _gradient(self, job: Job, piece: Piece) -> Tensor:
         job.collect(piece, self.bench.gradients.of(piece))
         job.read()
         gradient = self.bench.gradients.memory[: piece.elements]
-        for factor in job.go.factors:
+        for factor in job.go.scale if job.go.scale is not None else ():
             gradient.mul_(factor.to(gradient.dtype))
         return gradient
 
@@ -219,31 +253,31 @@ class Streamed:
         """Master and moments, as the rule takes them."""
         if not piece.packed:
             return staged
-        assert self.bench.master is not None
         low, first, second = staged[:3]
-        master, rounded = self.bench.master[: piece.elements], self._rounded(piece, staged)
+        rounded = self._rounded(piece, staged)
+        assert self.bench.master is not None
+        assert rounded is not None
+        master = self.bench.master[: piece.elements]
         if not piece.paired:
             torch._foreach_copy_(segment_views(rounded, piece, flat=True), self.store.shards_of(piece))
         unpack(rounded, low, second, master)
         return [master, first, second]
 
-    def _rounded(self, piece: Piece, staged: list[Tensor]) -> Tensor:
-        """The memory of a packed piece's parameters: they came along, or are copied together on the device."""
+    def _rounded(self, piece: Piece, staged: list[Tensor]) -> Tensor | None:
+        """Memory for a piece's parameters in the compute dtype, where they are wanted in it: they came along, or are copied
+        together on the device, or leave it (half the bytes over the bus)."""
         if piece.paired:
             return staged[3]
+        if not piece.packed and piece.away.unit.home.params == "device":
+            return None
         assert self.bench.rounded is not None
         return self.bench.rounded[: piece.elements]
 
-    def _out(self, piece: Piece, master: Tensor, staged: list[Tensor]) -> Moment:
-        """New parameters on their way, and the state as it goes back."""
-        if not piece.packed:
-            out = self.bench.rounded if piece.away.unit.home.params != "device" else None
-            return self.emit(piece, master, out, self.work)
-        rounded = self._rounded(piece, staged)
-        new = self.emit(piece, master, rounded, self.work)
-        low, _, second = staged[:3]
-        pack(master, rounded, low, second)
-        return new
+    def _out(self, piece: Piece, parameters: Tensor) -> Moment:
+        """New parameters on their way."""
+        if piece.away.unit.home.params != "device":
+            self.bus.moved_down += parameters.nbytes
+        return self.emit(piece, parameters, self.work)
 
 
 class Cores:
@@ -321,7 +355,7 @@ class Cores:
             if piece.away.unit.home.params == "device":
                 new = tray.sent = self._up(job, piece, tray)
             elif not piece.paired:  # of a pair, the parameters were updated where they rest
-                new = self.emit(piece, master, None, self.work)
+                new = self.emit(piece, master, self.work)
             self.store.close(piece, new)
         except BaseException as error:
             self.failed(error)  # before anybody goes on who waits for the piece
@@ -345,12 +379,22 @@ def teams(threads: int) -> tuple[int, int]:
     return 2, threads // 2
 
 
+def one_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
+    """The module of that name, where there is Triton and it gives the bits that torch's kernels give."""
+    if device.type != "cuda" or rule.kind not in ("adamw", "adam"):
+        return None
+    try:
+        from fullshard.on_torch import one_kernel as found
+    except ImportError:
+        return None
+    return found if found.agrees(rule, device) else None
+
+
 def _raised(error: BaseException) -> None:
     raise error
 
 
 class Emit(Protocol):
-    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`. `out`: memory of the
-    device to narrow them in on the way."""
+    """Takes a piece's new parameters, in any dtype, to where its unit's shards rest; queued on `stream`."""
 
-    def __call__(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment: ...
+    def __call__(self, piece: Piece, values: Tensor, stream: Stream) -> Moment: ...

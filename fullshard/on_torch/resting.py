@@ -75,7 +75,7 @@ class Resting:
         self.packed = Packed(pieces, self._wide, self.shards_of, device)
         self.up = Stream(device)
         self.fetched: dict[int, Moment] = {}
-        self.fetched_bytes = self.emitted_bytes = 0  # shards up, new parameters down
+        self.fetched_bytes = 0  # shards up
         self.consumed = DONE  # the last shard that was brought up has been gathered from
 
     # -- memory ------------------------------------------------------------------------------------------
@@ -177,11 +177,8 @@ class Resting:
 
     # -- parameters ----------------------------------------------------------------------------------------
 
-    def emit(self, piece: Piece, values: Tensor, out: Tensor | None, stream: Stream) -> Moment:
+    def emit(self, piece: Piece, values: Tensor, stream: Stream) -> Moment:
         """New parameters, to where the unit's shards rest."""
-        if out is not None:  # narrow on the device: half the bytes over the bus
-            values = out[: piece.elements].copy_(values)
-            self.emitted_bytes += values.nbytes if piece.away.unit.home.params != "device" else 0
         if piece.away.unit.home.params == "disk":
             return self._filed.emit(piece, values, stream)
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]

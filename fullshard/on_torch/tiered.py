@@ -357,7 +357,7 @@ class Tiered:
     def moved(self) -> dict[str, int]:
         """Bytes over the bus each way, and from and to the disk, since the start."""
         bus, files = self.bus, [f for f in (self.resting.spooled, self.resting.filed) if f]
-        found = {"up": bus.moved_up + self.resting.fetched_bytes, "down": bus.moved_down + self.resting.emitted_bytes}
+        found = {"up": bus.moved_up + self.resting.fetched_bytes, "down": bus.moved_down}
         return found | {"read": sum(f.read_bytes for f in files), "written": sum(f.written_bytes for f in files)}
 
     def holds(self, p: nn.Parameter) -> bool:

@@ -28,6 +28,7 @@ class Slot:
     filled: Moment = DONE
     idle: threading.Event = field(default_factory=_set)  # what it holds is queued to go back
     views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
+    words: dict[int, list[tuple[Tensor, list[Tensor]]]] = field(default_factory=dict)  # the same for the kernel, by segment
 
     def of(self, piece: Piece) -> list[Tensor]:
         """As the piece rests."""

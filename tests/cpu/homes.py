@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch, pieces
+from fullshard.on_torch import lanes
 from fullshard.on_torch.homes import local
+from fullshard.on_torch.packing import pack, unpack
+from fullshard.on_torch.rule import apply_rule
 from fullshard.plan import Home
 from fullshard.strategies import choose
 
@@ -126,6 +129,42 @@ def compare(cases: list[Case]) -> list[tuple[float, float]]:
     return found
 
 
+class ByTorch:
+    """`one_kernel`, whose kernel needs a GPU, by torch's functions: a run of a piece in one call."""
+
+    @staticmethod
+    def words(rounded: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return rounded, list(state)
+
+    @staticmethod
+    def update_packed(rule, gradient, rounded, state, factors, step, group) -> None:
+        low, first, second = state
+        master, own = torch.empty_like(first), gradient.to(first.dtype)
+        for factor in () if factors is None else factors:
+            own = own * factor
+        unpack(rounded, low, second, master)
+        apply_rule(rule, master, own, [first, second], step, group)
+        rounded.copy_(master)
+        pack(master, rounded, low, second)
+
+
+def by_one_kernel(cases: list[Case]) -> list[float]:
+    """How far each case is from itself with a kernel for a run of a piece."""
+    found, before = [], lanes.one_kernel
+    with tempfile.TemporaryDirectory() as disk:
+        for case in cases:
+            plain = train(case, disk)
+            lanes.one_kernel = lambda device, rule: ByTorch
+            try:
+                own = train(case, disk)
+            finally:
+                lanes.one_kernel = before
+            assert own["state"].tiers.streamed.one_kernel is ByTorch
+            assert own["state"].tiers.moved() == plain["state"].tiers.moved()
+            found.append(apart(own["values"], plain["values"]))
+    return found
+
+
 def moved(case: Case) -> dict[str, Any]:
     """Bytes that the third step moved, and what the byte count by hand is made of."""
     with tempfile.TemporaryDirectory() as disk:
@@ -137,14 +176,14 @@ def moved(case: Case) -> dict[str, Any]:
             on_torch.train_step(state, batches(state, s), clip=case.clip)
         state.flush()
         after = state.tiers.moved()
-        lanes = {"cpu": 0, "gpu": 0}
+        by_lane = {"cpu": 0, "gpu": 0}
         for piece in (p for a in state.tiers.units for p in a.pieces):
-            lanes[piece.lane] += piece.elements
+            by_lane[piece.lane] += piece.elements
         shards = sum(sum(a.padded) for a in state.tiers.units)
         own = sum(local(p).numel() for p in state.model.parameters())
         units = {a.unit.name: a.elements for a in state.tiers.units}
         found = {k: after[k] - before[k] for k in after}
-        return {"moved": found, "lanes": lanes, "shards": shards, "own": own, "units": units, "plan": state.plan}
+        return {"moved": found, "lanes": by_lane, "shards": shards, "own": own, "units": units, "plan": state.plan}
 
 
 def skip(case: Case) -> dict[str, Any]:
@@ -197,8 +236,8 @@ def dealt(share: float, argument: float | None = None) -> tuple[float, str]:
         state = on_torch.shard(model, plan, ADAMW, cpu_share=argument)
     except fs.FullshardError as error:
         return 0.0, str(error)
-    lanes = [p.lane for a in state.tiers.units for p in a.pieces]
-    return round(lanes.count("cpu") / len(lanes), 2), ""
+    given = [p.lane for a in state.tiers.units for p in a.pieces]
+    return round(given.count("cpu") / len(given), 2), ""
 
 
 def saved_in_place(case: Case, shelf: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """State in other homes: the same training, no byte moved more than must be, and checkpoints that any home reads."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -171,6 +172,15 @@ def test_parameters_on_the_host_train_as_on_the_device_to_the_bit(ranks, tmp_pat
         assert found["apart"] == 0.0
         assert found["middle"] > 1000
         assert "leave state.values() first" in found["said"]
+
+
+def test_a_kernel_for_a_run_of_a_piece_is_given_what_torchs_are(ranks):
+    """Where there is Triton, packed pieces go through it (tests/gpu holds its bits against torch's)."""
+    bf16 = Case((HOST, BESIDE), compute="bf16", steps=5, share=0.4)
+    others = [{"clip": None, "accumulate": 1}, {"frozen": "norm", "clip": None}, {"compute": "fp32"}]
+    cases = [bf16, *(replace(bf16, **other) for other in others)]
+    for found in ranks(2).run(homes.by_one_kernel, cases):
+        assert found == [0.0] * len(cases)
 
 
 def test_evaluations_between_steps_see_the_new_parameters(ranks):
