@@ -4,7 +4,7 @@ By torch's kernels the same takes a dozen passes: to collect gradients and param
 to narrow, to pack. They run beside forward and backward and take that much of the device's memory from them. This is a
 kernel in Triton, which comes with torch for GPUs, with the arithmetic of torch's fused Adam; it is used where it has been
 seen to give the same bits. With weight decay these differ by a rounding here and there: torch's own binary fuses the decay's
-multiplication and addition in three elements of four (as its compiler unrolled them), this one in all.
+multiplication and addition in some elements and not in others, this one in all.
 """
 
 from collections.abc import Sequence
