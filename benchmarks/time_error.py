@@ -2,15 +2,17 @@
 
     python -m benchmarks.time_error --out FOLDER
 
-First times the machine (`measure`), then steps of each case: the median of nine, after three to warm up. `issue`
-is how long the host took to issue a step. `paces` are the host's (a launch, and what remat does in Python), timed
-between the same steps. On a shared machine they change by a third from one second to the next, and by less from one
-minute to the next: predictions go by their middle over all cases. `predicted_by_file` is what the cluster's file says.
+First times the machine (`measure`), then steps of each case: the median of twelve, after three to warm up. `issue` is
+how long the host took to issue a step. On a shared machine the host's pace changes by a third within seconds, so it is
+felt before and after every step: how long a launch takes, beside what the cluster's file says of it (`host`).
+`predicted` is what the file says of a host that is slower or faster by as much, step by step; `predicted_by_file` is what
+it says as it is. Rows of earlier tables have `paces` instead, and go by their middle over all rows.
 """
 
 import argparse
 import dataclasses
 import fnmatch
+import itertools
 import json
 import statistics
 import time
@@ -27,8 +29,12 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.paces import middle, paces
+from fullshard.on_torch.paces import middle
+from fullshard.on_torch.timings import launch
 from fullshard.planner.timeline import timeline
+
+BURSTS = 3  # of launches, between two steps
+PACES = ("launch", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
 
 
 def main() -> None:
@@ -57,13 +63,13 @@ def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, 
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
     timed = [r["paces"] for r in rows if "paces" in r]
-    host = middle(timed) if timed else {}
     for row in (r for r in rows if "failed" not in r):
-        found.append(row | predict(cases[row["name"]], cluster, row["seconds"], host))
+        found.append(row | predict(cases[row["name"]], cluster, row, middle(timed) if timed else {}))
         told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
-        print(f"{row['name']:32s} {told}", flush=True)
-    errors = [abs(r["error"]) for r in found]
-    print(f"mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
+        print(f"{row['name']:32s} {told}, by the file alone {found[-1]['error_by_file']:+.1%}", flush=True)
+    for kind in ("error", "error_by_file"):
+        errors = [abs(r[kind]) for r in found]
+        print(f"{kind}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
     return found + [r for r in rows if "failed" in r]
 
 
@@ -88,9 +94,9 @@ def run_steps(case: Case) -> dict[str, Any]:
     batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
     loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
     found: list[tuple[float, float]] = []
-    beside: list[dict[str, float]] = []
-    for i in range(12):
-        beside += [paces(torch.device("cuda"))] if i % 3 == 2 else []
+    device = torch.device("cuda")
+    felt = [launch(device, BURSTS)]
+    for i in range(15):
         torch.cuda.synchronize()
         start = time.perf_counter()
         on_torch.train_step(state, batches, loss=loss, clip=1.0)
@@ -98,28 +104,41 @@ def run_steps(case: Case) -> dict[str, Any]:
         torch.cuda.synchronize()
         if i > 2:
             found.append((time.perf_counter() - start, issued - start))
+        felt = [*felt, launch(device, BURSTS)][-len(found) - 1 :]
     tensors = len(list(model.parameters()))
     return {
         "seconds": statistics.median(s for s, _ in found),
         "issue": statistics.median(i for _, i in found),
-        "paces": middle(beside),
+        "steps": [seconds for seconds, _ in found],
+        "launches": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
         "tensors": tensors,
         "units": len(plan.units),
     }
 
 
-def predict(case: Case, cluster: Cluster, measured: float, host: dict[str, float]) -> dict[str, Any]:
-    """What the planner says of this machine, with links that take no time and a host of the paces `host`."""
+def predict(case: Case, cluster: Cluster, row: dict[str, Any], host: dict[str, float]) -> dict[str, Any]:
+    """What the planner says of this machine, with links that take no time; of each step with the host as it was then, else
+    of a host of the paces `host`."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
-    by_file = timeline(plan, description, playing(cluster, case.devices), loss=case.loss, spread=0.0)
-    found = timeline(plan, description, playing(paced(cluster, host), case.devices), loss=case.loss, spread=0.0)
+    told = lambda at: timeline(plan, description, playing(paced(cluster, at), case.devices), loss=case.loss, spread=0.0)
+    by_file, then = told({}), told(host)
+    if "launches" not in row:
+        guesses, steps = [then.seconds], [row["seconds"]]
+    else:
+        measured, steps = cluster.measured, row["steps"]
+        assert measured is not None
+        shares = [seconds / measured.launch for seconds in row["launches"]]
+        ends = sorted({min(shares), max(shares)})
+        at_ends = [told({name: share * getattr(measured, name) for name in PACES}).seconds for share in ends]
+        guesses = [at_ends[0] + (at_ends[-1] - at_ends[0]) * (s - ends[0]) / (ends[-1] - ends[0] or 1) for s in shares]
     return {
-        "predicted": found.seconds,
+        "predicted": statistics.median(guesses),
         "predicted_by_file": by_file.seconds,
-        "error": found.seconds / measured - 1,
-        "compute": found.compute,
-        "host": found.busy["host"],
+        "error": statistics.median(guess / seconds - 1 for guess, seconds in zip(guesses, steps, strict=True)),
+        "error_by_file": by_file.seconds / row["seconds"] - 1,
+        "compute": then.compute,
+        "host": then.busy["host"],
     }
 
 
