@@ -99,7 +99,7 @@ def update_packed(
         first,
         second,
         low if factors is None else factors,
-        _powers(beta1, beta2, step, low.device),
+        _powers(beta1, beta2, step, torch.cuda.current_stream(low.device)),
         low.numel(),
         float(group["lr"]),
         beta1,
@@ -121,9 +121,9 @@ def words(rounded: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor
 
 
 @lru_cache(maxsize=16)
-def _powers(beta1: float, beta2: float, step: int, device: torch.device) -> Tensor:
-    """Of both betas, by torch's own function: others differ in the last bit."""
-    return torch.pow(_betas(beta1, beta2, device), torch.full((2,), float(step), device=device))
+def _powers(beta1: float, beta2: float, step: int, stream: torch.cuda.Stream) -> Tensor:
+    """Of both betas, by torch's own function: others differ in the last bit. For what is queued on this stream."""
+    return torch.pow(_betas(beta1, beta2, stream.device), torch.full((2,), float(step), device=stream.device))
 
 
 @cache
