@@ -53,6 +53,7 @@ class Job:
     go: Go
     gradients: list[Tensor | None] = field(default_factory=list)
     ready: Moment = DONE  # the gradients are there
+    there: bool = False  # and that has been seen
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's settings, by parameter
     steps: list[int] = field(default_factory=list)  # the number of this update, by parameter
     drained: dict[int, tuple[Tensor, Moment]] = field(default_factory=dict)  # gradients on the host already, by piece
@@ -65,6 +66,12 @@ class Job:
     unread: int = 0  # pieces whose gradients are to be read from the device
     dropped: threading.Event = field(default_factory=threading.Event)  # the gradients, after the last was queued to be read
     free: list[Moment] = field(default_factory=list)  # when their memory is there for others
+
+    def arrived(self) -> bool:
+        """Whether the gradients are there. The device is asked until it says so once: to ask it lets go of the interpreter,
+        which others then have to give back."""
+        self.there = self.there or self.ready.done()
+        return self.there
 
     def issue(self, moment: Moment) -> None:
         """One more piece is queued. After the last, the gradients are let go, if they were not before."""

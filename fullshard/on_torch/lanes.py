@@ -105,8 +105,8 @@ class Lane:
 
     def _first(self) -> int:
         """Which one of those that wait. The host runs ahead of the device: what came last may be long in coming."""
-        there = {id(job): job.ready.done() for job, _ in self.waiting}
-        ready = [i for i, (job, _) in enumerate(self.waiting) if there[id(job)]]
+        there = {id(job) for job in {id(job): job for job, _ in self.waiting}.values() if job.arrived()}
+        ready = [i for i, (job, _) in enumerate(self.waiting) if id(job) in there]
         return min(ready, key=lambda i: self.waiting[i][1].number) if ready else 0
 
     def _apply_all(self) -> None:
