@@ -26,7 +26,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard import on_torch, presets
 from fullshard.launch.local import inside_ranks, torchrun
-from fullshard.on_torch.timings import fastest
+from fullshard.on_torch.measuring.timings import fastest
 from fullshard.planner.timeline import timeline
 
 BUSY = 0.05  # of the cores: more for others, and what is timed does not count

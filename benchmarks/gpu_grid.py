@@ -24,7 +24,7 @@ from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
 from benchmarks.time_error import paced
 from fullshard import on_torch, presets
-from fullshard.on_torch.paces import middle, paces
+from fullshard.on_torch.measuring.paces import middle, paces
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 

@@ -22,9 +22,9 @@ import torch
 import fullshard as fs
 import fullshard.presets
 from fullshard import on_torch
-from fullshard.on_torch import share
+from fullshard.on_torch.away import share
+from fullshard.on_torch.away.rule import rule_of
 from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.rule import rule_of
 from fullshard.text import bytes_text
 from fullshard.tiers.verdict import disk_rates
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fullshard.on_torch import timings
+from fullshard.on_torch.measuring import timings
 
 CALLS, ROUNDS = 50, 7
 TOKENS, EXPERTS, WIDTH = 4096, 8, 2048

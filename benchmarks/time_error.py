@@ -29,8 +29,8 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.paces import middle
-from fullshard.on_torch.timings import launch
+from fullshard.on_torch.measuring.paces import middle
+from fullshard.on_torch.measuring.timings import launch
 from fullshard.planner.timeline import timeline
 
 BURSTS = 3  # of launches, between two steps

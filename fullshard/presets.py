@@ -77,7 +77,7 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
 }
 
 
-SHIPPED = Path(__file__).parent / "presets.json.xz"  # their costs; written by `fullshard.on_torch.ship`
+SHIPPED = Path(__file__).parent / "presets.json.xz"  # their costs; written by `fullshard.on_torch.tracing.ship`
 
 
 def preset(name: str) -> LlamaSize | GPTSize:

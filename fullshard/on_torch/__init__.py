@@ -1,25 +1,25 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
 from fullshard.on_torch.agree import first_decides
-from fullshard.on_torch.checkpoint import Checkpointer, Saving
+from fullshard.on_torch.checkpoints.checkpoint import Checkpointer, Saving
+from fullshard.on_torch.checkpoints.named import weights_of
+from fullshard.on_torch.checkpoints.restore import load_checkpoint
 from fullshard.on_torch.chunked import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.collectives import record
 from fullshard.on_torch.describe import describe
-from fullshard.on_torch.flops import flops_per_token, peak_flops
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.load import limits, load_model, takes_positions
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
-from fullshard.on_torch.measure import disk_rates_together, local_cluster, measure
-from fullshard.on_torch.named import weights_of
+from fullshard.on_torch.measuring.measure import disk_rates_together, local_cluster, measure
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse
-from fullshard.on_torch.restore import load_checkpoint
 from fullshard.on_torch.shard import shard
 from fullshard.on_torch.state import State, memory
 from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, train_step
+from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
 from fullshard.on_torch.weights import Weights
 
 __all__ = [

@@ -12,8 +12,8 @@ from torch import nn
 
 from fullshard.description import Description, Kind, Tensor, UnitDescription
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.costs import costs
 from fullshard.on_torch.dtypes import word
+from fullshard.on_torch.tracing.costs import costs
 from fullshard.plan import DType
 from fullshard.text import spans
 

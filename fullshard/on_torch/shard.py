@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.on_torch import checks
-from fullshard.on_torch.activations import spill_activations
+from fullshard.on_torch.away.activations import spill_activations
+from fullshard.on_torch.away.resting import make_resting
+from fullshard.on_torch.away.tiered import Tiered
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.initialize import Initializer, materialize
@@ -19,10 +21,8 @@ from fullshard.on_torch.optim import make_optimizer
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.resting import make_resting
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
-from fullshard.on_torch.tiered import Tiered
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit

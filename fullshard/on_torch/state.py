@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fullshard.on_torch.activations import Activations
+from fullshard.on_torch.away.activations import Activations
+from fullshard.on_torch.away.tiered import Tiered
 from fullshard.on_torch.ranks import Meshes
-from fullshard.on_torch.tiered import Tiered
 from fullshard.plan import Plan
 
 
@@ -79,13 +79,13 @@ class State:
 
     def save_checkpoint(self, shelf: str | Path, **about: Any) -> str:
         """For `fullshard.checkpoint.save`."""
-        from fullshard.on_torch import checkpoint
+        from fullshard.on_torch.checkpoints import checkpoint
 
         return checkpoint.save_checkpoint(shelf, self, **about)
 
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
         """For `fullshard.checkpoint.load`."""
-        from fullshard.on_torch import restore
+        from fullshard.on_torch.checkpoints import restore
 
         return restore.load_checkpoint(where, self, **options)
 

@@ -1,8 +1,8 @@
 """What rests away from the device, in bytes: pieces of the update and who does them, arenas, staging, files.
 
 An away unit's shard, which is gathered from, is in the compute dtype; its master and moments lie in its home; its
-gradient is one flat buffer in the dtype it was reduced in. (on_torch/homes.py) A shard in host memory may be half of the
-master there, and then takes no memory of its own. (on_torch/packed.py)
+gradient is one flat buffer in the dtype it was reduced in. (on_torch/away/units.py) A shard in host memory may be half of the
+master there, and then takes no memory of its own. (on_torch/away/packed.py)
 """
 
 from collections import Counter
@@ -54,7 +54,7 @@ def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: boo
 
 class Waiting:
     """Units whose gradients wait on the device, as they come; not more than the plan's backlog, but for one that is larger
-    than that. (on_torch/backlog.py)"""
+    than that. (on_torch/away/backlog.py)"""
 
     def __init__(self, away: "Away"):
         self.limit, self.pieces = away.backlog, Counter(p.unit for p in away.pieces)
@@ -96,7 +96,7 @@ class Away:
     @property
     def by_need(self) -> bool:
         """Whether, of the pieces that have their gradients, those are updated first that the next forward needs first; else
-        as they came. (on_torch/tiered.py)"""
+        as they came. (on_torch/away/tiered.py)"""
         return not (self.late or self.plan.backlog or self._on_disk())
 
     def __bool__(self) -> bool:

@@ -1,6 +1,6 @@
 """Which tensors a unit's forward leaves behind for its backward: what moves when activations rest away.
 
-As the engine does it (on_torch/activations.py): small tensors stay, and so does what backward wants back at once.
+As the engine does it (on_torch/away/activations.py): small tensors stay, and so does what backward wants back at once.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from fullshard.plan import Place, Plan
 from fullshard.planner.moments import Moments, owner
 
 SMALL = 1 << 20  # bytes: less is not worth a copy
-VISITS = 2  # units whose activations pass the host at once on their way to disk and back (on_torch/filed_activations.py)
+VISITS = 2  # units whose activations pass the host at once on their way to disk and back (on_torch/away/filed_activations.py)
 
 Kind = TypeVar("Kind")
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.on_torch import activations, slots
+from fullshard.on_torch.away import activations, slots
 from fullshard.on_torch.models import Llama
 from fullshard.presets import LlamaSize
 from tests.cpu import hugging_face, parity

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch, presets
-from fullshard.on_torch import activations, filed_activations
+from fullshard.on_torch.away import activations, filed_activations
 from fullshard.on_torch.models import Llama
 from fullshard.planner import saved
 from fullshard.planner.memory import predict

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch, pieces
-from fullshard.on_torch import lanes
-from fullshard.on_torch.homes import local
-from fullshard.on_torch.packing import pack, unpack
-from fullshard.on_torch.rule import apply_rule
+from fullshard.on_torch.away import lanes
+from fullshard.on_torch.away.packing import pack, unpack
+from fullshard.on_torch.away.rule import apply_rule
+from fullshard.on_torch.away.units import local
 from fullshard.plan import Home
 from fullshard.strategies import choose
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from fullshard import on_torch
-from fullshard.on_torch import paces
+from fullshard.on_torch.measuring import paces
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.trace import trace
+from fullshard.on_torch.tracing.trace import trace
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from fullshard.on_torch.crew import Crew
+from fullshard.on_torch.away.crew import Crew
 
 
 def shared(crew, call, parts):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.on_torch.filed_activations import FiledActivations
+from fullshard.on_torch.away.filed_activations import FiledActivations
 from tests.cpu import activations, filed_activations
 from tests.cpu.filed_activations import LAYERS, Case
 

@@ -13,8 +13,8 @@ from fullshard import on_torch
 from fullshard.cluster import Cluster, Measured
 from fullshard.errors import FullshardError
 from fullshard.measured import Gemm
-from fullshard.on_torch import timings
-from fullshard.on_torch.measure import cluster_of, fit, known_device
+from fullshard.on_torch.measuring import timings
+from fullshard.on_torch.measuring.measure import cluster_of, fit, known_device
 
 TIMED_ON_CPU = (
     "memory",

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fullshard as fs
-from fullshard.on_torch import one_pass
-from fullshard.on_torch.one_pass import OnePass
-from fullshard.on_torch.packing import pack, unpack
-from fullshard.on_torch.rule import apply_rule, rule_of
+from fullshard.on_torch.away import one_pass
+from fullshard.on_torch.away.one_pass import OnePass
+from fullshard.on_torch.away.packing import pack, unpack
+from fullshard.on_torch.away.rule import apply_rule, rule_of
 
 COUNT, VECTORS = 4099, 4096  # torch rounds what is left over after its vectors in another order
 

@@ -12,9 +12,9 @@ import fullshard as fs
 from fullshard import kernels, on_torch
 from fullshard.costs import evaluate
 from fullshard.on_torch import chunked
-from fullshard.on_torch.kernels import StandIns
 from fullshard.on_torch.models import Llama
 from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.tracing.kernels import StandIns
 from fullshard.planner import memory, replay
 from fullshard.planner.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
 from fullshard.presets import LlamaSize

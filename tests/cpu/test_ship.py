@@ -3,7 +3,7 @@
 import pytest
 
 import fullshard.presets as presets
-from fullshard.on_torch.ship import traces
+from fullshard.on_torch.tracing.ship import traces
 
 
 @pytest.mark.parametrize("name", ["llama-nano", pytest.param("gpt-nano", marks=pytest.mark.full)])

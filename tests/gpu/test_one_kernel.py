@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.on_torch.rule import Rule
+from fullshard.on_torch.away.rule import Rule
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -13,16 +13,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_it_gives_the_bits_of_torchs_kernels(kind):
-    from fullshard.on_torch.one_kernel import agrees
+    from fullshard.on_torch.away.one_kernel import agrees
 
     assert agrees(Rule(kind, MOMENTS), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_with_weight_decay_it_differs_by_a_rounding_of_the_gradient_or_less(kind):
-    from fullshard.on_torch import one_kernel
-    from fullshard.on_torch.packing import pack, unpack
-    from fullshard.on_torch.rule import apply_rule
+    from fullshard.on_torch.away import one_kernel
+    from fullshard.on_torch.away.packing import pack, unpack
+    from fullshard.on_torch.away.rule import apply_rule
 
     torch.manual_seed(0)
     rule, group = Rule(kind, MOMENTS), {**one_kernel.SETTINGS, "weight_decay": 0.1}

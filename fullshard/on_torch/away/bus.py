@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.streams import Moment, Stream
+from fullshard.on_torch.away.streams import Moment, Stream
 
 FLYING = 2  # copies of pieces under way in one direction
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullshard.direct import ALIGNMENT, aligned_size
-from fullshard.on_torch.slots import Holes, Slot, Slots
+from fullshard.on_torch.away.slots import Holes, Slot, Slots
 from fullshard.tiers.disk import Spool
 from fullshard.tiers.host import bytes_of
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.homes import Piece
-from fullshard.on_torch.packing import halves
-from fullshard.on_torch.streams import DONE, Moment
+from fullshard.on_torch.away.packing import halves
+from fullshard.on_torch.away.streams import DONE, Moment
+from fullshard.on_torch.away.units import Piece
 
 
 def _set() -> threading.Event:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fullshard.direct import aligned_size
-from fullshard.on_torch.homes import Away, Piece
-from fullshard.on_torch.spooled import through
-from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.spooled import through
+from fullshard.on_torch.away.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.units import Away, Piece
 from fullshard.pieces import READ_SLOTS, WRITE_SLOTS, filed
 from fullshard.tiers.disk import Spool
 from fullshard.tiers.host import Arena, bytes_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.homes import Piece
-from fullshard.on_torch.packing import halves, pack, unpack
+from fullshard.on_torch.away.packing import halves, pack, unpack
+from fullshard.on_torch.away.units import Piece
 
 PART = 1 << 22  # elements that are packed at a time
 

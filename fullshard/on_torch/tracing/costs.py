@@ -19,11 +19,11 @@ from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.on_torch.chunked import chunked_loss, output_head
 from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.fusion import compiled
 from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.private import WRAPPERS
-from fullshard.on_torch.split import part_shapes, split
-from fullshard.on_torch.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
+from fullshard.on_torch.tracing.fusion import compiled
+from fullshard.on_torch.tracing.split import part_shapes, split
+from fullshard.on_torch.tracing.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
 
 LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}

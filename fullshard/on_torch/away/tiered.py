@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.backlog import Backlog
-from fullshard.on_torch.bus import Bus
-from fullshard.on_torch.crew import Crew
+from fullshard.on_torch.away.backlog import Backlog
+from fullshard.on_torch.away.bus import Bus
+from fullshard.on_torch.away.crew import Crew
+from fullshard.on_torch.away.jobs import Go, Job
+from fullshard.on_torch.away.lanes import Cores, Lane, Streamed
+from fullshard.on_torch.away.resting import Resting
+from fullshard.on_torch.away.share import update_threads
+from fullshard.on_torch.away.streams import Moment, Stream
+from fullshard.on_torch.away.trays import Bench, Gradients, Slot, Tray, segment_views
+from fullshard.on_torch.away.units import Away, gradient_dtype, local
 from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.homes import Away, gradient_dtype, local
-from fullshard.on_torch.jobs import Go, Job
-from fullshard.on_torch.lanes import Cores, Lane, Streamed
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
-from fullshard.on_torch.resting import Resting
-from fullshard.on_torch.share import update_threads
-from fullshard.on_torch.streams import Moment, Stream
-from fullshard.on_torch.trays import Bench, Gradients, Slot, Tray, segment_views
 from fullshard.pieces import DISK_SLOTS, TRAYS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan

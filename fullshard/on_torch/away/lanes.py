@@ -18,15 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.bus import Bus
-from fullshard.on_torch.crew import Crew
-from fullshard.on_torch.homes import Piece
-from fullshard.on_torch.jobs import Job
-from fullshard.on_torch.one_pass import OnePass, library
-from fullshard.on_torch.packing import pack, unpack
-from fullshard.on_torch.rule import Rule, apply_rule
-from fullshard.on_torch.streams import DONE, Moment, Stream
-from fullshard.on_torch.trays import Bench, Slot, Tray, segment_views
+from fullshard.on_torch.away.bus import Bus
+from fullshard.on_torch.away.crew import Crew
+from fullshard.on_torch.away.jobs import Job
+from fullshard.on_torch.away.one_pass import OnePass, library
+from fullshard.on_torch.away.packing import pack, unpack
+from fullshard.on_torch.away.rule import Rule, apply_rule
+from fullshard.on_torch.away.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.trays import Bench, Slot, Tray, segment_views
+from fullshard.on_torch.away.units import Piece
 
 POSTING = 4  # cores that narrow parameters on their way to host memory
 LATER = Moment()  # of a piece that is still being worked on: it is issued by who ends it
@@ -385,7 +385,7 @@ def one_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
     if device.type != "cuda" or rule.kind not in ("adamw", "adam"):
         return None
     try:
-        from fullshard.on_torch import one_kernel as found
+        from fullshard.on_torch.away import one_kernel as found
 
         return found if found.agrees(rule, device) else None
     except Exception:  # as many as there are machines without a compiler; torch's kernels do it

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.packing import pack, unpack
-from fullshard.on_torch.rule import Rule, apply_rule
+from fullshard.on_torch.away.packing import pack, unpack
+from fullshard.on_torch.away.rule import Rule, apply_rule
 
 SOURCE = Path(__file__).with_name("update.c")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]

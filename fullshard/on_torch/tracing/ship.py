@@ -1,6 +1,6 @@
 """Writes the costs of the built-in presets, so that planning them needs no torch.
 
-python -m fullshard.on_torch.ship
+python -m fullshard.on_torch.tracing.ship
 """
 
 import json

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fullshard.on_torch.packing import pack, unpack
-from fullshard.on_torch.rule import Rule, apply_rule
+from fullshard.on_torch.away.packing import pack, unpack
+from fullshard.on_torch.away.rule import Rule, apply_rule
 
 BLOCK = 1024  # elements of a program
 TRIAL = 1 << 16  # elements

@@ -19,14 +19,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
-from fullshard.on_torch import named
 from fullshard.on_torch.agree import decide, tally, together
-from fullshard.on_torch.background import Background, Patience
-from fullshard.on_torch.nodes import Nodes, once_a_node
-from fullshard.on_torch.private import addresses
-from fullshard.on_torch.ranks import ranks_here
-from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import (
+from fullshard.on_torch.away.streams import DONE, Moment, Stream
+from fullshard.on_torch.checkpoints import named
+from fullshard.on_torch.checkpoints.background import Background, Patience
+from fullshard.on_torch.checkpoints.nodes import Nodes, once_a_node
+from fullshard.on_torch.checkpoints.storage import (
     AtRest,
     Image,
     Layout,
@@ -39,7 +37,9 @@ from fullshard.on_torch.storage import (
     planned_bytes,
     tensor_records,
 )
-from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.on_torch.private import addresses
+from fullshard.on_torch.ranks import ranks_here
+from fullshard.on_torch.state import State
 from fullshard.text import bytes_text
 from fullshard.tiers.limits import host_limit
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.activation_units import leads, row
-from fullshard.on_torch.filed_activations import Filed, FiledActivations
+from fullshard.on_torch.away.activation_units import leads, row
+from fullshard.on_torch.away.filed_activations import Filed, FiledActivations
+from fullshard.on_torch.away.slots import Slot, Slots
 from fullshard.on_torch.private import StorageWeakRef
 from fullshard.on_torch.remat import keep_products_by
-from fullshard.on_torch.slots import Slot, Slots
 from fullshard.plan import Plan, Unit
 
 SMALL = {"cuda": 1 << 20, "cpu": 1}  # bytes: less is not worth a copy on a GPU

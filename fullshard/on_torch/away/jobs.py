@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.homes import Away, Piece
-from fullshard.on_torch.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.units import Away, Piece
 
 
 class Go:

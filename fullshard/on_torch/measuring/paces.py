@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.on_torch.measuring.timings import fastest, launch
 from fullshard.on_torch.models.llama import Block
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.tally import tallied
-from fullshard.on_torch.timings import fastest, launch
+from fullshard.on_torch.tracing.tally import tallied
 from fullshard.plan import Remat
 from fullshard.presets import LlamaSize
 

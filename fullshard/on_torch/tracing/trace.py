@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fullshard.costs import Action, Moment, OpKind
 from fullshard.description import Description
 from fullshard.on_torch import chunked
-from fullshard.on_torch.kernels import StandIns, hidden, launches, work
 from fullshard.on_torch.loss import LossFunction
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.shadow import Shadows
-from fullshard.on_torch.tally import tallied
+from fullshard.on_torch.tracing.kernels import StandIns, hidden, launches, work
+from fullshard.on_torch.tracing.shadow import Shadows
+from fullshard.on_torch.tracing.tally import tallied
 from fullshard.plan import Remat
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 from fullshard.costs import OpKind
-from fullshard.on_torch.trace import RawEvent, RawSection, Recorder, Use
+from fullshard.on_torch.tracing.trace import RawEvent, RawSection, Recorder, Use
 
 INSIDE = ("forward", "backward")  # the moments of a block after which its own code runs
 

@@ -16,12 +16,12 @@ from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.errors import FullshardError
-from fullshard.on_torch import named
 from fullshard.on_torch.agree import attempt, gather, give_group, take_group, together
+from fullshard.on_torch.checkpoints import named
+from fullshard.on_torch.checkpoints.nodes import Nodes, find_nodes_read
+from fullshard.on_torch.checkpoints.storage import WORD, Reader
 from fullshard.on_torch.inference import free_gathered
-from fullshard.on_torch.nodes import Nodes, find_nodes_read
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import WORD, Reader
 
 
 def load_checkpoint(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fullshard.direct import ALIGNMENT, aligned, aligned_size
-from fullshard.on_torch.homes import Away, Piece
-from fullshard.on_torch.rule import Rule
-from fullshard.on_torch.streams import DONE, Moment
+from fullshard.on_torch.away.rule import Rule
+from fullshard.on_torch.away.streams import DONE, Moment
+from fullshard.on_torch.away.units import Away, Piece
 from fullshard.pieces import DISK_SLOTS
 from fullshard.tiers.disk import Spool
 from fullshard.tiers.host import Arena, bytes_of

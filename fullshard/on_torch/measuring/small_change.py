@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.on_torch.kernels import StandIns, work
+from fullshard.on_torch.measuring.timings import in_turn, seconds
 from fullshard.on_torch.models.llama import rotary, rotate
-from fullshard.on_torch.timings import in_turn, seconds
+from fullshard.on_torch.tracing.kernels import StandIns, work
 
 ROWS, HEADS, HEAD, HIDDEN = 1024, 6, 32, 512  # the sizes of models that one trains on CPUs
 

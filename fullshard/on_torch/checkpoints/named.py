@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
+from fullshard.on_torch.checkpoints.storage import TORCH, WORD
 from fullshard.on_torch.dtypes import TORCH as MASTER
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import TORCH, WORD
 from fullshard.plan import Plan
 
 

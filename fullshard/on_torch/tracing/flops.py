@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fullshard.hardware import DEVICES
-from fullshard.on_torch.measure import device_name
+from fullshard.on_torch.measuring.measure import device_name
 from fullshard.on_torch.state import State
 
 

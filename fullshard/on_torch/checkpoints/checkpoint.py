@@ -20,14 +20,14 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.retention import Candidate, Kept, to_remove
 from fullshard.errors import FullshardError
-from fullshard.on_torch import named
 from fullshard.on_torch.agree import attempt, decide, gather, give_group, settle, take_group, tally, together
-from fullshard.on_torch.background import Background
-from fullshard.on_torch.nodes import find_nodes
-from fullshard.on_torch.restore import damage
-from fullshard.on_torch.staging import Copying, Staging
+from fullshard.on_torch.checkpoints import named
+from fullshard.on_torch.checkpoints.background import Background
+from fullshard.on_torch.checkpoints.nodes import find_nodes
+from fullshard.on_torch.checkpoints.restore import damage
+from fullshard.on_torch.checkpoints.staging import Copying, Staging
+from fullshard.on_torch.checkpoints.storage import About, file_records, make_manifest
 from fullshard.on_torch.state import State
-from fullshard.on_torch.storage import About, file_records, make_manifest
 from fullshard.text import bytes_text
 
 Copied = Future[str | None]  # the copies of a save, and their checksum where it was made on the way

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fullshard.on_torch.away.filed import Filed
+from fullshard.on_torch.away.packed import Packed
+from fullshard.on_torch.away.packing import halves
+from fullshard.on_torch.away.rule import Rule, rule_of
+from fullshard.on_torch.away.share import measured_share
+from fullshard.on_torch.away.spooled import Spooled, Stored
+from fullshard.on_torch.away.streams import DONE, Moment, Stream
+from fullshard.on_torch.away.trays import segment_views
+from fullshard.on_torch.away.units import Away, Piece, away_units, gradient_dtype, local, shadow
 from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.filed import Filed
-from fullshard.on_torch.homes import Away, Piece, away_units, gradient_dtype, local, shadow
-from fullshard.on_torch.packed import Packed
-from fullshard.on_torch.packing import halves
 from fullshard.on_torch.private import GatherGroup, gather_group
 from fullshard.on_torch.ranks import ranks_here
-from fullshard.on_torch.rule import Rule, rule_of
-from fullshard.on_torch.share import measured_share
-from fullshard.on_torch.spooled import Spooled, Stored
-from fullshard.on_torch.streams import DONE, Moment, Stream
-from fullshard.on_torch.trays import segment_views
 from fullshard.optimizer import Optimizer
 from fullshard.pieces import DISK_SLOTS, READ_SLOTS, TRAYS, WRITE_SLOTS, deal, filed
 from fullshard.plan import Plan

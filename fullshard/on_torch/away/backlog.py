@@ -3,7 +3,7 @@
 Lanes are slower than backward as a rule, so that without a limit nearly all gradients of a model wait at once.
 """
 
-from fullshard.on_torch.jobs import Job
+from fullshard.on_torch.away.jobs import Job
 
 
 class Backlog:

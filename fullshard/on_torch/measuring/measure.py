@@ -20,11 +20,11 @@ from fullshard.cluster import Cluster, Measured
 from fullshard.errors import FullshardError
 from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
-from fullshard.on_torch import paces, small_change, timings
 from fullshard.on_torch.agree import give_group, take_group, together
+from fullshard.on_torch.away.rule import rule_of
+from fullshard.on_torch.away.share import at_once
+from fullshard.on_torch.measuring import paces, small_change, timings
 from fullshard.on_torch.ranks import start
-from fullshard.on_torch.rule import rule_of
-from fullshard.on_torch.share import at_once
 from fullshard.optimizer import AdamW
 from fullshard.tiers.limits import limits
 from fullshard.tiers.verdict import Rates, disk_rates, no_disk

@@ -1,0 +1,1 @@
+"""A sharded state as files, and back."""

@@ -1,0 +1,1 @@
+"""What a module costs, from traces on meta tensors."""
