@@ -38,12 +38,19 @@ class Wanted:
     loss: str = "chunked"
     optimizer: Optimizer = field(default_factory=AdamW)
     clip: bool = True
-    disk: bool = True  # whether state may go there
+    disk: bool = True  # whether state and parameters may go there
+    spill: bool = False  # and activations
 
     @property
     def homes(self) -> dict[str, Any]:
         """Homes that are fixed."""
         return {key.removeprefix("home."): value for key, value in self.fix.items() if key.startswith("home.")}
+
+    @property
+    def onward(self) -> tuple[str, ...]:
+        """What may go on from the host to disk, the cheapest to miss first; not what is fixed to be elsewhere."""
+        may = {"optimizer": self.disk, "params": self.disk, "activations": self.disk and self.spill}
+        return tuple(kind for kind, so in may.items() if so and kind not in self.homes)
 
 
 def want(

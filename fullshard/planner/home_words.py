@@ -20,10 +20,12 @@ def home_words(plan: Plan) -> str:
 
 
 def _which(plan: Plan, there: list[Unit], kind: str) -> str:
-    if len(there) == len(plan.units) or kind == "activations":
+    """Of all units; of activations, those that leave the device."""
+    every = [u for u in plan.units if kind != "activations" or u.home.activations != "device"]
+    if len(there) == len(every):
         return ""
-    last = list(plan.units[len(plan.units) - len(there) :]) == there
-    return f" of {'the last ' if last else ''}{len(there)} unit{'s' if len(there) > 1 else ''}"
+    end = "the last " if every[-len(there) :] == there else "the first " if every[: len(there)] == there else ""
+    return f" of {end}{len(there)} unit{'s' if len(there) > 1 else ''}"
 
 
 def _listed(words: list[str]) -> str:

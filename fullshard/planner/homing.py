@@ -1,7 +1,8 @@
 """Homes for a plan that does not fit on its devices: as little as possible leaves, the cheapest to miss first.
 
 Optimizer state goes to the host unit by unit, the last units first, since forward needs them last; then parameters,
-then the blocks' activations. State that the host has no room for goes on to disk, and parameters after it.
+then the blocks' activations. State that the host has no room for goes on to disk, then parameters, last the activations of
+the first blocks, which backward needs last.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from fullshard.description import Description
 from fullshard.plan import Home, Plan, Unit
 from fullshard.planner.estimate import host_available
 from fullshard.planner.memory import Level
+from fullshard.planner.saved import VISITS
 from fullshard.planner.thin import Thin
 from fullshard.planner.timeline import Timeline
 from fullshard.planner.whole import Tried, Whole
@@ -101,9 +103,9 @@ class Step:
     time: Timeline
 
 
-def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = False) -> Step | None:
+def lowest(ladder: Ladder, thin: Thin, room: int, onward: tuple[str, ...], *, slack: bool = False) -> Step | None:
     """The lowest height at which thinned models fit: in proportion between stairs, since they know no last units.
-    `slack`: whether with what the allocator is likely to add.
+    `onward`: what may go on to disk; `slack`: whether with what the allocator is likely to add.
 
     What the host has no room for is timed as if it went to disk and back beside nothing else.
     """
@@ -118,7 +120,7 @@ def lowest(ladder: Ladder, thin: Thin, room: int, disk: bool, *, slack: bool = F
             low, high = (ladder.at(s) for s in (stair - 1, stair))
             there = host_available(thin.cluster, needed)
             lacking = _between(thin.host(low), thin.host(high), part) - there
-            if lacking > 0 and (not disk or _between(thin.stuck(low), thin.stuck(high), part) > there):
+            if lacking > 0 and _between(thin.stuck(low, onward), thin.stuck(high, onward), part) > there:
                 return None
             away = max(0.0, lacking) * 2 / thin.cluster.of("disk_both")
             return Step(stair - 1 + part, min(room, below), _time(thin.timeline(low), thin.timeline(high), part, away))
@@ -136,13 +138,15 @@ def _time(low: Timeline, high: Timeline, part: float, on_disk: float) -> Timelin
     return Timeline(_between(low.seconds, high.seconds, part) + on_disk, exposed=exposed)
 
 
-def settle(ladder: Ladder, thin: Thin, start: float, whole: Whole, disk: bool, beaten: float = float("inf")) -> Tried:
+def settle(
+    ladder: Ladder, thin: Thin, start: float, whole: Whole, onward: tuple[str, ...], beaten: float = float("inf")
+) -> Tried:
     """The lowest plan from a height upwards that fits when it is judged whole, or the highest that was tried.
 
     Each step up is as high as the one before was too large; then the way back is halved a few times. `beaten`: seconds of
-    a step that another takes; what would be slower is not judged.
+    a step that another takes; what would be slower is not judged. `onward`: what may go on to disk.
     """
-    height, tried = start, _judged(ladder, thin, start, whole, disk)
+    height, tried = start, _judged(ladder, thin, start, whole, onward)
     failed: tuple[float, int] | None = None
     for _ in range(CLIMBS):
         if tried.found or not tried.host or height >= ladder.top:  # what is higher has more on the host
@@ -151,15 +155,17 @@ def settle(ladder: Ladder, thin: Thin, start: float, whole: Whole, disk: bool, b
         if _seconds(ladder, thin, height + step) >= beaten:
             break
         height = min(float(ladder.top), height + 1.1 * step)
-        tried = _judged(ladder, thin, height, whole, disk)
-    return _lowered(ladder, thin, failed, (height, tried), whole, disk) if failed and tried.found else tried
+        tried = _judged(ladder, thin, height, whole, onward)
+    return _lowered(ladder, thin, failed, (height, tried), whole, onward) if failed and tried.found else tried
 
 
-def _lowered(ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[float, Tried], whole: Whole, disk: bool) -> Tried:
+def _lowered(
+    ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[float, Tried], whole: Whole, onward: tuple[str, ...]
+) -> Tried:
     """The way back from a height that fits to one that did not, halved. Memory is even with height: what is too much by the
     line through both is not judged, nor is anything where a step is no quicker for it."""
     (low, most), (height, tried) = failed, fits
-    on_disk = any("disk" in (u.home.params, u.home.optimizer) for u in tried.plan.units)
+    on_disk = any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in tried.plan.units)
     idle = not on_disk and _seconds(ladder, thin, low) > NO_QUICKER * _seconds(ladder, thin, height)
     for _ in range(0 if idle else HALVES):
         middle = (low + height) / 2
@@ -168,7 +174,7 @@ def _lowered(ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[
         if ladder.at(middle) == ladder.at(height):  # units are not cut
             lower = tried
         elif likely <= whole.room:
-            lower = _judged(ladder, thin, middle, whole, disk)
+            lower = _judged(ladder, thin, middle, whole, onward)
         if lower and lower.found:
             height, tried = middle, lower
         else:
@@ -176,13 +182,13 @@ def _lowered(ladder: Ladder, thin: Thin, failed: tuple[float, int], fits: tuple[
     return tried
 
 
-def _judged(ladder: Ladder, thin: Thin, height: float, whole: Whole, disk: bool) -> Tried:
-    """The plan at a height; with state on disk if the host has no room for it."""
+def _judged(ladder: Ladder, thin: Thin, height: float, whole: Whole, onward: tuple[str, ...]) -> Tried:
+    """The plan at a height; with what the host has no room for on disk, as far as it may go there."""
     plan = ladder.at(height)
     level = whole.level(plan)
-    for _ in range(MOVES if disk else 0):
+    for _ in range(MOVES if onward else 0):
         if whole.lacking(level) > 0:
-            plan = onto_disk(plan, ladder.description, level, whole.lacking(level))
+            plan = onto_disk(plan, ladder.description, level, whole.lacking(level), onward)
             level = whole.moved(plan, level)
     return whole.tried(plan, level, thin.slack(ladder.at(min(int(height) + 1, ladder.top))))
 
@@ -201,14 +207,26 @@ def _seconds(ladder: Ladder, thin: Thin, height: float) -> float:
     return _between(low, high, min(height - stair, 1.0))
 
 
-def onto_disk(plan: Plan, description: Description, level: Level, lacking: int) -> Plan:
-    """The plan with as many of the last units' state on disk as the host lacks room for; if all of it is not enough, their
-    parameters too."""
+def onto_disk(plan: Plan, description: Description, level: Level, lacking: int, kinds: tuple[str, ...]) -> Plan:
+    """The plan with as many of the last units' state on disk as the host lacks room for; if all of it is not enough, the next
+    kind too."""
     lacking += level.staging  # the slots that state passes on its way to disk
-    for kind in ("optimizer", "params"):
-        if lacking > 0:
+    for kind in kinds:
+        if lacking > 0 and kind == "activations":
+            plan, lacking = _spilled(plan, level.host.get(kind, 0), lacking)
+        elif lacking > 0:
             plan, lacking = _moved(plan, description, level.host.get(kind, 0), kind, lacking)
     return plan
+
+
+def _spilled(plan: Plan, held: int, lacking: int) -> tuple[Plan, int]:
+    """The plan with the first units' activations, of which the host holds so much, on disk rather than there, and how many
+    bytes are lacking still."""
+    there = [u.name for u in plan.units if u.home.activations == "host"]
+    each = held // max(len(there), 1)
+    count = min(len(there), -(-lacking // each) + VISITS) if each else 0  # some pass the host on their way
+    units = (replace(u, home=replace(u.home, activations="disk")) if u.name in there[:count] else u for u in plan.units)
+    return replace(plan, units=tuple(units)), lacking - each * max(count - VISITS, 0)
 
 
 def _moved(plan: Plan, description: Description, held: int, kind: str, lacking: int) -> tuple[Plan, int]:

@@ -40,11 +40,6 @@ class Level:
     host: dict[str, int]
     staging: int
 
-    @property
-    def stuck(self) -> int:
-        """Bytes of the host that cannot go on to disk."""
-        return sum(n for term, n in self.host.items() if term not in ("optimizer", "params"))
-
 
 def predict(
     plan: Plan,

@@ -90,7 +90,7 @@ def find_plan(
 
     `fix` pins any choice (`{"strategy": "zero3", "remat": "full"}`); `limit` is bytes of a device to use. Without a
     sequence and a global batch, those the model was described with count, one micro-batch a rank. `clip`: whether
-    gradients are clipped; `disk`: whether optimizer state may go there if nothing else fits.
+    gradients are clipped; `disk`: whether anything may go there if nothing else fits.
     """
     began = time.perf_counter()
     wanted = want(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
@@ -105,8 +105,9 @@ def find_plan(
         candidate = _first_that_fits(thin, family, room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
-    for all_cores in (False, True) if "cpu_share" not in wanted.fix else (False,):
+    for spill, all_cores in _resorts(wanted):
         if final is None:
+            wanted = replace(wanted, spill=spill)
             housed = [c for family in every for c in _housed(wanted, thin, family, room, all_cores)]
             final = _best_housed(wanted, thin, housed, room)
             fitting += housed
@@ -118,6 +119,13 @@ def find_plan(
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
+
+
+def _resorts(wanted: Wanted) -> list[tuple[bool, bool]]:
+    """Where nothing fits on the device, one after the other: whether activations may go to disk, and whether the host's cores
+    do all updates."""
+    spills = (False, True) if wanted.disk and "activations" not in wanted.homes else (False,)
+    return [(spill, cores) for spill in spills for cores in ((False, True) if "cpu_share" not in wanted.fix else (False,))]
 
 
 def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
@@ -155,7 +163,7 @@ def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: in
         height = float("inf")
         for backlog in _backlogs(wanted, plan):
             ladder = Ladder.of(plan, wanted.description, wanted.homes, all_cores=all_cores, backlog=backlog)
-            found = lowest(ladder, thin, room, wanted.disk)
+            found = lowest(ladder, thin, room, wanted.onward)
             if found and found.height < height:  # backward waits for nothing unless more may stay on the device for it
                 height = found.height
                 words = ", ".join(filter(None, (label, home_words(ladder.at(height)))))
@@ -221,7 +229,7 @@ def _staged(wanted: Wanted, thin: Thin, best: Candidate, exact: Estimate) -> Fin
 def _surer(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Candidate | None:
     """A candidate at the height that it takes with what the allocator adds, if there is one."""
     assert candidate.ladder is not None
-    found = lowest(candidate.ladder, thin, room, wanted.disk, slack=True)
+    found = lowest(candidate.ladder, thin, room, wanted.onward, slack=True)
     if found is None:
         candidate.needed = max(candidate.needed, room + 1)
         return None
@@ -232,7 +240,7 @@ def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: 
     """Plans near a candidate, estimated whole, the best first."""
     whole = Whole(wanted)
     if candidate.ladder is not None:
-        yield settle(candidate.ladder, thin, candidate.height, whole, wanted.disk, beaten)
+        yield settle(candidate.ladder, thin, candidate.height, whole, wanted.onward, beaten)
         return
     for plan in _refined(wanted, thin, candidate.plan, room):
         yield whole.tried(plan)

@@ -65,7 +65,7 @@ def _waits(tried: Tried, whole: Whole) -> bool:
 
 def _higher(ladder: Ladder, thin: Thin, whole: Whole, beaten: float) -> Tried:
     """With more away, if thinned models say that it is faster."""
-    found = lowest(ladder, thin, whole.room, disk=False, slack=True)
+    found = lowest(ladder, thin, whole.room, (), slack=True)
     if found is None or found.time.seconds >= FASTER * beaten:
         return Tried(ladder.plan, whole.room + 1)
-    return settle(ladder, thin, found.height, whole, disk=False, beaten=beaten)
+    return settle(ladder, thin, found.height, whole, (), beaten=beaten)

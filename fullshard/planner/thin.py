@@ -20,7 +20,7 @@ class Thin:
     def __init__(self, description: Description, cluster: Cluster, **common: Any):
         self.description, self.cluster, self.common = description, cluster, common
         # By identity: hashing a plan takes longer than asking twice.
-        self.known: dict[int, tuple[Plan, tuple[int, ...]]] = {}
+        self.known: dict[int, tuple[Plan, tuple[int, dict[str, int]]]] = {}
         self.lost: dict[int, tuple[Plan, int]] = {}
         self.times: dict[int, tuple[Plan, Timeline]] = {}
         self.models = [thinned(description, n) for n in (FEW, MORE)]
@@ -33,11 +33,11 @@ class Thin:
 
     def host(self, plan: Plan) -> int:
         """Bytes of the host."""
-        return self._bytes(plan)[1]
+        return sum(self._bytes(plan)[1].values())
 
-    def stuck(self, plan: Plan) -> int:
-        """Bytes of the host that cannot go on to disk."""
-        return self._bytes(plan)[2]
+    def stuck(self, plan: Plan, onward: tuple[str, ...]) -> int:
+        """Bytes of the host that cannot go on to disk, as `onward` can."""
+        return sum(nbytes for term, nbytes in self._bytes(plan)[1].items() if term not in onward)
 
     def slack(self, plan: Plan) -> int:
         """Bytes that the allocator is likely to reserve beside what is allocated: nearly all of a thinned model's. What lies
@@ -54,18 +54,20 @@ class Thin:
         assert peak.reserved is not None
         return peak.reserved - peak.allocated
 
-    def _bytes(self, plan: Plan) -> tuple[int, ...]:
+    def _bytes(self, plan: Plan) -> tuple[int, dict[str, int]]:
         if id(plan) not in self.known:
             self.known[id(plan)] = (plan, self._predicted(plan))
         return self.known[id(plan)][1]
 
-    def _predicted(self, plan: Plan) -> tuple[int, ...]:
+    def _predicted(self, plan: Plan) -> tuple[int, dict[str, int]]:
         ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
         lean = _lean(plan)
-        levels = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
-        few, more = ((level.device, sum(level.host.values()), level.stuck) for level in levels)
-        device, *host = (int(m + self.step * (m - f)) for f, m in zip(few, more, strict=True))
-        return device + ids, *host
+        few, more = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
+        host = {term: self._extended(few.host.get(term, 0), nbytes) for term, nbytes in more.host.items()}
+        return self._extended(few.device, more.device) + ids, host
+
+    def _extended(self, few: int, more: int) -> int:
+        return int(more + self.step * (more - few))
 
     def timeline(self, plan: Plan) -> Timeline:
         if id(plan) not in self.times:

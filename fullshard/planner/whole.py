@@ -39,7 +39,9 @@ class Whole:
         return highest(plan, self.wanted.description, **self._common(plan))
 
     def moved(self, plan: Plan, level: Level) -> Level:
-        """The level of a plan that differs from one of that level in what rests on disk: activations are the same."""
+        """The level of a plan that differs from one of that level in what rests on disk."""
+        if any(u.home.activations == "disk" for u in plan.units):
+            return self.level(plan)
         w = self.wanted
         share = cores_share(plan, w.cluster, w.optimizer)
         away = Away(plan, groups(plan, w.description), slots_of(w.optimizer), clip=w.clip, cpu_share=share)

@@ -243,6 +243,31 @@ def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
         find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "params", "activations"])
+def test_what_is_fixed_to_the_host_does_not_go_on_to_disk(kind):
+    """8B parameters, 32,768 tokens without remat, and a host of 40 GiB: there is room on disk only."""
+    common = {"sequence": 32768, "limit": 40 << 30}
+    free = find_plan(presets.describe("llama3-8b"), small_host(40 << 30), fix={"remat": "none"}, **common)
+    assert "disk" in {getattr(u.home, kind) for u in free.plan.units}
+    with pytest.raises(FullshardError, match="nothing fits"):
+        find_plan(presets.describe("llama3-8b"), small_host(40 << 30), fix={"remat": "none", f"home.{kind}": "host"}, **common)
+
+
+def test_activations_go_to_disk_where_nothing_else_helps():
+    """The first blocks' do, and as many as must: backward needs them last."""
+    description = presets.describe("llama3-8b")
+    found = find_plan(description, small_host(60 << 30), sequence=32768, fix={"remat": "none"})
+    homes = [u.home.activations for u in found.plan.units if u.home.activations != "device"]
+    assert homes == ["disk"] * homes.count("disk") + ["host"] * homes.count("host")
+    assert homes.count("disk") > homes.count("host") > 0
+    assert f"activations of the first {homes.count('disk')} units on disk" in home_words(found.plan)
+    assert found.estimate.fits
+    assert found.estimate.host.allocated_bytes <= found.estimate.host_available
+    assert found.estimate.disk.terms["activations"] > 0
+    roomy = find_plan(description, small_host(300 << 30), sequence=32768, fix={"remat": "none"})
+    assert "disk" not in {u.home.activations for u in roomy.plan.units}
+
+
 def test_what_passes_on_its_way_to_disk_has_room_on_the_host_too():
     """8B parameters have 96 GB of state: on a device of 24 GB beside a host of 64, most of it is on disk."""
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
