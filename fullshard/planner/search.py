@@ -96,8 +96,20 @@ def find_plan(
     wanted = want(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     wanted = replace(wanted, clip=clip, disk=disk)
     refuse_idle_backlog(wanted)
-    room = available(cluster, limit)
-    thin = _thin(wanted)
+    room, thin = available(cluster, limit), _thin(wanted)
+    final, fitting, failing = _searched(wanted, thin, room)
+    if final is None:
+        raise FullshardError(_nothing_fits(wanted, thin, [*failing, *fitting], room))
+    best, exact = _staged(wanted, thin, *final)
+    alternatives = _alternatives(best, fitting, failing, room)
+    return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
+
+
+# -- choosing ------------------------------------------------------------------------------------------------
+
+
+def _searched(wanted: Wanted, thin: Thin, room: int) -> tuple[Final | None, list[Candidate], list[Candidate]]:
+    """The best, if anything fits, and the candidates that seemed to and that did not."""
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
     every = list(families(wanted))
@@ -107,18 +119,11 @@ def find_plan(
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
     for spill, all_cores in _resorts(wanted):
         if final is None:
-            wanted = replace(wanted, spill=spill)
-            housed = [c for family in every for c in _housed(wanted, thin, family, room, all_cores)]
-            final = _best_housed(wanted, thin, housed, room)
+            onward = replace(wanted, spill=spill)
+            housed = [c for family in every for c in _housed(onward, thin, family, room, all_cores)]
+            final = _best_housed(onward, thin, housed, room)
             fitting += housed
-    if final is None:
-        raise FullshardError(_nothing_fits(wanted, thin, [*failing, *fitting], room))
-    best, exact = _staged(wanted, thin, *final)
-    alternatives = _alternatives(best, fitting, failing, room)
-    return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
-
-
-# -- choosing ------------------------------------------------------------------------------------------------
+    return final, fitting, failing
 
 
 def _resorts(wanted: Wanted) -> list[tuple[bool, bool]]:
@@ -231,7 +236,7 @@ def _surer(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Candi
     assert candidate.ladder is not None
     found = lowest(candidate.ladder, thin, room, wanted.onward, slack=True)
     if found is None:
-        candidate.needed = max(candidate.needed, room + 1)
+        candidate.needed = max(candidate.needed, room + 1, _reserved(thin, candidate.ladder.at(candidate.ladder.top)))
         return None
     return replace(candidate, seconds=found.time.seconds, exposed=found.time.exposed, height=found.height, sure=True)
 
@@ -331,21 +336,26 @@ def _name(candidate: Candidate) -> str:
 def _nothing_fits(wanted: Wanted, thin: Thin, failing: list[Candidate], room: int) -> str:
     """What the leanest plan lacks, and the smallest change that would do."""
     leanest = min(failing, key=lambda c: c.needed)
-    ways = [_freed(wanted, thin, leanest, room), _more_devices(wanted, room), _shorter(wanted, thin, leanest, room)]
+    ways = [_freed(wanted, thin, leanest, room), _looser(wanted, room), _more_devices(wanted, room)]
+    ways += [_shorter(wanted, thin, leanest, room)]
     hint = f"; {' or '.join(w for w in ways if w)} would fit" if any(ways) else ""
-    lacking = f"needs {bytes_text(leanest.needed)} of {bytes_text(room)} a device"
-    return f"nothing fits: the leanest plan ({leanest.label}) {lacking}{_with_homes(wanted, thin, leanest)}{hint}"
+    return f"nothing fits: the leanest plan ({leanest.label}) needs {_needs(wanted, thin, leanest, room)}{hint}"
 
 
-def _with_homes(wanted: Wanted, thin: Thin, leanest: Candidate) -> str:
-    """What the leanest plan needs where when everything that may leave the device has left it."""
+def _needs(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str:
+    """What the leanest plan needs, and what it needs where when everything that may leave the device has left it."""
+
+    def told(plan: Plan, needed: int) -> str:
+        there = f" and {bytes_text(thin.host(plan))} of {bytes_text(host_available(wanted.cluster, needed))} of the host"
+        return f"{bytes_text(needed)} of {bytes_text(room)} a device{there if thin.host(plan) else ''}"
+
     ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes, all_cores="cpu_share" not in wanted.fix)
     if not ladder.top or wanted.fix.get("tensor", 1) > 1:
-        return ""
-    plan = ladder.at(ladder.top)
-    needed = thin.needed(plan)
-    host = f"{bytes_text(thin.host(plan))} of {bytes_text(host_available(wanted.cluster, needed))} of the host"
-    return f", and with {home_words(plan)} {bytes_text(needed)} a device and {host}"
+        return told(leanest.plan, leanest.needed)
+    top = ladder.at(ladder.top)
+    if leanest.ladder is not None:  # everything has
+        return told(top, _reserved(thin, top))
+    return f"{told(leanest.plan, leanest.needed)}, and with {home_words(top)} {told(top, _reserved(thin, top))}"
 
 
 def _freed(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | None:
@@ -357,6 +367,17 @@ def _freed(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | N
         for tried in _whole(free, thin, candidate, room, float("inf")):
             if tried.found:
                 return f"{home_words(tried.plan)} ({bytes_text(tried.found.host.allocated_bytes)} of the host)"
+    return None
+
+
+def _looser(wanted: Wanted, room: int) -> str | None:
+    """A choice that was fixed, without which something fits."""
+    for name in ("remat", "micro_batch", "strategy"):
+        if name in wanted.fix:
+            free = replace(wanted, fix={k: v for k, v in wanted.fix.items() if k != name})
+            final, _, _ = _searched(free, _thin(free), room)
+            if final:
+                return f"another {name} than {wanted.fix[name]!r} ({final[0].label})"
     return None
 
 
@@ -392,8 +413,12 @@ def _shorter(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str |
 
 
 def _would_fit(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> bool:
-    likely = thin.needed(plan)
-    return likely <= room and likely + thin.slack(plan) <= room and Whole(wanted).tried(plan).found is not None
+    return thin.needed(plan) <= room and _reserved(thin, plan) <= room and Whole(wanted).tried(plan).found is not None
+
+
+def _reserved(thin: Thin, plan: Plan) -> int:
+    """Bytes that a plan is likely to need, with what the allocator adds."""
+    return thin.needed(plan) + thin.slack(plan)
 
 
 def summary(found: Found) -> str:

@@ -146,8 +146,8 @@ def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
 
 def test_nothing_fits_says_what_would():
     short = (
-        r"needs .* of 75\.73 GiB a device, and with optimizer, params and activations on host, .* a device and .* of 214\.58 GiB "
-        r"of the host; 4 devices would fit"
+        r"optimizer, params and activations on host\) needs 18.* of 75\.73 GiB a device and .* of 214\.58 GiB of the host; "
+        r"another remat than 'none' \(.*, remat full, .*\) or 4 devices would fit"
     )
     with pytest.raises(FullshardError, match=short):
         find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
