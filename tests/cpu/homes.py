@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch, pieces
-from fullshard.on_torch.away import lanes
+from fullshard.on_torch.away import streamed
 from fullshard.on_torch.away.packing import pack, unpack
 from fullshard.on_torch.away.rule import apply_rule
 from fullshard.on_torch.away.units import local
@@ -150,15 +150,15 @@ class ByTorch:
 
 def by_one_kernel(cases: list[Case]) -> list[float]:
     """How far each case is from itself with a kernel for a run of a piece."""
-    found, before = [], lanes.one_kernel
+    found, before = [], streamed.one_kernel
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
             plain = train(case, disk)
-            lanes.one_kernel = lambda device, rule: ByTorch
+            streamed.one_kernel = lambda device, rule: ByTorch
             try:
                 own = train(case, disk)
             finally:
-                lanes.one_kernel = before
+                streamed.one_kernel = before
             assert own["state"].tiers.streamed.one_kernel is ByTorch
             assert own["state"].tiers.moved() == plain["state"].tiers.moved()
             found.append(apart(own["values"], plain["values"]))

@@ -9,8 +9,8 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
+from fullshard.on_torch.away.cores import teams
 from fullshard.on_torch.away.crew import Crew
-from fullshard.on_torch.away.lanes import teams
 from fullshard.on_torch.away.one_pass import OnePass
 from fullshard.on_torch.away.rule import Rule
 from fullshard.on_torch.ranks import ranks_here

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from fullshard.errors import FullshardError
 from fullshard.on_torch.away.backlog import Backlog
 from fullshard.on_torch.away.bus import Bus
+from fullshard.on_torch.away.cores import Cores
 from fullshard.on_torch.away.crew import Crew
 from fullshard.on_torch.away.jobs import Go, Job
-from fullshard.on_torch.away.lanes import Cores, Lane, Streamed
+from fullshard.on_torch.away.lanes import Lane
 from fullshard.on_torch.away.resting import Resting
 from fullshard.on_torch.away.share import update_threads
+from fullshard.on_torch.away.streamed import Streamed
 from fullshard.on_torch.away.streams import Moment, Stream
 from fullshard.on_torch.away.trays import Bench, Gradients, Slot, Tray, segment_views
 from fullshard.on_torch.away.units import Away, gradient_dtype, local

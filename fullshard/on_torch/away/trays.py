@@ -1,5 +1,5 @@
 """The fixed memory that pieces pass on their way: slots of the device for state, trays of the host for gradients and new
-parameters, and a bench to update on. Made once; who may use which, and when, is in `lanes`.
+parameters, and a bench to update on. Made once; who may use which, and when, is in `streamed` and `cores`.
 """
 
 import threading
