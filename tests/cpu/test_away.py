@@ -1,10 +1,16 @@
-"""Host bytes and staging of away units: what the planner counts is what the engine takes."""
+"""Host bytes and staging of away units: what the planner counts is what the engine takes. And a piece on disk that is wanted
+again before it is closed."""
+
+from threading import Thread
 
 import pytest
 import torch
 
 import fullshard as fs
 from fullshard import Home, on_torch
+from fullshard.on_torch.away.spooled import Spooled
+from fullshard.on_torch.away.streams import DONE
+from fullshard.on_torch.away.units import Piece
 from fullshard.planner.memory import predict
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, ROWS, TOKENS, VOCAB, build, description
@@ -56,3 +62,33 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
     if tiers.resting.filed is not None:
         assert expected.disk["params"] == tiers.resting.filed.spool.nbytes
     assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)
+
+
+def test_a_piece_on_disk_that_is_still_open_is_read_again_when_it_is_written(tmp_path):
+    """The next step may expect it while its state is on the way back: its parameters went ahead."""
+    plan = fs.zero3(description("plain"), devices=1, precision=BF16, batch=fs.Batch(ROWS, TOKENS))
+    with live.ranks(1):
+        on_disk = plan.change("*", home=Home(optimizer="disk"))
+        state = on_torch.shard(build("plain"), on_disk, fs.AdamW(lr=1e-5), device="cpu", cpu_share=0.0, disk=tmp_path)
+        spooled, piece = state.tiers.resting.spooled, state.tiers.units[0].pieces[0]
+        for step in (1.0, 2.0, 3.0):
+            spooled.expect([piece] if step == 1.0 else [])
+            found = opened(spooled, piece)
+            assert step == 1.0 or torch.all(found[0] == step - 1)
+            for tensor in found:
+                tensor.fill_(step)
+            spooled.expect([piece])  # of the next step
+            spooled.close(piece, DONE)
+        opened(spooled, piece)
+        spooled.close(piece, None)
+        state.tiers.close()
+
+
+def opened(spooled: Spooled, piece: Piece) -> list[torch.Tensor]:
+    """In half a minute at most."""
+    found: list[torch.Tensor] = []
+    waiting = Thread(target=lambda: found.extend(spooled.open(piece)[0]), daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert found
+    return found

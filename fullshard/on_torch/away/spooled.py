@@ -78,9 +78,11 @@ class Spooled:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
+        """As far as there are slots. A piece that is still open, from the step before, is read when it is closed and written:
+        its new parameters, which the next step waits for, are there before its state is back."""
         while True:
             with self.lock:
-                if not (self.expected and self.free):
+                if not (self.expected and self.free) or self.expected[0].number in self.open_now:
                     return
                 piece, window = self.expected.popleft(), self.free.pop()
                 written = self.writing.get(piece.number)
@@ -112,12 +114,12 @@ class Spooled:
         return [memory[: piece.elements * self.dtype.itemsize].view(self.dtype) for memory in window], DONE
 
     def close(self, piece: Piece, changed: Moment | None) -> None:
-        with self.lock:  # from here on, who opens the piece waits for another read
+        with self.lock:  # from here on, who opens the piece waits for another read, and that for the write
             window, _ = self.open_now.pop(piece.number)
+            if changed is not None:
+                self.writing[piece.number] = self.behind.submit(self._write, piece, window, changed)
         if changed is None:
             self._let_go(window)
-        else:
-            self.writing[piece.number] = self.behind.submit(self._write, piece, window, changed)
 
     def _write(self, piece: Piece, window: Window, changed: Moment) -> None:
         changed.wait()
