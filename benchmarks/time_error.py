@@ -122,7 +122,8 @@ def predict(case: Case, cluster: Cluster, row: dict[str, Any], host: dict[str, f
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
     told = lambda at: timeline(plan, description, playing(paced(cluster, at), case.devices), loss=case.loss, spread=0.0)
-    by_file, then = told({}), told(host)
+    by_file = told({})
+    then = told(host) if host else by_file
     if "launches" not in row:
         guesses, steps = [then.seconds], [row["seconds"]]
     else:

@@ -19,7 +19,7 @@ class Go:
         self.scale: Tensor | None = None  # the factors, on the device
         self.numbers: Tensor | None = None  # on the host: skip, factors
         self.moment = DONE
-        self.answer: tuple[list[float], bool] | None = None
+        self.answer: tuple[list[float], bool] | None = None  # what `wait` returns, once somebody has waited
 
     def say(self, factors: list[Tensor], skip: Tensor, device: torch.device) -> None:
         """Queue the news; nobody waits here."""
