@@ -4,8 +4,9 @@
     python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host
     python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host --accumulate 4 --clip 1
 
-Every case prints one JSON line: seconds of a step (the mean over steps in a row, the last one's updates included),
-tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. `dram_at_once_gbs`
+Every case prints one JSON line: seconds of a step (the mean over steps in a row, from where one step's loss is known to
+where a later one's is: what a step leaves to be done under the next is in it once), `flush_s`, what was left to be done
+after the last, tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. `dram_at_once_gbs`
 is what the host's memory moves while the cores update and the bus is busy both ways: no step moves its bytes faster.
 Peers are run beside it by their own scripts.
 """
@@ -134,15 +135,16 @@ def timed(
 
     for _ in range(args.warm):
         last = step()
-    state.flush()
     _reset(state.device)
     start = time.perf_counter()
     for _ in range(args.steps):
         last = step()
+    ended = time.perf_counter()
     state.flush()
-    seconds = (time.perf_counter() - start) / args.steps
+    _wait(state.device)
+    seconds, flush = (ended - start) / args.steps, time.perf_counter() - ended
     tokens = args.batch * args.sequence * args.accumulate
-    return {"step_s": seconds, "tokens_s": tokens / seconds, "last_loss": last, **_memory(state)}
+    return {"step_s": seconds, "flush_s": flush, "tokens_s": tokens / seconds, "last_loss": last, **_memory(state)}
 
 
 def _forward_backward(state: on_torch.State, batch: dict[str, torch.Tensor], loss: LossFunction) -> float:
@@ -153,8 +155,12 @@ def _forward_backward(state: on_torch.State, batch: dict[str, torch.Tensor], los
 
 def _reset(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _memory(state: on_torch.State) -> dict[str, object]:

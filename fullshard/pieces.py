@@ -11,7 +11,7 @@ from fullshard.errors import FullshardError
 
 Lane = Literal["cpu", "gpu"]
 
-PIECE = 1 << 25  # elements: the most in a piece
+PIECE = 33 << 20  # elements: the most in a piece; above a power of two, as blocks often are by their norms
 TOLD = 2  # bytes of a packed master that its parameter tells
 GRAIN = 1024  # elements: pieces begin at multiples of it
 STAGING = 4  # device slots that state is streamed through, unless a plan says otherwise

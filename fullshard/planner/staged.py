@@ -11,7 +11,7 @@ from fullshard.planner.homing import Ladder, lowest, settle
 from fullshard.planner.thin import Thin
 from fullshard.planner.whole import Tried, Whole
 
-STAGINGS = (64, 32, 16, 8)  # tried in place of the usual few, the most first
+STAGINGS = (96, 80, 64, 48, 32, 16, 8)  # tried in place of the usual few, the most first
 WORTH = 0.01  # of a step: what updates must keep waiting for more slots to be tried
 ALIKE = 0.002  # of a step: for as little no memory is given
 MUCH_FASTER = 0.97  # for which the share of the cores is not left to the engine, which measures it

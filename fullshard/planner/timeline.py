@@ -196,7 +196,7 @@ class _Lanes:
             copied = Timeline(busy=dict(so_far.busy), exposed=dict(so_far.exposed), compute=dict(so_far.compute))
             self.starts.append((self.free["compute"], copied))
         backward = op.moment in BACKWARD
-        if backward and self.transfers.began < 0 and op.micro == self.plan.batch.accumulate - 1:
+        if backward and self.transfers.began < 0 and (self.away.late or op.micro == self.plan.batch.accumulate - 1):
             self.transfers.began = self.free["compute"]
         shape = (1, op.tokens) if op.moment == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
         self._lay(self.machine.section(op.section, *shape, backward=backward))

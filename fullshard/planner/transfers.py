@@ -115,7 +115,7 @@ class Transfers:
         self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
         self.shelves = Slots.of(READ_SLOTS)
         self.passing = Slots.of(VISITS)  # units' activations on their way to disk
-        self.began = 0.0  # the last backward: state may come ahead from then on
+        self.began = 0.0  # the first backward, of updates that wait for a norm, else the last: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
         self.taken: dict[str, float] = {}  # when a unit's gradient on the device has been read
         self.of_unit: dict[str, list[Piece]] = {}
