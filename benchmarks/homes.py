@@ -6,9 +6,9 @@
 
 Every case prints one JSON line: seconds of a step (the mean over steps in a row, from where one step's loss is known to
 where a later one's is: what a step leaves to be done under the next is in it once), `flush_s`, what was left to be done
-after the last, tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C. `dram_at_once_gbs`
-is what the host's memory moves while the cores update and the bus is busy both ways: no step moves its bytes faster.
-Peers are run beside it by their own scripts.
+after the last, tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C.
+`dram_at_once_gbs` is what the host's memory moves while the cores update and the bus is busy both ways: no step moves its
+bytes faster. Peers are run beside it by their own scripts.
 """
 
 import argparse
