@@ -2,11 +2,12 @@
 
     python -m benchmarks.time_error --out FOLDER
 
-First times the machine (`measure`), then steps of each case: the median of twelve, after three to warm up. `issue` is
-how long the host took to issue a step. On a shared machine the host's pace changes by a third within seconds, so it is
-felt before and after every step: how long a launch takes, beside what the cluster's file says of it (`host`).
-`predicted` is what the file says of a host that is slower or faster by as much, step by step; `predicted_by_file` is what
-it says as it is. Rows of earlier tables have `paces` instead, and go by their middle over all rows.
+First times the machine (`measure`), then steps of each case: the median of at least twelve, and of as many as take three
+seconds, after three to warm up. `issue` is how long the host took to issue a step. On a shared machine the host's pace
+changes within seconds, so it is felt before and after every step: how long a row of tiny blocks takes it, beside what it
+took after the file was made (`clock`). `predicted` is what the file says of a host that is slower or faster by as much,
+step by step; `predicted_by_file` is what it says as it is. Rows of earlier tables have `paces` instead, and go by their
+middle over all rows.
 """
 
 import argparse
@@ -29,11 +30,10 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.measuring.paces import middle
-from fullshard.on_torch.measuring.timings import launch
+from fullshard.on_torch.measuring.paces import issue_clock, middle
 from fullshard.planner.timeline import timeline
 
-BURSTS = 3  # of launches, between two steps
+WARM, STEPS, SECONDS = 3, 12, 3.0  # steps before those that are timed, and the least of these, in number and in time
 PACES = ("launch", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
 
 
@@ -46,8 +46,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     cluster = on_torch.measure()
     cluster.save(args.out / "cluster.json")
-    print(cluster, flush=True)
-    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+    clock = issue_clock(torch.device("cuda"))
+    usual = statistics.median(clock() for _ in range(50))
+    print(cluster, f"a row of blocks: {usual * 1e3:.2f} ms", sep="\n", flush=True)
+    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today()), "clock": usual}
     rows: list[dict[str, Any]] = []
     for case in CASES:
         if fnmatch.fnmatch(case.name, args.only) and case.trained != "norms":
@@ -55,16 +57,17 @@ def main() -> None:
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "case"}), flush=True)
             (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
     if not args.no_predict:
-        rows = predict_all(rows, cluster)
+        rows = predict_all(rows, cluster, usual)
         (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
-def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, Any]]:
+def predict_all(rows: list[dict[str, Any]], cluster: Cluster, usual: float = 1.0) -> list[dict[str, Any]]:
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
     timed = [r["paces"] for r in rows if "paces" in r]
     for row in (r for r in rows if "failed" not in r):
-        found.append(row | predict(cases[row["name"]], cluster, row, middle(timed) if timed else {}))
+        felt = [seconds / usual for seconds in row.get("felt", [])]
+        found.append(row | predict(cases[row["name"]], cluster, row, felt, middle(timed) if timed else {}))
         told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
         print(f"{row['name']:32s} {told}, by the file alone {found[-1]['error_by_file']:+.1%}", flush=True)
     for kind in ("error", "error_by_file"):
@@ -94,45 +97,46 @@ def run_steps(case: Case) -> dict[str, Any]:
     batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
     loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
     found: list[tuple[float, float]] = []
-    device = torch.device("cuda")
-    felt = [launch(device, BURSTS)]
-    for i in range(15):
+    clock = issue_clock(torch.device("cuda"))
+    felt = [clock()]
+    for i in itertools.count():
+        if len(found) >= STEPS and sum(seconds for seconds, _ in found) > SECONDS:
+            break
         torch.cuda.synchronize()
         start = time.perf_counter()
         on_torch.train_step(state, batches, loss=loss, clip=1.0)
         issued = time.perf_counter()
         torch.cuda.synchronize()
-        if i > 2:
+        if i >= WARM:
             found.append((time.perf_counter() - start, issued - start))
-        felt = [*felt, launch(device, BURSTS)][-len(found) - 1 :]
+        felt = [*felt, clock()][-len(found) - 1 :]
     tensors = len(list(model.parameters()))
     return {
         "seconds": statistics.median(s for s, _ in found),
         "issue": statistics.median(i for _, i in found),
         "steps": [seconds for seconds, _ in found],
-        "launches": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
+        "felt": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
         "tensors": tensors,
         "units": len(plan.units),
     }
 
 
-def predict(case: Case, cluster: Cluster, row: dict[str, Any], host: dict[str, float]) -> dict[str, Any]:
-    """What the planner says of this machine, with links that take no time; of each step with the host as it was then, else
-    of a host of the paces `host`."""
+def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float], host: dict[str, float]) -> dict[str, Any]:
+    """What the planner says of this machine, with links that take no time; of each step with a host that takes so many times
+    as long as usual, `felt`, else of a host of the paces `host`."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
     told = lambda at: timeline(plan, description, playing(paced(cluster, at), case.devices), loss=case.loss, spread=0.0)
     by_file = told({})
     then = told(host) if host else by_file
-    if "launches" not in row:
+    if not felt:
         guesses, steps = [then.seconds], [row["seconds"]]
     else:
         measured, steps = cluster.measured, row["steps"]
         assert measured is not None
-        shares = [seconds / measured.launch for seconds in row["launches"]]
-        ends = sorted({min(shares), max(shares)})
+        ends = sorted({min(felt), max(felt)})
         at_ends = [told({name: share * getattr(measured, name) for name in PACES}).seconds for share in ends]
-        guesses = [at_ends[0] + (at_ends[-1] - at_ends[0]) * (s - ends[0]) / (ends[-1] - ends[0] or 1) for s in shares]
+        guesses = [at_ends[0] + (at_ends[-1] - at_ends[0]) * (s - ends[0]) / (ends[-1] - ends[0] or 1) for s in felt]
     return {
         "predicted": statistics.median(guesses),
         "predicted_by_file": by_file.seconds,

@@ -24,11 +24,6 @@ from fullshard.planner.work import Machine, Work
 
 LANES = ("compute", "gather", "reduce", "copies", "tensor")
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
-# The host's time in units of one bare launch: a kernel of a model comes with its module and autograd's part; a unit's
-# door with FSDP's hooks, which do less where gradients are only added up, and less still for a rank alone; every parameter
-# with FSDP's bookkeeping at each door, and with the optimizer's and the norm's; a step with what moves its batch and
-# reads its numbers.
-KERNEL, DOOR, DOOR_ADDING, DOOR_ALONE, TENSOR, STEP = 3.0, 110.0, 80.0, 75.0, 7.0, 450.0
 # Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
 # A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
 SPREAD = 0.015
@@ -38,6 +33,23 @@ CROWDING = 0.35
 TRIFLE = 1e-9  # seconds: what subtractions leave
 STEPS = 3  # until what is left over from one step to the next is the same each time
 CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer and widened on the way
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The host's time beside a model's operations, in units of one: at a unit's door, which does less where gradients are only
+    added up, and for a rank alone; for every parameter at each door, and once more for its norm and its update; for a step,
+    what moves its batch and reads its numbers."""
+
+    door: float
+    adding: float
+    alone: float
+    tensor: float
+    step: float
+
+
+ON_GPU = Hooks(62.0, 26.0, 55.0, 0.8, 365.0)  # streams and events among them; from the same steps as `work.ISSUED`
+ON_CPU = Hooks(37.0, 27.0, 25.0, 2.3, 150.0)
 
 
 @dataclass
@@ -102,6 +114,7 @@ class _Lanes:
         self.host = 0.0
         self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
+        self.hooks = ON_CPU if self.serial else ON_GPU
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
         self.reduced: dict[str, float] = {}  # when a unit's reduction is done
@@ -147,8 +160,8 @@ class _Lanes:
         """Frees take no time."""
 
     def _issue(self, kernels: float) -> None:
-        self.host += kernels * KERNEL * self.machine.launch
-        self.found.busy["host"] += kernels * KERNEL * self.machine.launch
+        self.host += kernels * self.machine.issued
+        self.found.busy["host"] += kernels * self.machine.issued
 
     def _on_compute(self, seconds: float, kind: str, kernels: float = 1.0) -> None:
         """Work on the compute lane; it cannot end before the host has issued its last kernel."""
@@ -204,7 +217,7 @@ class _Lanes:
     def _lay(self, work: Work) -> None:
         if not work.kernels:
             return
-        kernels = work.kernels + work.python / (KERNEL * self.machine.launch)  # their worth of the host's time
+        kernels = work.kernels + work.python / self.machine.issued  # their worth of the host's time
         for kind in ("gemm", "attention", "pointwise"):
             if (seconds := getattr(work, kind)) > 0:
                 self._on_compute(seconds, kind, kernels * seconds / work.seconds)
@@ -248,7 +261,7 @@ class _Lanes:
         group = self.groups[op.unit]
         seconds = self.machine.copy(self._trained(group) * (self.compute + 2 * self.reduce_item))
         reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
-        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(group, group.trained, DOOR_ADDING))
+        self._on_compute(seconds, "copies", 1.0 if reduces else self._door(group, group.trained, adding=True))
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]
@@ -278,7 +291,7 @@ class _Lanes:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
         nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
-        self._on_compute(self.machine.copy(nbytes), "norm", (STEP + TENSOR / 2 * self._tensors()) / KERNEL)
+        self._on_compute(self.machine.copy(nbytes), "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
 
     def _update(self, op: Operation) -> None:
         if op.unit:
@@ -291,7 +304,7 @@ class _Lanes:
         tensors = sum(len(g.trained) for g in resident)
         clipped = self.machine.copy(elements * 2 * self.master) if clip else 0.0
         moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
-        self._on_compute(self.machine.copy(moved) + clipped, "update", TENSOR / 2 / KERNEL * tensors)
+        self._on_compute(self.machine.copy(moved) + clipped, "update", self.hooks.tensor / 2 * tensors)
 
     # -- what rests away -----------------------------------------------------------------------------
 
@@ -370,9 +383,10 @@ class _Lanes:
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
 
-    def _door(self, group: Group, passing: tuple[int, ...], hooks: float = DOOR) -> float:
-        """Kernels' worth of the host's time at a unit's door, and of the parameters that pass it."""
-        return ((hooks if group.world > 1 else DOOR_ALONE) + TENSOR * len(passing)) / KERNEL
+    def _door(self, group: Group, passing: tuple[int, ...], *, adding: bool = False) -> float:
+        """Operations' worth of the host's time at a unit's door, and of the parameters that pass it."""
+        door = self.hooks.alone if group.world == 1 else self.hooks.adding if adding else self.hooks.door
+        return door + self.hooks.tensor * len(passing)
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""

@@ -21,13 +21,20 @@ from fullshard.on_torch.tracing.tally import tallied
 from fullshard.plan import Remat
 from fullshard.presets import LlamaSize
 
-ROUNDS, BLOCKS, LEAST = 5, 6, 1e-9  # as many blocks in a row as let Python's garbage collector have its share
+ROUNDS, GLANCES, BLOCKS, LEAST = 5, 2, 6, 1e-9  # as many blocks in a row as let Python's garbage collector have its share
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 
 
 def paces(device: torch.device) -> dict[str, float]:
     """`launch`, `checkpointed`, `saved` and `dispatched`, in about a second."""
     return {"launch": launch(device), **remat_paces(device)}
+
+
+def issue_clock(device: torch.device) -> Callable[[], float]:
+    """What tells, in some ten milliseconds, how long the host takes now to issue a step of a row of blocks."""
+    row = _Tiny(lambda: _block(device), "none", device)
+    row.step()
+    return lambda: fastest([_issue(row.step, device) for _ in range(GLANCES)])
 
 
 def middle(found: Sequence[dict[str, float]]) -> dict[str, float]:
