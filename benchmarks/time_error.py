@@ -1,13 +1,15 @@
 """Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
 
     python -m benchmarks.time_error --out FOLDER
+    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --visits 3
 
 First times the machine (`measure`), then steps of each case: the median of at least twelve, and of as many as take three
 seconds, after three to warm up. `issue` is how long the host took to issue a step. On a shared machine the host's pace
 changes within seconds, so it is felt before and after every step: how long a row of tiny blocks takes it, beside what it
-took after the file was made (`clock`). `predicted` is what the file says of a host that is slower or faster by as much,
-step by step; `predicted_by_file` is what it says as it is. Rows of earlier tables have `paces` instead, and go by their
-middle over all rows.
+took after the file was made (`clock`). It also drifts from minute to minute: with several `visits` all cases are timed, and
+then all of them again, and a row has the steps of each time. `predicted` is what the file says of a host that is slower or
+faster by as much, step by step; `predicted_by_file` is what it says as it is. Rows of earlier tables have `paces` instead,
+and go by their middle over all rows.
 """
 
 import argparse
@@ -40,7 +42,8 @@ PACES = ("launch", "checkpointed", "saved", "dispatched")  # all by the same sha
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("time_error"))
-    parser.add_argument("--only", default="*", help="names of cases, with wildcards")
+    parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
+    parser.add_argument("--visits", type=int, default=1)
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -50,14 +53,14 @@ def main() -> None:
     usual = statistics.median(clock() for _ in range(50))
     print(cluster, f"a row of blocks: {usual * 1e3:.2f} ms", sep="\n", flush=True)
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today()), "clock": usual}
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        if fnmatch.fnmatch(case.name, args.only) and case.trained != "norms":
-            rows.append(measure(case))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "case"}), flush=True)
-            (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+    chosen = [c for c in CASES if any(fnmatch.fnmatch(c.name, only) for only in args.only) and c.trained != "norms"]
+    found: dict[str, dict[str, Any]] = {}
+    for case in chosen * args.visits:
+        row = found[case.name] = together(found.get(case.name), measure(case))
+        print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "issues", "felt")}), flush=True)
+        (args.out / "time.json").write_text(json.dumps({**about, "rows": list(found.values())}, indent=1))
     if not args.no_predict:
-        rows = predict_all(rows, cluster, usual)
+        rows = predict_all(list(found.values()), cluster, usual)
         (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
@@ -74,6 +77,14 @@ def predict_all(rows: list[dict[str, Any]], cluster: Cluster, usual: float = 1.0
         errors = [abs(r[kind]) for r in found]
         print(f"{kind}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
     return found + [r for r in rows if "failed" in r]
+
+
+def together(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the steps of an earlier visit as well."""
+    if before is None or "failed" in before or "failed" in row:
+        return row
+    all_of = {key: before[key] + row[key] for key in ("steps", "issues", "felt")}
+    return row | all_of | {"seconds": statistics.median(all_of["steps"]), "issue": statistics.median(all_of["issues"])}
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -115,6 +126,7 @@ def run_steps(case: Case) -> dict[str, Any]:
         "seconds": statistics.median(s for s, _ in found),
         "issue": statistics.median(i for _, i in found),
         "steps": [seconds for seconds, _ in found],
+        "issues": [issued for _, issued in found],
         "felt": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
         "tensors": tensors,
         "units": len(plan.units),
