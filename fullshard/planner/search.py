@@ -113,8 +113,9 @@ def _searched(wanted: Wanted, thin: Thin, room: int) -> tuple[Final | None, list
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
     every = list(families(wanted))
+    before: Candidate | None = None
     for family in every:
-        candidate = _first_that_fits(thin, family, room)
+        candidate = before = _first_that_fits(thin, _left(family, before), room)
         (fitting if candidate.needed <= room else failing).append(candidate)
     final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
     for spill, all_cores in _resorts(wanted):
@@ -131,6 +132,15 @@ def _resorts(wanted: Wanted) -> list[tuple[bool, bool]]:
     do all updates."""
     spills = (False, True) if wanted.disk and "activations" not in wanted.homes else (False,)
     return [(spill, cores) for spill in spills for cores in ((False, True) if "cpu_share" not in wanted.fix else (False,))]
+
+
+def _left(family: list[tuple[str, Plan]], before: Candidate | None) -> list[tuple[str, Plan]]:
+    """Of a family, what may fit where the one before it is the same with smaller micro-batches, and had to go as far as it did.
+    A step of one micro-batch keeps no sums of gradients, and may fit all the same."""
+    if before is None or family[0][1].batch.accumulate == 1:
+        return family
+    wider = replace(before.plan, batch=family[0][1].batch)
+    return next((family[i:] for i, (_, plan) in enumerate(family) if plan == wider), family)
 
 
 def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
@@ -195,11 +205,11 @@ def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> F
 
 
 def _final(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: float = float("inf")) -> Final | None:
-    for tried in _whole(wanted, thin, candidate, room, beaten):
-        candidate.needed = tried.needed
-        if found := tried.found:
-            return replace(candidate, plan=tried.plan, seconds=found.step_seconds, exposed=found.exposed), found
-    return None
+    tried = _whole(wanted, thin, candidate, room, beaten)
+    candidate.needed = tried.needed
+    if tried.found is None:
+        return None
+    return replace(candidate, plan=tried.plan, seconds=tried.found.step_seconds, exposed=tried.found.exposed), tried.found
 
 
 def _best_housed(wanted: Wanted, thin: Thin, housed: list[Candidate], room: int) -> Final | None:
@@ -241,37 +251,38 @@ def _surer(wanted: Wanted, thin: Thin, candidate: Candidate, room: int) -> Candi
     return replace(candidate, seconds=found.time.seconds, exposed=found.time.exposed, height=found.height, sure=True)
 
 
-def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: float) -> Iterator[Tried]:
-    """Plans near a candidate, estimated whole, the best first."""
+def _whole(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: float) -> Tried:
+    """The best plan near a candidate, estimated whole; if none fits, the leanest."""
     whole = Whole(wanted)
     if candidate.ladder is not None:
-        yield settle(candidate.ladder, thin, candidate.height, whole, wanted.onward, beaten)
-        return
-    for plan in _refined(wanted, thin, candidate.plan, room):
-        yield whole.tried(plan)
+        return settle(candidate.ladder, thin, candidate.height, whole, wanted.onward, beaten)
+    leanest = whole.tried(_refined(wanted, thin, candidate.plan, room))
+    blocks = [u.name for u in leanest.plan.units if u.remat != "none"]
+    for spared in _spared(wanted, thin, leanest, room) if leanest.found else ():
+        tried = whole.tried(_relaxed(leanest.plan, blocks[len(blocks) - spared :]))
+        if tried.found:
+            return tried
+    return leanest
 
 
-def _refined(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> Iterator[Plan]:
-    """The plan with changes that make it faster by what thinned models say, the boldest first."""
+def _refined(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> Plan:
+    """The plan with changes that make it faster by what thinned models say."""
     for change in (_later_sync, _deeper_prefetch):
         changed = change(wanted, plan)
         if changed and thin.needed(changed) <= room and thin.timeline(changed).seconds < 0.999 * thin.timeline(plan).seconds:
             plan = changed
-    blocks = [u.name for u in plan.units if u.remat != "none"]
-    for spared in _spared(wanted, thin, plan, room):
-        yield _relaxed(plan, blocks[len(blocks) - spared :])
-    yield plan
+    return plan
 
 
-def _spared(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> list[int]:
-    """How many blocks may go without remat: memory grows evenly with them; what the allocator adds is not known
-    yet, so fewer follow."""
-    names = [u.name for u in plan.units if u.remat != "none"]
+def _spared(wanted: Wanted, thin: Thin, leanest: Tried, room: int) -> list[int]:
+    """How many blocks may go without remat: memory grows evenly with them, but for what the allocator makes of it, so fewer
+    follow."""
+    names = [u.name for u in leanest.plan.units if u.remat != "none"]
     if "remat" in wanted.fix or not names:
         return []
-    with_all, without = thin.needed(plan), thin.needed(_relaxed(plan, names))
-    most = int((room - with_all) / max(without - with_all, 1) * len(names))
-    return sorted({n for n in (most, int(0.85 * most), int(0.6 * most)) if 0 < n < len(names)}, reverse=True)
+    each = (thin.needed(_relaxed(leanest.plan, names)) - thin.needed(leanest.plan)) / len(names)
+    most = min(len(names) - 1, int((room - leanest.needed) / max(each, 1)))
+    return sorted({n for n in (most, int(0.85 * most), int(0.6 * most)) if n > 0}, reverse=True)
 
 
 def _relaxed(plan: Plan, names: list[str]) -> Plan:
@@ -364,9 +375,9 @@ def _freed(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | N
         return None
     free = replace(wanted, fix={k: v for k, v in wanted.fix.items() if not k.startswith("home.")})
     for candidate in _housed(free, thin, [(leanest.label, leanest.plan)], room, all_cores=False):
-        for tried in _whole(free, thin, candidate, room, float("inf")):
-            if tried.found:
-                return f"{home_words(tried.plan)} ({bytes_text(tried.found.host.allocated_bytes)} of the host)"
+        tried = _whole(free, thin, candidate, room, float("inf"))
+        if tried.found:
+            return f"{home_words(tried.plan)} ({bytes_text(tried.found.host.allocated_bytes)} of the host)"
     return None
 
 

@@ -55,6 +55,29 @@ def test_the_pick_is_the_best_of_all(limit):
     assert plan.mesh.data * plan.batch.micro_batch * plan.batch.accumulate == 32
 
 
+def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
+    judged = []
+    tried = whole.Whole.tried
+    monkeypatch.setattr(whole.Whole, "tried", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
+    found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
+    spared = [u.name for u in found.plan.units if "layers" in u.name and u.remat == "none"]
+    assert 0 < len(spared) < 32
+    assert [t.found is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
+    more = next(u.name for u in reversed(found.plan.units) if u.remat != "none")
+    one_more = estimate(found.plan.change(more, remat="none"), presets.describe("llama3-8b"), Cluster.named("64xh100"))
+    assert found.estimate.needed <= found.estimate.available < one_more.needed
+
+
+def test_micro_batches_that_are_larger_keep_no_less():
+    """What did not fit is not looked at again for larger micro-batches, and the pick is what it would be."""
+    wide = find_plan(presets.describe("llama3-8b"), Cluster.named("8xh100"), sequence=4096, global_batch=64)
+    shapes = [
+        find_plan(presets.describe("llama3-8b"), Cluster.named("8xh100"), sequence=4096, global_batch=64, fix={"micro_batch": n})
+        for n in (1, 2, 4, 8)
+    ]
+    assert wide.estimate.step_seconds == pytest.approx(min(f.estimate.step_seconds for f in shapes), rel=1e-3)
+
+
 def test_less_memory_is_never_faster():
     where = Cluster.named("8xh100")
     seconds = [
