@@ -19,7 +19,7 @@ def main() -> None:
     args = parser.parse_args()
     stored = json.loads(args.results.read_text())
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
-    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster)
+    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster, stored.get("clock", 1.0))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from fullshard.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
 from fullshard.planner.links import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the paces of `Calls`, in its order
-# An operation that a GPU's host issues, with its module and autograd's part, in those of selective remat: both are Python. Of
-# a bare launch it is no fixed number: on a shared machine that takes 7 microseconds in one second and 10 in the next, while
-# steps take what they took before. From 36 steps on H200s that the host bounds, in three calls. A CPU launches by doing it.
+# An operation that a GPU's host issues, with its module and autograd's part, in those of selective remat: both are Python,
+# and from one machine and hour to the next a bare launch changes more than they do. From 36 steps on H200s that the host
+# bounds, in three calls. A CPU launches by doing it.
 ISSUED, ISSUED_BY_CPU = 1.16, 3.0
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
 # What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
