@@ -1,6 +1,6 @@
 """The table of measured step times once more: what the planner of today says of the stored rows. Needs no GPU.
 
-python -m benchmarks.time_again benchmarks/results/2026-11-15-time-h200.json --only 'hf-*'
+python -m benchmarks.time_again benchmarks/results/2026-11-16-host-pace-h200.json --part again --only 'hf-*'
 """
 
 import argparse
@@ -16,10 +16,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", default="*", help="names of rows, with wildcards")
+    parser.add_argument("--part", help="a call of several in the file")
     args = parser.parse_args()
     stored = json.loads(args.results.read_text())
+    stored = stored[args.part] if args.part else stored
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
-    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster, stored.get("clock", 1.0))
+    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster)
 
 
 if __name__ == "__main__":

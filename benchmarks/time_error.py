@@ -5,11 +5,11 @@
 
 First times the machine (`measure`), then steps of each case: the median of at least twelve, and of as many as take three
 seconds, after three to warm up. `issue` is how long the host took to issue a step. On a shared machine the host's pace
-changes within seconds, so it is felt before and after every step: how long a row of tiny blocks takes it, beside what it
-took after the file was made (`clock`). It also drifts from minute to minute: with several `visits` all cases are timed, and
-then all of them again, and a row has the steps of each time. `predicted` is what the file says of a host that is slower or
-faster by as much, step by step; `predicted_by_file` is what it says as it is. Rows of earlier tables have `paces` instead,
-and go by their middle over all rows.
+changes within seconds, so it is felt before and after every step: how long a row of tiny blocks takes it (`felt`), which is
+what `issued` of the file is by. It also drifts from minute to minute: with several `visits` all cases are timed, and then
+all of them again, and a row has the steps of each time. Three predictions: `predicted` is what the file says of a host that
+is slower or faster by as much, step by step; `predicted_by_middle`, of a host of the call's middle pace, the same for all
+rows; `predicted_by_file`, of the file as it is. Rows of earlier tables have `paces` instead, and go by their middle.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.measuring.paces import issue_clock, middle
+from fullshard.on_torch.measuring.paces import ROW, issue_clock, middle
 from fullshard.planner.timeline import timeline
 
-WARM, STEPS, SECONDS = 3, 12, 3.0  # steps before those that are timed, and the least of these, in number and in time
-PACES = ("launch", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
+WARM, STEPS = 3, 12  # steps before those that are timed, and the least of these
+PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
 
 
 def main() -> None:
@@ -44,39 +44,54 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("time_error"))
     parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
     parser.add_argument("--visits", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of steps that a visit times, at least")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     cluster = on_torch.measure()
     cluster.save(args.out / "cluster.json")
-    clock = issue_clock(torch.device("cuda"))
-    usual = statistics.median(clock() for _ in range(50))
-    print(cluster, f"a row of blocks: {usual * 1e3:.2f} ms", sep="\n", flush=True)
-    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today()), "clock": usual}
+    print(cluster, flush=True)
+    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     chosen = [c for c in CASES if any(fnmatch.fnmatch(c.name, only) for only in args.only) and c.trained != "norms"]
     found: dict[str, dict[str, Any]] = {}
     for case in chosen * args.visits:
-        row = found[case.name] = together(found.get(case.name), measure(case))
+        row = found[case.name] = together(found.get(case.name), measure(case, args.seconds))
         print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "issues", "felt")}), flush=True)
         (args.out / "time.json").write_text(json.dumps({**about, "rows": list(found.values())}, indent=1))
     if not args.no_predict:
-        rows = predict_all(list(found.values()), cluster, usual)
+        rows = predict_all(list(found.values()), cluster)
         (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
-def predict_all(rows: list[dict[str, Any]], cluster: Cluster, usual: float = 1.0) -> list[dict[str, Any]]:
+def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, Any]]:
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
-    timed = [r["paces"] for r in rows if "paces" in r]
-    for row in (r for r in rows if "failed" not in r):
-        felt = [seconds / usual for seconds in row.get("felt", [])]
-        found.append(row | predict(cases[row["name"]], cluster, row, felt, middle(timed) if timed else {}))
+    rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
+    host = middle_paces(rows, cluster)
+    for row in rows:
+        felt = [seconds / ROW / cluster.of("issued") for seconds in row.get("felt", [])]
+        found.append(row | predict(cases[row["name"]], cluster, row, felt, host))
         told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
-        print(f"{row['name']:32s} {told}, by the file alone {found[-1]['error_by_file']:+.1%}", flush=True)
-    for kind in ("error", "error_by_file"):
+        others = f"by the middle pace {found[-1]['error_by_middle']:+.1%}, by the file alone {found[-1]['error_by_file']:+.1%}"
+        print(f"{row['name']:32s} {told}, {others}", flush=True)
+    for kind in ("error", "error_by_middle", "error_by_file"):
         errors = [abs(r[kind]) for r in found]
         print(f"{kind}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
-    return found + [r for r in rows if "failed" in r]
+    return found + failed
+
+
+def middle_paces(rows: list[dict[str, Any]], cluster: Cluster) -> dict[str, float]:
+    """Of the host, over all rows; nothing if they have none."""
+    if timed := [r["paces"] for r in rows if "paces" in r]:
+        return middle(timed)
+    felt = [statistics.median(r["felt"]) / ROW for r in rows if "felt" in r]
+    return slower(cluster, statistics.median(felt) / cluster.of("issued")) if felt else {}
+
+
+def slower(cluster: Cluster, share: float) -> dict[str, float]:
+    """The paces of the file's host if it took so many times as long."""
+    timed = {name: getattr(cluster.measured, name) for name in PACES}
+    return {name: share * seconds for name, seconds in timed.items() if seconds is not None}
 
 
 def together(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
@@ -87,19 +102,19 @@ def together(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, An
     return row | all_of | {"seconds": statistics.median(all_of["steps"]), "issue": statistics.median(all_of["issues"])}
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, seconds: float) -> dict[str, Any]:
     clean()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
     row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
     try:
-        row |= run_steps(case)
+        row |= run_steps(case, seconds)
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     dist.destroy_process_group()
     return row
 
 
-def run_steps(case: Case) -> dict[str, Any]:
+def run_steps(case: Case, least: float) -> dict[str, Any]:
     model = build(case)
     plan = plan_of(case, on_torch.describe(model))
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
@@ -111,7 +126,7 @@ def run_steps(case: Case) -> dict[str, Any]:
     clock = issue_clock(torch.device("cuda"))
     felt = [clock()]
     for i in itertools.count():
-        if len(found) >= STEPS and sum(seconds for seconds, _ in found) > SECONDS:
+        if len(found) >= STEPS and sum(seconds for seconds, _ in found) > least:
             break
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -135,7 +150,7 @@ def run_steps(case: Case) -> dict[str, Any]:
 
 def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float], host: dict[str, float]) -> dict[str, Any]:
     """What the planner says of this machine, with links that take no time; of each step with a host that takes so many times
-    as long as usual, `felt`, else of a host of the paces `host`."""
+    as long as the file's, `felt`, and of a host of the paces `host`."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
     told = lambda at: timeline(plan, description, playing(paced(cluster, at), case.devices), loss=case.loss, spread=0.0)
@@ -144,15 +159,15 @@ def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float]
     if not felt:
         guesses, steps = [then.seconds], [row["seconds"]]
     else:
-        measured, steps = cluster.measured, row["steps"]
-        assert measured is not None
-        ends = sorted({min(felt), max(felt)})
-        at_ends = [told({name: share * getattr(measured, name) for name in PACES}).seconds for share in ends]
+        ends, steps = sorted({min(felt), max(felt)}), row["steps"]
+        at_ends = [told(slower(cluster, share)).seconds for share in ends]
         guesses = [at_ends[0] + (at_ends[-1] - at_ends[0]) * (s - ends[0]) / (ends[-1] - ends[0] or 1) for s in felt]
     return {
         "predicted": statistics.median(guesses),
+        "predicted_by_middle": then.seconds,
         "predicted_by_file": by_file.seconds,
         "error": statistics.median(guess / seconds - 1 for guess, seconds in zip(guesses, steps, strict=True)),
+        "error_by_middle": then.seconds / row["seconds"] - 1,
         "error_by_file": by_file.seconds / row["seconds"] - 1,
         "compute": then.compute,
         "host": then.busy["host"],

@@ -52,6 +52,7 @@ AT_ONCE = 0.85
 # What remat costs the host, in bare launches, as it was timed on H200s: to enter a region, to save a tensor in one, an
 # operation that goes through Python.
 CHECKPOINTED, SAVED, DISPATCHED = 20.0, 2.2, 2.2
+ISSUED = 1.16  # of the last: an operation of a model, with its module and autograd's part; both are Python
 
 Source = Literal["measured", "nominal"]
 Quantity = Literal[
@@ -59,6 +60,7 @@ Quantity = Literal[
     "hbm",
     "pointwise",
     "launch",
+    "issued",
     "checkpointed",
     "saved",
     "dispatched",
@@ -81,6 +83,7 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "hbm": ("memory bandwidth", lambda d, h: d.hbm * d.hbm_efficiency, lambda x: rate_text(x, "B/s")),
     "pointwise": ("pointwise kernels", lambda d, h: d.hbm * d.hbm_efficiency * POINTWISE, lambda x: rate_text(x, "B/s")),
     "launch": ("kernel launch", lambda d, h: d.launch, seconds_text),
+    "issued": ("issuing an operation", lambda d, h: d.launch * DISPATCHED * ISSUED, seconds_text),
     "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
     "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
     "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
@@ -103,6 +106,7 @@ FROM: dict[Quantity, Callable[[Callable[[Quantity], float]], float]] = {
     "checkpointed": lambda of: CHECKPOINTED * of("launch"),
     "saved": lambda of: SAVED * of("launch"),
     "dispatched": lambda of: DISPATCHED * of("launch"),
+    "issued": lambda of: ISSUED * of("dispatched"),
     "pcie_beside": lambda of: AT_ONCE * of("pcie_both"),
     "adamw_beside": lambda of: of("adamw") / AT_ONCE,
     "disk_both": lambda of: _in_turn(of("disk_read"), of("disk_write")),

@@ -78,6 +78,7 @@ class Measured:
     hbm: float | None = None
     pointwise: float | None = None
     launch: float | None = None
+    issued: float | None = None
     checkpointed: float | None = None
     saved: float | None = None
     dispatched: float | None = None

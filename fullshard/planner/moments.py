@@ -24,9 +24,13 @@ def moments(plan: Plan, costs: Costs, loss: str) -> Moments:
 
 
 def _choice(plan: Plan, unit: Unit) -> str:
-    """Which trace a unit follows. Compiled are the blocks: units of one module, named after it."""
-    block = len(unit.modules) == 1 and unit.name == unit.modules[0]
-    return f"compiled {unit.remat}" if plan.compile and block else unit.remat
+    """Which trace a unit follows."""
+    return f"compiled {unit.remat}" if is_compiled(plan, unit) else unit.remat
+
+
+def is_compiled(plan: Plan, unit: Unit) -> bool:
+    """Blocks are, where anything is: units of one module, named after it."""
+    return plan.compile and unit.modules == (unit.name,)
 
 
 def _freed_once(found: Moments) -> Moments:

@@ -18,7 +18,8 @@ from fullshard.plan import Plan
 from fullshard.planner.groups import Group, groups, item
 from fullshard.planner.homes import Away, Waiting, slots_of
 from fullshard.planner.links import axis, collective_seconds, spread_of
-from fullshard.planner.schedule import Operation, schedule
+from fullshard.planner.moments import is_compiled, moments
+from fullshard.planner.schedule import Operation, chunks, schedule
 from fullshard.planner.transfers import Transfers, balance
 from fullshard.planner.work import Machine, Work
 
@@ -39,17 +40,19 @@ CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer a
 class Hooks:
     """The host's time beside a model's operations, in units of one: at a unit's door, which does less where gradients are only
     added up, and for a rank alone; for every parameter at each door, and once more for its norm and its update; for a step,
-    what moves its batch and reads its numbers."""
+    what moves its batch and reads its numbers; and at a compiled block, forward and backward each, its guards."""
 
     door: float
     adding: float
     alone: float
     tensor: float
     step: float
+    compiled: float
 
 
-ON_GPU = Hooks(62.0, 26.0, 55.0, 0.8, 365.0)  # streams and events among them; from the same steps as `work.ISSUED`
-ON_CPU = Hooks(37.0, 27.0, 25.0, 2.3, 150.0)
+# Streams and events among them. From 37 steps on two H200s that the host bounds, by its pace beside each; so is `paces.ROW`.
+ON_GPU = Hooks(53.0, 33.0, 49.0, 1.6, 317.0, 13.0)
+ON_CPU = Hooks(37.0, 27.0, 25.0, 2.3, 150.0, 0.0)
 
 
 @dataclass
@@ -92,6 +95,19 @@ def timeline(
     return lanes.finish(repeats=plan.batch.accumulate - len(shown), spread=spread)
 
 
+def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
+    """What a step's own kernels keep the device busy for, at least: whatever the strategy."""
+    assert description.costs is not None
+    costs, batch, found = description.costs.on(plan.mesh.tensor), plan.batch, 0.0
+    machine = Machine(cluster, plan.precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
+    for moment, _, section in moments(plan, costs, loss):
+        shapes = [(batch.micro_batch, batch.sequence)]
+        if moment == "chunk":
+            shapes = [(1, tokens) for tokens in chunks(costs.vocabulary, batch.micro_batch * batch.sequence)]
+        found += sum(machine.section(section, *shape, backward=moment in BACKWARD).seconds for shape in shapes)
+    return batch.accumulate * found
+
+
 class _Lanes:
     """When each lane is free, while operations are laid onto them."""
 
@@ -115,6 +131,7 @@ class _Lanes:
         self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
         self.hooks = ON_CPU if self.serial else ON_GPU
+        self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
         self.reduced: dict[str, float] = {}  # when a unit's reduction is done
@@ -212,6 +229,8 @@ class _Lanes:
         if backward and self.transfers.began < 0 and (self.away.late or op.micro == self.plan.batch.accumulate - 1):
             self.transfers.began = self.free["compute"]
         shape = (1, op.tokens) if op.moment == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
+        if op.unit in self.compiled and op.moment in ("forward", "backward"):
+            self._issue(self.hooks.compiled)
         self._lay(self.machine.section(op.section, *shape, backward=backward))
 
     def _lay(self, work: Work) -> None:

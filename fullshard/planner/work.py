@@ -7,10 +7,7 @@ from fullshard.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
 from fullshard.planner.links import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the paces of `Calls`, in its order
-# An operation that a GPU's host issues, with its module and autograd's part, in those of selective remat: both are Python,
-# and from one machine and hour to the next a bare launch changes more than they do. From 36 steps on H200s that the host
-# bounds, in three calls. A CPU launches by doing it.
-ISSUED, ISSUED_BY_CPU = 1.16, 3.0
+ISSUED_BY_CPU = 3.0  # launches of an operation: a CPU launches by doing it
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
 # What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
 FUSED_BYTES, FUSED_KERNELS = 0.55, 0.3
@@ -46,7 +43,7 @@ class Machine:
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         cpu = cluster.device.kind == "cpu"
-        self.issued = ISSUED_BY_CPU * cluster.of("launch") if cpu else ISSUED * self.dispatched
+        self.issued = ISSUED_BY_CPU * cluster.of("launch") if cpu else cluster.of("issued")
         self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
         self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
         self.known: dict[tuple[int, int, int, bool], Work] = {}

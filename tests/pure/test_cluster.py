@@ -194,6 +194,16 @@ def test_what_remat_costs_the_host_follows_a_launch_until_it_is_timed():
     assert (new.of("dispatched"), new.source_of("dispatched")) == (9e-6, "measured")
 
 
+def test_an_operation_is_timed_itself_or_follows_one_of_selective_remat():
+    nominal = Cluster.load("8xh200")
+    assert nominal.of("issued") == pytest.approx(1.16 * 11e-6)
+    before = dataclasses.replace(nominal, measured=dataclasses.replace(MEASURED, dispatched=9e-6))
+    assert before.of("issued") == pytest.approx(1.16 * 9e-6)
+    timed = dataclasses.replace(nominal, measured=dataclasses.replace(MEASURED, dispatched=9e-6, issued=22e-6))
+    assert (timed.of("issued"), timed.source_of("issued")) == (22e-6, "measured")
+    assert Cluster.from_dict(json.loads(json.dumps(timed.to_dict()))) == timed
+
+
 def test_rates_of_products_lie_on_the_measured_line():
     cluster = dataclasses.replace(Cluster.load("8xh200"), measured=MEASURED)
     small, large = 2.0 * 2048**3, 2.0 * 8192**3

@@ -8,6 +8,7 @@ import fullshard as fs
 from fullshard import presets
 from fullshard.cluster import Cluster, Measured
 from fullshard.costs import Calls
+from fullshard.planner import timeline as timelines
 from fullshard.planner.links import collective_seconds
 from fullshard.planner.thin import thinned
 from fullshard.planner.timeline import timeline
@@ -150,6 +151,25 @@ def test_remat_costs_the_host_what_it_does_in_python():
     made = plan("gpt2", 1, rows=1, tokens=128, accumulate=3, remat="selective")
     hosts = [timeline(made, counted("gpt2", c), where).busy["host"] for c in (Calls(), Calls(1, 5, 7))]
     assert hosts[1] - hosts[0] == pytest.approx(72 * (100e-6 + 5 * 10e-6 + 7 * 20e-6))
+
+
+def test_a_step_that_the_host_bounds_takes_its_pace():
+    """Of an operation, and of nothing else that it was timed doing."""
+    made = plan("gpt2", 8, rows=1, tokens=128)
+    times = []
+    for issued in (20e-6, 40e-6):
+        measured = Measured("here", "bf16", launch=5e-6, dispatched=10e-6, issued=issued)
+        times.append(seconds("gpt2", made, dataclasses.replace(cluster("8xh100", **FREE), measured=measured)))
+    assert times[1] / times[0] == pytest.approx(2, rel=0.01)
+
+
+def test_a_compiled_block_costs_the_host_its_guards(monkeypatch):
+    """12 blocks, three micro-batches, forward and backward: 72 times 13 operations."""
+    made, where = plan("gpt2", 8, rows=1, tokens=128, accumulate=3, compile=True), Cluster.named("8xh100")
+    with_guards = timeline(made, presets.describe("gpt2"), where).busy["host"]
+    monkeypatch.setattr(timelines, "ON_GPU", dataclasses.replace(timelines.ON_GPU, compiled=0.0))
+    without = timeline(made, presets.describe("gpt2"), where).busy["host"]
+    assert with_guards - without == pytest.approx(72 * 13 * where.of("issued"))
 
 
 def test_thinned_models_tell_of_the_whole():

@@ -34,7 +34,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce
 # Bytes that a copy or an update works on: far beyond a server's caches, unless it has to be quick.
 LARGE, QUICK = 1 << 30, 1 << 26
 # Of these the slowest rank's number is the largest; the others are rates and sizes.
-SECONDS = ("launch", "checkpointed", "saved", "dispatched", "adamw", "adamw_beside")
+SECONDS = ("launch", "issued", "checkpointed", "saved", "dispatched", "adamw", "adamw_beside")
 
 # Rows are tokens, columns a layer's widths: thin ones for decoding and small batches, large ones for training.
 CUDA_GEMMS = (

@@ -1,5 +1,7 @@
 """The host's paces: seconds of what it does to issue a step, timed on blocks so small that the device waits for it.
 
+`launch` is a bare kernel's. `issued` is an operation's of a model, with its module and autograd's part: a row of blocks,
+forward and backward, takes ROW of them.
 Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
@@ -21,13 +23,22 @@ from fullshard.on_torch.tracing.tally import tallied
 from fullshard.plan import Remat
 from fullshard.presets import LlamaSize
 
-ROUNDS, GLANCES, BLOCKS, LEAST = 5, 2, 6, 1e-9  # as many blocks in a row as let Python's garbage collector have its share
+ROUNDS, GLANCES, CLOCKED, LEAST = 5, 2, 15, 1e-9
+BLOCKS = 6  # as many in a row as let Python's garbage collector have its share
+ROW = 668.0  # operations' worth of the host's time: from the same steps as `timeline.ON_GPU`
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 
 
 def paces(device: torch.device) -> dict[str, float]:
-    """`launch`, `checkpointed`, `saved` and `dispatched`, in about a second."""
-    return {"launch": launch(device), **remat_paces(device)}
+    """`launch`, `checkpointed`, `saved` and `dispatched`, and a GPU's host's `issued`, in a second or two."""
+    found = {"launch": launch(device), **remat_paces(device)}
+    return found | ({"issued": issued(device)} if device.type == "cuda" else {})
+
+
+def issued(device: torch.device) -> float:
+    """Seconds of an operation: the middle of some glances."""
+    clock = issue_clock(device)
+    return statistics.median(clock() for _ in range(CLOCKED)) / ROW
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:
