@@ -16,6 +16,8 @@ from fullshard.planner.home_words import home_words
 from fullshard.strategies import STRATEGIES, choose
 
 REMATS = ("none", "selective", "full")  # from the fastest to the leanest
+# Plans, each after what it is called, that differ in remat alone, the fastest first: one that fits makes the others pointless.
+Family = list[tuple[str, Plan]]
 
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
@@ -91,8 +93,8 @@ def refuse_idle_backlog(wanted: Wanted) -> None:
         )
 
 
-def families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
-    """Plans that differ in remat alone, the fastest first: one that fits makes the others pointless."""
+def strategies(wanted: Wanted) -> Iterator[list[Family]]:
+    """A strategy's families, whose micro-batches grow."""
     axes = {tensor: list(_shapes(wanted, wanted.cluster.devices // tensor)) for tensor in _tensor_axes(wanted)}
     if not any(axes.values()):
         ranks = wanted.cluster.devices // max(axes)
@@ -103,11 +105,9 @@ def families(wanted: Wanted) -> Iterator[list[tuple[str, Plan]]]:
     made = 0
     for tensor, shapes in axes.items():
         for name, own in _strategies(wanted, wanted.cluster.devices // tensor, tensor):
-            for micro, accumulate in shapes:
-                family = list(_family(wanted, name, own, micro, accumulate, tensor))
-                made += len(family)
-                if family:
-                    yield family
+            found = [list(_family(wanted, name, own, micro, accumulate, tensor)) for micro, accumulate in shapes]
+            made += sum(map(len, found))
+            yield [family for family in found if family]
     if not made:
         raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
 

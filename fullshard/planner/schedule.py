@@ -71,10 +71,15 @@ def schedule(
 
 
 def chunks(vocabulary: int, tokens: int) -> list[int]:
-    """Tokens of each chunk of the chunked loss, as `on_torch.chunked` cuts them."""
-    chunk = max(1, CHUNK_BUDGET // (CHUNK_BYTES * vocabulary))
-    chunk -= chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0
+    """Tokens of each chunk of the chunked loss."""
+    chunk = largest_chunk(vocabulary)
     return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
+
+
+def largest_chunk(vocabulary: int) -> int:
+    """Tokens of a chunk of the chunked loss, where there are enough, as `on_torch.chunked` cuts them."""
+    chunk = max(1, CHUNK_BUDGET // (CHUNK_BYTES * vocabulary))
+    return chunk - (chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0)
 
 
 def _costs(plan: Plan, description: Description, loss: str) -> Costs:

@@ -7,8 +7,9 @@ proportion; the finalists are estimated whole.
 
 import heapq
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fullshard.cluster import Cluster
@@ -17,7 +18,8 @@ from fullshard.errors import FullshardError
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.pieces import BACKLOG
 from fullshard.plan import Batch, Plan, Prefetch
-from fullshard.planner.candidates import Wanted, families, precision_of, refuse_idle_backlog, want
+from fullshard.planner.candidates import Family, Wanted, precision_of, refuse_idle_backlog, want
+from fullshard.planner.contest import Candidate, Contest
 from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, host_available
 from fullshard.planner.home_words import home_words
 from fullshard.planner.homes import waits_for_norm
@@ -29,6 +31,7 @@ from fullshard.strategies import choose
 from fullshard.text import bytes_text, seconds_text
 
 MOST_HOUSED = 8  # candidates with homes elsewhere that are estimated whole
+GAIN = 0.995  # of the seconds found: what promises less than this gain is not worth a look
 
 
 @dataclass(frozen=True)
@@ -54,20 +57,6 @@ class Found:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.plan, self.estimate))
-
-
-@dataclass
-class Candidate:
-    """A plan under consideration, with what a thinned model says of it."""
-
-    label: str
-    plan: Plan
-    needed: int
-    seconds: float
-    exposed: dict[str, float] = field(default_factory=dict)
-    ladder: Ladder | None = None  # if parts of it have to leave the device
-    height: float = 0.0
-    sure: bool = False  # whether its height knows of the allocator
 
 
 Final = tuple[Candidate, Estimate]
@@ -97,34 +86,28 @@ def find_plan(
     wanted = replace(wanted, clip=clip, disk=disk)
     refuse_idle_backlog(wanted)
     room, thin = available(cluster, limit), _thin(wanted)
-    final, fitting, failing = _searched(wanted, thin, room)
+    final, contest, housed = _searched(wanted, thin, room)
     if final is None:
-        raise FullshardError(_nothing_fits(wanted, thin, [*failing, *fitting], room))
+        raise FullshardError(_nothing_fits(wanted, thin, [*contest.all, *housed], room))
     best, exact = _staged(wanted, thin, *final)
-    alternatives = _alternatives(best, fitting, failing, room)
-    return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(fitting) + len(failing))
+    alternatives = _alternatives(best, contest, housed, room)
+    return Found(best.plan, exact, alternatives, time.perf_counter() - began, len(contest.all) + len(housed))
 
 
 # -- choosing ------------------------------------------------------------------------------------------------
 
 
-def _searched(wanted: Wanted, thin: Thin, room: int) -> tuple[Final | None, list[Candidate], list[Candidate]]:
-    """The best, if anything fits, and the candidates that seemed to and that did not."""
-    fitting: list[Candidate] = []
-    failing: list[Candidate] = []
-    every = list(families(wanted))
-    before: Candidate | None = None
-    for family in every:
-        candidate = before = _first_that_fits(thin, _left(family, before), room)
-        (fitting if candidate.needed <= room else failing).append(candidate)
-    final = _finals(wanted, thin, sorted(fitting, key=lambda c: c.seconds), room)
+def _searched(wanted: Wanted, thin: Thin, room: int) -> tuple[Final | None, Contest, list[Candidate]]:
+    """The best, if anything fits, and the candidates that were looked at: on the device alone, and with homes elsewhere."""
+    contest = Contest(wanted, thin, room)
+    final, housed = _finals(wanted, thin, contest), []
     for spill, all_cores in _resorts(wanted):
         if final is None:
             onward = replace(wanted, spill=spill)
-            housed = [c for family in every for c in _housed(onward, thin, family, room, all_cores)]
-            final = _best_housed(onward, thin, housed, room)
-            fitting += housed
-    return final, fitting, failing
+            these = [c for family in contest.families for c in _housed(onward, thin, family, room, all_cores)]
+            final = _best_housed(onward, thin, these, room)
+            housed += these
+    return final, contest, housed
 
 
 def _resorts(wanted: Wanted) -> list[tuple[bool, bool]]:
@@ -134,35 +117,7 @@ def _resorts(wanted: Wanted) -> list[tuple[bool, bool]]:
     return [(spill, cores) for spill in spills for cores in ((False, True) if "cpu_share" not in wanted.fix else (False,))]
 
 
-def _left(family: list[tuple[str, Plan]], before: Candidate | None) -> list[tuple[str, Plan]]:
-    """Of a family, what may fit where the one before it is the same with smaller micro-batches, and had to go as far as it did.
-    A step of one micro-batch keeps no sums of gradients, and may fit all the same."""
-    if before is None or family[0][1].batch.accumulate == 1:
-        return family
-    wider = replace(before.plan, batch=family[0][1].batch)
-    return next((family[i:] for i, (_, plan) in enumerate(family) if plan == wider), family)
-
-
-def _first_that_fits(thin: Thin, family: list[tuple[str, Plan]], room: int) -> Candidate:
-    """The fastest of a family that fits, or the leanest if none does: that one is looked at second, since nothing
-    between the two need be tried if it fails."""
-    order = [0, len(family) - 1, *range(1, len(family) - 1)] if len(family) > 1 else [0]
-    best: Candidate | None = None
-    for i in order:
-        label, plan = family[i]
-        needed = thin.needed(plan)
-        if needed <= room:
-            best = Candidate(label, plan, needed, 0.0)
-            if i == 0:
-                break
-        elif i == order[-1 if len(order) == 1 else 1]:
-            return Candidate(label, plan, needed, float("inf"))
-    assert best is not None
-    found = thin.timeline(best.plan)
-    return replace(best, seconds=found.seconds, exposed=found.exposed)
-
-
-def _housed(wanted: Wanted, thin: Thin, family: list[tuple[str, Plan]], room: int, all_cores: bool) -> Iterator[Candidate]:
+def _housed(wanted: Wanted, thin: Thin, family: Family, room: int, all_cores: bool) -> Iterator[Candidate]:
     """What of a family fits when parts of it rest elsewhere. Strategies that keep parameters whole only make it harder,
     and on one device all are the same."""
     unit = family[0][1].units[0]
@@ -191,15 +146,22 @@ def _backlogs(wanted: Wanted, plan: Plan) -> tuple[int | None, ...]:
     return (None,) if late or plan.backlog is not None else (None, BACKLOG)
 
 
-def _finals(wanted: Wanted, thin: Thin, ranked: list[Candidate], room: int) -> Final | None:
-    """The fastest of the ranked that fits when it is estimated whole, the allocator included, after small changes that help
-    it: they are looked at until none behind promises more than what was found."""
+def _finals(wanted: Wanted, thin: Thin, contest: Contest) -> Final | None:
+    """The fastest that fits when it is estimated whole, the allocator included, after small changes that help it: always the
+    one that promises most is looked at, until none promises more than what was found."""
     best: Final | None = None
-    for candidate in ranked:
-        if best is not None and candidate.seconds >= best[1].step_seconds:
+    tried: list[Candidate] = []
+    while candidate := contest.fastest([c for c in contest.left if c not in tried]):
+        if best is not None and candidate.seconds >= GAIN * best[1].step_seconds:
             break
-        final = _final(wanted, thin, candidate, room)
-        if final and (best is None or final[1].step_seconds < best[1].step_seconds):
+        likely = _reserved(thin, candidate.plan)
+        final = _final(wanted, thin, candidate, contest.room) if likely <= contest.room else None
+        if final is None:
+            candidate.needed = max(candidate.needed, likely)
+            contest.advance(candidate)
+            continue
+        tried.append(candidate)
+        if best is None or final[1].step_seconds < best[1].step_seconds:
             best = final
     return best
 
@@ -209,7 +171,8 @@ def _final(wanted: Wanted, thin: Thin, candidate: Candidate, room: int, beaten: 
     candidate.needed = tried.needed
     if tried.found is None:
         return None
-    return replace(candidate, plan=tried.plan, seconds=tried.found.step_seconds, exposed=tried.found.exposed), tried.found
+    found = tried.found
+    return Candidate(candidate.label, tried.plan, tried.needed, found.step_seconds, found.exposed, candidate.ladder), found
 
 
 def _best_housed(wanted: Wanted, thin: Thin, housed: list[Candidate], room: int) -> Final | None:
@@ -312,18 +275,20 @@ def _deeper_prefetch(wanted: Wanted, plan: Plan) -> Plan | None:
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-def _alternatives(best: Candidate, fitting: list[Candidate], failing: list[Candidate], room: int) -> list[Alternative]:
+def _alternatives(best: Candidate, contest: Contest, housed: list[Candidate], room: int) -> list[Alternative]:
     """The best of each other strategy, and why it lost."""
     shown: dict[str, Alternative] = {}
-    mine = _name(best)
-    for candidate in sorted(fitting, key=lambda c: c.seconds):
-        if _name(candidate) != mine and _name(candidate) not in shown and candidate.needed <= room:
-            reason = _why_slower(candidate, best)
-            shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
-    for candidate in sorted([*failing, *fitting], key=lambda c: c.needed):
-        if _name(candidate) != mine and _name(candidate) not in shown:
-            reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
-            shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
+    others: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in (c for c in [*contest.all, *housed] if _name(c) != _name(best)):
+        others[_name(candidate)].append(candidate)
+    fitting = [contest.fastest(alike) for alike in others.values()]
+    for candidate in sorted((c for c in fitting if c), key=lambda c: c.seconds):
+        reason = _why_slower(candidate, best)
+        shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
+    leanest = [contest.leanest(alike) for name, alike in others.items() if name not in shown]
+    for candidate in sorted(leanest, key=lambda c: c.needed):
+        reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
+        shown[_name(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
     return list(shown.values())
 
 
@@ -346,7 +311,7 @@ def _name(candidate: Candidate) -> str:
 
 def _nothing_fits(wanted: Wanted, thin: Thin, failing: list[Candidate], room: int) -> str:
     """What the leanest plan lacks, and the smallest change that would do."""
-    leanest = min(failing, key=lambda c: c.needed)
+    leanest = Contest.leanest(failing)
     ways = [_freed(wanted, thin, leanest, room), _looser(wanted, room), _more_devices(wanted, room)]
     ways += [_shorter(wanted, thin, leanest, room)]
     hint = f"; {' or '.join(w for w in ways if w)} would fit" if any(ways) else ""

@@ -8,7 +8,7 @@ from fullshard.costs import Costs, Trace
 from fullshard.description import Description
 from fullshard.plan import Plan
 from fullshard.planner.memory import highest, predict
-from fullshard.planner.timeline import Timeline, timeline
+from fullshard.planner.timeline import Timeline, kernels_seconds, timeline
 
 FEW, MORE = 3, 5  # blocks of a thinned model
 SURE = 0.8  # of what the allocator loses with a few blocks: it may be that much less with all of them
@@ -23,6 +23,7 @@ class Thin:
         self.known: dict[int, tuple[Plan, tuple[int, dict[str, int]]]] = {}
         self.lost: dict[int, tuple[Plan, int]] = {}
         self.times: dict[int, tuple[Plan, Timeline]] = {}
+        self.kernels: dict[tuple[Any, ...], float] = {}
         self.models = [thinned(description, n) for n in (FEW, MORE)]
         counts = [len(blocks_of(m)) for m in self.models]
         self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
@@ -68,6 +69,14 @@ class Thin:
 
     def _extended(self, few: int, more: int) -> int:
         return int(more + self.step * (more - few))
+
+    def least(self, plan: Plan) -> float:
+        """Seconds that no step of this batch and remat is below, whatever its strategy: its kernels, one after the other."""
+        key = (plan.batch, plan.mesh.tensor, plan.precision, plan.compile, tuple(u.remat for u in plan.units))
+        if key not in self.kernels:
+            few, more = (kernels_seconds(thin_plan(plan, m), m, self.cluster, self.common["loss"]) for m in self.models)
+            self.kernels[key] = more + self.step * (more - few)
+        return self.kernels[key]
 
     def timeline(self, plan: Plan) -> Timeline:
         if id(plan) not in self.times:

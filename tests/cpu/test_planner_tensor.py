@@ -12,7 +12,7 @@ from fullshard import on_torch
 from fullshard.costs import TENSOR_AXIS, evaluate
 from fullshard.on_torch.models import GPT, Llama
 from fullshard.planner import memory, replay
-from fullshard.planner.candidates import Wanted, families
+from fullshard.planner.candidates import Wanted, strategies
 from fullshard.planner.schedule import schedule
 from fullshard.planner.timeline import timeline
 from fullshard.presets import GPTSize, LlamaSize
@@ -92,9 +92,9 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
 
 def test_the_search_tries_tensor_axes_that_were_traced():
     wanted = Wanted(description(50), fs.Cluster.load("4xh100"), TOKENS, 4, loss="plain")
-    assert {plan.mesh.tensor for family in families(wanted) for _, plan in family} == {1, 2}
+    assert {plan.mesh.tensor for families in strategies(wanted) for family in families for _, plan in family} == {1, 2}
     chunked = dataclasses.replace(wanted, loss="chunked")  # which a split head cannot have
-    assert {plan.mesh.tensor for family in families(chunked) for _, plan in family} == {1}
+    assert {plan.mesh.tensor for families in strategies(chunked) for family in families for _, plan in family} == {1}
     fixed = fs.find_plan(
         description(50), fs.Cluster.load("4xh100"), sequence=TOKENS, global_batch=4, loss="plain", fix={"tensor": 2}
     )
