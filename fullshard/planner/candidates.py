@@ -4,7 +4,7 @@ Makes plans and says nothing of what they cost; homes elsewhere come later, wher
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fullshard.cluster import Cluster
@@ -24,6 +24,7 @@ FIXABLE = {
     "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
+OWN = {"replicate": "hybrid", "reshard": "hpz"}  # choices of one strategy, which they fix with them
 OF_UPDATES = ("staging", "cpu_share", "backlog")  # of the whole plan; recipes have them under home, as they may be here
 
 
@@ -82,6 +83,13 @@ def want(
             raise FullshardError(
                 f"{name} = {value!r} is not {'a ' if FIXABLE[name] is not int else 'an '}{FIXABLE[name].__name__}"
             )
+    if fix.get("remat", "none") not in REMATS:
+        known = ", ".join(REMATS)
+        raise FullshardError(f"unknown remat {fix['remat']!r}{nearest(fix['remat'], list(REMATS))} (known: {known})")
+    for name, owner in OWN.items():
+        if name in fix and fix.setdefault("strategy", owner) != owner:
+            given = fix["strategy"]
+            raise FullshardError(f"{name} = {fix[name]} has no effect with strategy = {given!r}; leave it out, or fix {owner!r}")
     return Wanted(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
 
 
@@ -103,13 +111,19 @@ def strategies(wanted: Wanted) -> Iterator[list[Family]]:
             f"{_fixed(wanted, 'micro_batch', 'accumulate')}; give a multiple of {ranks * wanted.fix.get('micro_batch', 1)}"
         )
     made = 0
+    refused: list[FullshardError] = []
     for tensor, shapes in axes.items():
         for name, own in _strategies(wanted, wanted.cluster.devices // tensor, tensor):
-            found = [list(_family(wanted, name, own, micro, accumulate, tensor)) for micro, accumulate in shapes]
-            made += sum(map(len, found))
-            yield [family for family in found if family]
+            first = _family(wanted, name, own, tensor, refused) if shapes else []
+            families = [_shaped(wanted, name, own, first, shape, refused) for shape in shapes]
+            made += sum(map(len, families))
+            yield [family for family in families if family]
     if not made:
-        raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
+        raise (
+            refused[0]
+            if refused
+            else FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
+        )
 
 
 def _tensor_axes(wanted: Wanted) -> list[int]:
@@ -159,16 +173,28 @@ def _strategies(wanted: Wanted, ranks: int, tensor: int) -> Iterator[tuple[str, 
             yield name, own
 
 
-def _family(
-    wanted: Wanted, name: str, own: dict[str, Any], micro: int, accumulate: int, tensor: int
-) -> Iterator[tuple[str, Plan]]:
-    fix = wanted.fix
+def _shaped(
+    wanted: Wanted, name: str, own: dict[str, Any], plans: list[Plan], shape: tuple[int, int], refused: list[FullshardError]
+) -> Family:
+    """Plans with this micro-batch and as many of them, and what they are called."""
+    micro, accumulate = shape
+    try:
+        batch = Batch(micro, wanted.sequence, accumulate, wanted.fix.get("sync", "every"))
+        shaped = [replace(plan, batch=batch) for plan in plans]
+    except FullshardError as error:
+        refused.append(error)
+        return []
+    return [(_label(name, own, plan), plan) for plan in shaped]
+
+
+def _family(wanted: Wanted, name: str, own: dict[str, Any], tensor: int, refused: list[FullshardError]) -> list[Plan]:
+    """Plans of a strategy that differ in remat."""
+    found, fix = [], wanted.fix
     blocks = any(u.kind == "block" for u in wanted.description.units)
     for remat in REMATS if blocks else ("none",):
         if fix.get("remat", remat) != remat:
             continue
         depth = fix.get("prefetch", 1)
-        sync = fix.get("sync", "every")
         try:
             plan = choose(
                 name,
@@ -177,18 +203,18 @@ def _family(
                 tensor=tensor,
                 **own,
                 precision=precision_of(wanted),
-                batch=Batch(micro, wanted.sequence, accumulate, sync),
+                batch=Batch(1, wanted.sequence),
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
                 compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
                 home=_least_away(wanted.homes),
                 **{key: fix[key] for key in OF_UPDATES if key in fix},
             )
-        except FullshardError:
-            if fix:
-                raise
+        except FullshardError as error:
+            refused.append(error)
             continue
-        yield _label(name, own, plan), plan
+        found.append(plan)
+    return found
 
 
 def _least_away(fixed: dict[str, Any]) -> Home:

@@ -82,7 +82,7 @@ def largest_chunk(vocabulary: int) -> int:
     return chunk - (chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0)
 
 
-def _costs(plan: Plan, description: Description, loss: str) -> Costs:
+def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
     """The description's costs; refuses what they do not tell."""
     if description.costs is None:
         raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
@@ -109,7 +109,7 @@ class _Step:
     """FSDP's state while the schedule is written: which units are whole, which gathers are under way."""
 
     def __init__(self, plan: Plan, description: Description, loss: str, clip: bool):
-        costs = _costs(plan, description, loss)
+        costs = costs_of(plan, description, loss)
         self.plan = plan
         self.late = waits_for_norm(plan, clip)
         self.groups = groups(plan, description)

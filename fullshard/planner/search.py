@@ -400,5 +400,6 @@ def _reserved(thin: Thin, plan: Plan) -> int:
 def summary(found: Found) -> str:
     """The winner, and why the runners-up lost."""
     lines = [f"{a.label}: {a.reason}" for a in found.alternatives]
-    head = f"{found.considered} plans considered in {seconds_text(found.search_seconds)}; the others:"
+    plans = "1 plan" if found.considered == 1 else f"{found.considered} plans"
+    head = f"{plans} considered in {seconds_text(found.search_seconds)}{'; the others:' if lines else ''}"
     return "\n".join([head, *[f"  {line}" for line in lines]])

@@ -19,7 +19,7 @@ from fullshard.planner.groups import Group, groups, item
 from fullshard.planner.homes import Away, Waiting, slots_of
 from fullshard.planner.links import axis, collective_seconds, spread_of
 from fullshard.planner.moments import is_compiled, moments
-from fullshard.planner.schedule import Operation, chunks, schedule
+from fullshard.planner.schedule import Operation, chunks, costs_of, schedule
 from fullshard.planner.transfers import Transfers, balance
 from fullshard.planner.work import Machine, Work
 
@@ -97,8 +97,7 @@ def timeline(
 
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
     """What a step's own kernels keep the device busy for, at least: whatever the strategy."""
-    assert description.costs is not None
-    costs, batch, found = description.costs.on(plan.mesh.tensor), plan.batch, 0.0
+    costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
     machine = Machine(cluster, plan.precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
     for moment, _, section in moments(plan, costs, loss):
         shapes = [(batch.micro_batch, batch.sequence)]

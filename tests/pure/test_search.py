@@ -108,6 +108,24 @@ def test_several_choices_after_one_fix_and_a_price():
     assert found["estimate"]["price"] == pytest.approx(8 / (3600 * rate) * 1e6)
 
 
+def test_what_a_choice_cannot_be_fixed_for_is_left_out():
+    """One micro-batch alone, and ZeRO-1, which reduces at the end anyway, cannot wait with their reductions: others can."""
+    found = find_plan(
+        presets.describe("llama-1.5b"), Cluster.named("8xh100"), sequence=2048, global_batch=32, fix={"sync": "last"}
+    )
+    assert found.plan.batch.sync == "last"
+    assert found.plan.batch.accumulate > 1
+    assert not any(a.label.startswith("zero1") for a in found.alternatives)
+
+
+def test_a_choice_of_one_strategy_fixes_the_strategy():
+    hybrid = find_plan(
+        presets.describe("llama-1.5b"), Cluster.named("16xh100"), sequence=2048, global_batch=16, fix={"replicate": 4}
+    )
+    assert (hybrid.plan.mesh.replicate, hybrid.plan.mesh.shard) == (4, 4)
+    assert hybrid.alternatives == []
+
+
 def test_nothing_is_gathered_twice_where_the_network_is_thin():
     found = find_plan(presets.describe("llama-125m"), Cluster.named("64xrtx4090"), sequence=1024, global_batch=64)
     assert all(u.reshard is False for u in found.plan.units)
@@ -117,6 +135,10 @@ def test_nothing_is_gathered_twice_where_the_network_is_thin():
 
 
 WRONG = {
+    "plan llama3-8b --cluster 8xh100 --sequence 4096 --fix remat=ful": "unknown remat 'ful'; did you mean 'full'?",
+    "plan llama3-8b --cluster 8xh100 --sequence 4096 --fix strategy=zero3 replicate=2": "no effect with strategy = 'zero3'",
+    "plan llama3-8b --cluster 8xh100 --sequence 4096 --fix reshard=2 strategy=ddp": "no effect with strategy = 'ddp'",
+    "plan llama3-8b --cluster 8xh100 --sequence 4096 --fix sync=last": "no effect with batch.accumulate = 1",
     "plan lama3-8b --cluster 8xh100": "unknown model 'lama3-8b'",
     "plan llama3-8b --cluster 8xh10": "unknown device 'h10'",
     "plan llama3-8b --cluster 0xh100": "a cluster has 1 to 16384 devices",
@@ -134,7 +156,7 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --fix strategy=zero4": "unknown strategy 'zero4'",
     "plan llama3-8b --cluster 8xh100 --fix micro_batch=two": "micro_batch = 'two' is not an int",
     "plan llama3-8b --cluster 8xh100 --fix micro_batch=3": "a global batch of 8 cannot be cut for 8 data ranks",
-    "plan llama3-8b --cluster 8xh100 --fix remat=some": "no plan can be made with remat = 'some'",
+    "plan llama3-8b --cluster 8xh100 --fix remat=some": "unknown remat 'some'",
     "plan llama3-8b --cluster 8xh100 --global-batch 12": "a global batch of 12 cannot be cut for 8 data ranks",
     "plan llama3-8b --cluster 8xh100 --global-batch -8": "the global batch must be at least 1, not -8",
     "plan llama3-8b --cluster 8xh100 --sequence 0": "the sequence must be at least 1, not 0",
