@@ -27,6 +27,7 @@ SOURCE = Path(__file__).with_name("update.c")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 CHUNK = 1 << 20  # elements of a call to torch: milliseconds
 SECONDS = 60  # that a compiler may take
+FUSES = {b"fma", b"asimd"}  # instructions, of x86 and Arm, that multiply and add with one rounding, as torch's kernels do
 
 
 class Numbers(ctypes.Structure):
@@ -126,7 +127,7 @@ def library() -> ctypes.CDLL | None:
     """update.c, compiled for this machine, from a folder of the user's; None where that does not work."""
     try:
         source, machine = SOURCE.read_bytes(), _machine()
-        if b" fma " not in machine:
+        if not FUSES & set(machine.split()):
             return None
         key = hashlib.sha256(source + machine + " ".join(FLAGS).encode()).hexdigest()[:24]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fullshard"
@@ -141,7 +142,7 @@ def library() -> ctypes.CDLL | None:
 def _machine() -> bytes:
     """The instructions that this CPU has: homes are shared by machines that differ in them."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    return next((line + b" " for line in lines if line.startswith(b"flags")), b"")
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
 def _compile(target: Path) -> None:

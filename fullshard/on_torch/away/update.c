@@ -1,7 +1,7 @@
 /* Adam's update of a run of parameters by a few cores, in one pass over memory: the gradient as it came, in bf16 or fp32,
    and the new parameter also in bf16; the master as it is, or packed (packing.py). Step by step the arithmetic of torch's
-   fused kernels for the CPU, so that both give the same bits. Each core takes the next chunk when it is done with its own: on rented machines they are not equally fast.
-   Compiled by one_pass.py. */
+   fused kernels for the CPU, so that both give the same bits. Each core takes the next chunk when it is done with its own:
+   on rented machines they are not equally fast. Compiled by one_pass.py. */
 
 #include <math.h>
 #include <stddef.h>
@@ -61,6 +61,13 @@ static inline float marked(float second, float value, uint16_t rounded) {
 #define READ_PACKED(i) float p = whole(rounded[i], master[i], second[i]), v = float_of(bits_of(second[i]) & ~SIGN)
 #define WRITE_PACKED(i) rounded[i] = narrow(p), master[i] = (uint16_t)bits_of(p), second[i] = marked(v, p, narrow(p))
 
+/* Which of the two products is rounded before they are added: as torch's kernels are compiled. */
+#ifdef __aarch64__
+#define SECOND(v, g) fmaf(v, beta2, rest2 * g * g)
+#else
+#define SECOND(v, g) fmaf(rest2 * g, g, v * beta2)
+#endif
+
 #define UPDATE(NAME, MASTER, GRADIENT, READ, WRITE, WIDEN)                                                                    \
     static void NAME##_chunk(MASTER *restrict master, const GRADIENT *restrict gradient, float *restrict first,               \
                              float *restrict second, uint16_t *restrict rounded, ptrdiff_t count, const struct numbers *n) {  \
@@ -72,7 +79,7 @@ static inline float marked(float second, float value, uint16_t rounded) {
             p = p * kept;                                                                                                     \
             float g = fmaf(p, decay, WIDEN(gradient[i]) * f0 * f1);                                                           \
             float m = fmaf(lerp, g - first[i], near_gradient != 0.0f ? g : first[i]);                                         \
-            v = fmaf(rest2 * g, g, v * beta2);                                                                                \
+            v = SECOND(v, g);                                                                                                 \
             p = p + step * m / (sqrtf(v) / root + eps);                                                                       \
             first[i] = m;                                                                                                     \
             WRITE(i);                                                                                                         \
