@@ -116,17 +116,14 @@ class Contest:
         self.left: list[Candidate] = []
         self.failed: list[Candidate] = []
         every = [families for families in strategies(wanted) if families]
-        leanest = {_first(families).mesh.tensor: Rising(thin, families) for families in every if _is_zero3(_first(families))}
+        zero3 = {_first(families).mesh.tensor: Rising(thin, families) for families in every if _is_zero3(_first(families))}
         for families in every:
-            plan, self.families = _first(families), self.families + families
-            zero3 = leanest.get(plan.mesh.tensor)
-            own = (
-                zero3
-                if zero3 and _is_zero3(plan)
-                else Rising(thin, families, zero3 if plan.units[0].layout == "sharded" else None)
-            )
-            for entry in (Entry(family, own) for family in families):
+            plan = _first(families)
+            below = zero3.get(plan.mesh.tensor) if plan.units[0].layout == "sharded" else None
+            rising = below if below and _is_zero3(plan) else Rising(thin, families, below)
+            for entry in (Entry(family, rising) for family in families):
                 (self.left if entry.advance(room) else self.failed).append(entry)
+            self.families += families
 
     @property
     def all(self) -> list[Candidate]:
@@ -134,7 +131,7 @@ class Contest:
 
     def fastest(self, among: list[Candidate]) -> Candidate | None:
         """Of these, by thinned models, if any fits."""
-        among = [c for c in among if c not in self.failed and c.needed <= self.room]
+        among = [c for c in among if c not in self.failed and (isinstance(c, Entry) or c.needed <= self.room)]
         while among:
             best = min(among, key=lambda c: c.seconds)
             if not isinstance(best, Entry) or best.timed:
