@@ -118,12 +118,10 @@ def strategies(wanted: Wanted) -> Iterator[list[Family]]:
             families = [_shaped(wanted, name, own, first, shape, refused) for shape in shapes]
             made += sum(map(len, families))
             yield [family for family in families if family]
+    if not made and refused:
+        raise refused[0]
     if not made:
-        raise (
-            refused[0]
-            if refused
-            else FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
-        )
+        raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
 
 
 def _tensor_axes(wanted: Wanted) -> list[int]:
