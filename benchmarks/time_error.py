@@ -1,15 +1,19 @@
 """Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
 
     python -m benchmarks.time_error --out FOLDER
-    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --visits 3
+    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --visits 8 --seconds 0.7
 
 First times the machine (`measure`), then steps of each case: the median of at least twelve, and of as many as take three
-seconds, after three to warm up. `issue` is how long the host took to issue a step. On a shared machine the host's pace
-changes within seconds, so it is felt before and after every step: how long a row of tiny blocks takes it (`felt`), which is
-what `issued` of the file is by. It also drifts from minute to minute: with several `visits` all cases are timed, and then
-all of them again, and a row has the steps of each time. Three predictions: `predicted` is what the file says of a host that
-is slower or faster by as much, step by step; `predicted_by_middle`, of a host of the call's middle pace, the same for all
-rows; `predicted_by_file`, of the file as it is. Rows of earlier tables have `paces` instead, and go by their middle.
+seconds, after three to warm up. `issue` is how long the host took to issue a step.
+
+On a shared machine the host's pace changes within seconds, and drifts from minute to minute. With several `visits` the cases
+take turns, each in a process of its own that waits while the others run, and before every turn the host's paces are timed as
+`measure` times them: the file's are the middle of them all, so that the file and the steps are of the same minutes. The cases
+must fit into the device's memory together, at rest, and a driver may allow no more than fifteen processes beside this one.
+
+Three predictions: `predicted_by_file` is what the cluster file says; `predicted`, of a host that is slower or faster by what
+was felt before and after every step (`felt`: a row of tiny blocks, which is what `issued` of the file is by), step by step;
+`predicted_by_middle`, of a host of the middle of what was felt. Rows of earlier tables have `paces` instead of `felt`.
 """
 
 import argparse
@@ -19,7 +23,11 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +40,11 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.measuring.paces import ROW, issue_clock, middle
+from fullshard.on_torch.measuring.paces import ROW, issue_clock, middle, paces
 from fullshard.planner.timeline import timeline
 
 WARM, STEPS = 3, 12  # steps before those that are timed, and the least of these
+AT_ONCE = 4  # models that are made at a time
 PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
 
 
@@ -54,13 +63,132 @@ def main() -> None:
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     chosen = [c for c in CASES if any(fnmatch.fnmatch(c.name, only) for only in args.only) and c.trained != "norms"]
     found: dict[str, dict[str, Any]] = {}
-    for case in chosen * args.visits:
-        row = found[case.name] = together(found.get(case.name), measure(case, args.seconds))
-        print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "issues", "felt")}), flush=True)
+
+    def keep(row: dict[str, Any]) -> None:
+        row = found[row["name"]] = together(found.get(row["name"]), row)
+        print(json.dumps({k: v for k, v in row.items() if k not in ("case", "visits", "steps", "issues", "felt")}), flush=True)
         (args.out / "time.json").write_text(json.dumps({**about, "rows": list(found.values())}, indent=1))
+
+    if args.visits > 1:
+        beside: list[dict[str, float]] = []
+        cluster.save(args.out / "cluster-before.json")
+        for row in in_turns(chosen, args.visits, args.seconds, lambda: beside.append(paces(torch.device("cuda")))):
+            keep(row)
+            paced(cluster, middle(beside)).save(args.out / "cluster.json")
+            (args.out / "paces.json").write_text(json.dumps(beside, indent=1))
+    else:
+        for case in chosen:
+            keep(measure(case, args.seconds))
     if not args.no_predict:
-        rows = predict_all(list(found.values()), cluster)
+        rows = predict_all(list(found.values()), Cluster.load(args.out / "cluster.json"))
         (args.out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+def together(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the steps of an earlier visit as well."""
+    if before is None or "failed" in before or "failed" in row:
+        return row
+    all_of = {key: before[key] + row[key] for key in ("visits", "steps", "issues", "felt")}
+    return row | all_of | {"seconds": statistics.median(all_of["steps"]), "issue": statistics.median(all_of["issues"])}
+
+
+# -- measuring ----------------------------------------------------------------------------------------
+
+
+def measure(case: Case, seconds: float) -> dict[str, Any]:
+    clean()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
+    row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
+    try:
+        row |= Steps(case).timed(seconds, STEPS)
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:500]
+    dist.destroy_process_group()
+    return row
+
+
+def in_turns(cases: list[Case], visits: int, seconds: float, before: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Rows of each visit, case by case, each in a process of its own; `before` is called before every turn."""
+    spawn = get_context("spawn")
+
+    def start(case: Case) -> Connection:
+        here, there = spawn.Pipe()
+        spawn.Process(target=take_turns, args=(case, there, seconds, -(-STEPS // visits)), daemon=True).start()
+        there.close()
+        here.recv()
+        return here
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        pipes = list(pool.map(start, cases))
+    for _ in range(visits):
+        for pipe in pipes:
+            before()
+            pipe.send(True)
+            yield pipe.recv()
+    for pipe in pipes:
+        pipe.send(False)
+
+
+def take_turns(case: Case, pipe: Connection, seconds: float, steps: int) -> None:
+    """A row whenever the pipe asks for one; between them the device's memory is the others'."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
+    row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
+    own: Steps | None = None
+
+    def turn(seconds: float, steps: int) -> None:
+        nonlocal own
+        try:
+            own = own or Steps(case)
+            pipe.send(row | own.timed(seconds, steps))
+        except Exception as error:
+            pipe.send(row | {"failed": f"{type(error).__name__}: {error}"[:500]})
+        torch.cuda.empty_cache()
+
+    turn(0.0, 1)
+    while pipe.recv():
+        turn(seconds, steps)
+
+
+class Steps:
+    """A model in its plan, and a clock beside its steps."""
+
+    def __init__(self, case: Case):
+        model = build(case)
+        plan = plan_of(case, on_torch.describe(model))
+        self.state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
+        vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
+        ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
+        self.batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
+        self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
+        self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
+        self.clock = issue_clock(torch.device("cuda"))
+
+    def timed(self, seconds: float, least: int) -> dict[str, Any]:
+        """Steps of so many seconds, and at least so many, after some to warm up."""
+        found: list[tuple[float, float]] = []
+        felt = [self.clock()]
+        for i in itertools.count():
+            if len(found) >= least and sum(taken for taken, _ in found) > seconds:
+                break
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            on_torch.train_step(self.state, self.batches, loss=self.loss, clip=1.0)
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            if i >= WARM:
+                found.append((time.perf_counter() - start, issued - start))
+            felt = [*felt, self.clock()][-len(found) - 1 :]
+        return self.size | {
+            "seconds": statistics.median(s for s, _ in found),
+            "issue": statistics.median(i for _, i in found),
+            "visits": [len(found)],
+            "steps": [seconds for seconds, _ in found],
+            "issues": [issued for _, issued in found],
+            "felt": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
+        }
+
+
+# -- predicting ---------------------------------------------------------------------------------------
 
 
 def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, Any]]:
@@ -92,60 +220,6 @@ def slower(cluster: Cluster, share: float) -> dict[str, float]:
     """The paces of the file's host if it took so many times as long."""
     timed = {name: getattr(cluster.measured, name) for name in PACES}
     return {name: share * seconds for name, seconds in timed.items() if seconds is not None}
-
-
-def together(before: dict[str, Any] | None, row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the steps of an earlier visit as well."""
-    if before is None or "failed" in before or "failed" in row:
-        return row
-    all_of = {key: before[key] + row[key] for key in ("steps", "issues", "felt")}
-    return row | all_of | {"seconds": statistics.median(all_of["steps"]), "issue": statistics.median(all_of["issues"])}
-
-
-def measure(case: Case, seconds: float) -> dict[str, Any]:
-    clean()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
-    row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
-    try:
-        row |= run_steps(case, seconds)
-    except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}"[:500]
-    dist.destroy_process_group()
-    return row
-
-
-def run_steps(case: Case, least: float) -> dict[str, Any]:
-    model = build(case)
-    plan = plan_of(case, on_torch.describe(model))
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
-    vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
-    ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
-    batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
-    loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
-    found: list[tuple[float, float]] = []
-    clock = issue_clock(torch.device("cuda"))
-    felt = [clock()]
-    for i in itertools.count():
-        if len(found) >= STEPS and sum(seconds for seconds, _ in found) > least:
-            break
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        on_torch.train_step(state, batches, loss=loss, clip=1.0)
-        issued = time.perf_counter()
-        torch.cuda.synchronize()
-        if i >= WARM:
-            found.append((time.perf_counter() - start, issued - start))
-        felt = [*felt, clock()][-len(found) - 1 :]
-    tensors = len(list(model.parameters()))
-    return {
-        "seconds": statistics.median(s for s, _ in found),
-        "issue": statistics.median(i for _, i in found),
-        "steps": [seconds for seconds, _ in found],
-        "issues": [issued for _, issued in found],
-        "felt": [(before + after) / 2 for before, after in itertools.pairwise(felt)],
-        "tensors": tensors,
-        "units": len(plan.units),
-    }
 
 
 def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float], host: dict[str, float]) -> dict[str, Any]:

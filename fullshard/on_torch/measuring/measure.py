@@ -79,8 +79,8 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Progre
     for i, (name, part) in enumerate(_parts(device, where, quick).items()):
         progress(name)
         _attempt(name, part, found)
-        if i % 3 == 0:
-            _attempt("the host's pace", lambda: _paces(device, beside), found)
+        look = paces.paces if i % 3 == 0 else paces.glance
+        _attempt("the host's pace", lambda look=look: _pace(look(device), beside), found)  # type: ignore[misc]
     values = _slowest(found)
     return cluster_of(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
 
@@ -134,9 +134,9 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
     return parts
 
 
-def _paces(device: torch.device, so_far: list[dict[str, float]]) -> dict[str, Any]:
+def _pace(found: dict[str, float], so_far: list[dict[str, float]]) -> dict[str, Any]:
     """The middle of what was found between the other parts: within a second a shared host is a third faster or slower."""
-    so_far.append(paces.paces(device))
+    so_far.append(found)
     return paces.middle(so_far)
 
 

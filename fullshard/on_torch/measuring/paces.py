@@ -31,8 +31,12 @@ TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequenc
 
 def paces(device: torch.device) -> dict[str, float]:
     """`launch`, `checkpointed`, `saved` and `dispatched`, and a GPU's host's `issued`, in a second or two."""
-    found = {"launch": launch(device), **remat_paces(device)}
-    return found | ({"issued": issued(device)} if device.type == "cuda" else {})
+    return {"launch": launch(device), **remat_paces(device), **glance(device)}
+
+
+def glance(device: torch.device) -> dict[str, float]:
+    """The one that steps hang on most, in half a second; of a CPU none, whose steps its kernels bound."""
+    return {"issued": issued(device)} if device.type == "cuda" else {}
 
 
 def issued(device: torch.device) -> float:
@@ -49,8 +53,8 @@ def issue_clock(device: torch.device) -> Callable[[], float]:
 
 
 def middle(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of every pace the median."""
-    return {name: statistics.median(f[name] for f in found) for name in found[0]}
+    """Of every pace the median of those that have it."""
+    return {name: statistics.median(f[name] for f in found if name in f) for name in dict.fromkeys(n for f in found for n in f)}
 
 
 def remat_paces(device: torch.device) -> dict[str, float]:
