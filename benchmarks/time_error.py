@@ -1,7 +1,7 @@
 """Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
 
     python -m benchmarks.time_error --out FOLDER
-    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --visits 8 --seconds 0.7
+    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --visits 12 --seconds 0.3
 
 First times the machine (`measure`), then steps of each case: the median of at least twelve, and of as many as take three
 seconds, after three to warm up. `issue` is how long the host took to issue a step.
@@ -40,12 +40,11 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
-from fullshard.on_torch.measuring.paces import ROW, issue_clock, middle, paces
+from fullshard.on_torch.measuring.paces import ROW, glance, issue_clock, middle, paces
 from fullshard.planner.timeline import timeline
 
 WARM, STEPS = 3, 12  # steps before those that are timed, and the least of these
 AT_ONCE = 4  # models that are made at a time
-PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # all by the same share: it is the host that is slower
 
 
 def main() -> None:
@@ -72,7 +71,12 @@ def main() -> None:
     if args.visits > 1:
         beside: list[dict[str, float]] = []
         cluster.save(args.out / "cluster-before.json")
-        for row in in_turns(chosen, args.visits, args.seconds, lambda: beside.append(paces(torch.device("cuda")))):
+
+        def feel() -> None:
+            look = glance if len(beside) % len(chosen) else paces  # all of them before every round
+            beside.append(look(torch.device("cuda")))
+
+        for row in in_turns(chosen, args.visits, args.seconds, feel):
             keep(row)
             paced(cluster, middle(beside)).save(args.out / "cluster.json")
             (args.out / "paces.json").write_text(json.dumps(beside, indent=1))
@@ -195,10 +199,10 @@ def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, 
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
     rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
-    host = middle_paces(rows, cluster)
+    by_middle = middle_host(rows, cluster)
     for row in rows:
         felt = [seconds / ROW / cluster.of("issued") for seconds in row.get("felt", [])]
-        found.append(row | predict(cases[row["name"]], cluster, row, felt, host))
+        found.append(row | predict(cases[row["name"]], cluster, row, felt, by_middle))
         told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
         others = f"by the middle pace {found[-1]['error_by_middle']:+.1%}, by the file alone {found[-1]['error_by_file']:+.1%}"
         print(f"{row['name']:32s} {told}, {others}", flush=True)
@@ -208,33 +212,26 @@ def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, 
     return found + failed
 
 
-def middle_paces(rows: list[dict[str, Any]], cluster: Cluster) -> dict[str, float]:
-    """Of the host, over all rows; nothing if they have none."""
+def middle_host(rows: list[dict[str, Any]], cluster: Cluster) -> Cluster:
+    """With a host of the middle pace over all rows; the cluster itself if they have none."""
     if timed := [r["paces"] for r in rows if "paces" in r]:
-        return middle(timed)
+        return paced(cluster, middle(timed))
     felt = [statistics.median(r["felt"]) / ROW for r in rows if "felt" in r]
-    return slower(cluster, statistics.median(felt) / cluster.of("issued")) if felt else {}
+    return cluster.with_host(statistics.median(felt) / cluster.of("issued")) if felt else cluster
 
 
-def slower(cluster: Cluster, share: float) -> dict[str, float]:
-    """The paces of the file's host if it took so many times as long."""
-    timed = {name: getattr(cluster.measured, name) for name in PACES}
-    return {name: share * seconds for name, seconds in timed.items() if seconds is not None}
-
-
-def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float], host: dict[str, float]) -> dict[str, Any]:
+def predict(case: Case, cluster: Cluster, row: dict[str, Any], felt: list[float], by_middle: Cluster) -> dict[str, Any]:
     """What the planner says of this machine, with links that take no time; of each step with a host that takes so many times
-    as long as the file's, `felt`, and of a host of the paces `host`."""
+    as long as the file's, `felt`."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
-    told = lambda at: timeline(plan, description, playing(paced(cluster, at), case.devices), loss=case.loss, spread=0.0)
-    by_file = told({})
-    then = told(host) if host else by_file
+    told = lambda at: timeline(plan, description, playing(at, case.devices), loss=case.loss, spread=0.0)
+    by_file, then = told(cluster), told(by_middle)
     if not felt:
         guesses, steps = [then.seconds], [row["seconds"]]
     else:
         ends, steps = sorted({min(felt), max(felt)}), row["steps"]
-        at_ends = [told(slower(cluster, share)).seconds for share in ends]
+        at_ends = [told(cluster.with_host(share)).seconds for share in ends]
         guesses = [at_ends[0] + (at_ends[-1] - at_ends[0]) * (s - ends[0]) / (ends[-1] - ends[0] or 1) for s in felt]
     return {
         "predicted": statistics.median(guesses),

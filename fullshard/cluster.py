@@ -55,6 +55,7 @@ CHECKPOINTED, SAVED, DISPATCHED = 20.0, 2.2, 2.2
 ISSUED = 1.16  # of the last: an operation of a model, with its module and autograd's part; both are Python
 
 Source = Literal["measured", "nominal"]
+PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's: of what it does to issue a step
 Quantity = Literal[
     "memory",
     "hbm",
@@ -208,6 +209,15 @@ class Cluster:
 
     def _attention(self, dtype: str) -> tuple[Attention, ...]:
         return self.measured.attention if self.measured is not None and _same(self.measured.dtype, dtype) else ()
+
+    def with_host(self, share: float) -> Self:
+        """The cluster if its hosts took `share` times as long to issue work, as other work beside them makes them do."""
+        timed = {name: seconds for name in PACES if (seconds := getattr(self.measured, name, None)) is not None}
+        measured = self.measured and dataclasses.replace(
+            self.measured, **{name: share * seconds for name, seconds in timed.items()}
+        )
+        device = dataclasses.replace(self.device, launch=share * self.device.launch)
+        return dataclasses.replace(self, device=device, measured=measured)
 
     # -- the other forms of a cluster ---------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class Prepared:
     data: TokenFile
     valid: TokenFile | None
     tokenizer: Tokenizer | None  # to sample with
-    estimate: Estimate | None  # what the planner expects, where it knows the model
+    description: Description | None  # the model's, where its costs are known
+    estimate: Estimate | None  # what the planner expects of it
     rest_seconds: float | None = None  # of a step, if its disk cost nothing
 
 
@@ -57,7 +58,7 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
     data, valid = open_data(recipe, model)
     batches(recipe, plan, data, 0)  # enough tokens for one sample
     rest = _without_disk(recipe, plan, known, ranks) if known and expected else None
-    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), expected, rest)
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), known, expected, rest)
 
 
 def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None, Description | None]:
@@ -115,9 +116,13 @@ def _without_disk(recipe: Recipe, plan: Plan, description: Description, ranks: i
     if not any(on_disk.values()):
         return None
     units = tuple(replace(u, home=replace(u.home, **on_disk[u.name])) for u in plan.units)
+    return step_seconds(recipe, replace(plan, units=units), description, cluster_of(recipe, ranks))
+
+
+def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
+    """What the planner says of a step's time alone."""
     clip = recipe.optim.clip is not None
-    common: dict[str, Any] = {"loss": recipe.train.loss, "optimizer": make_optimizer(recipe), "clip": clip}
-    return timeline(replace(plan, units=units), description, cluster_of(recipe, ranks), **common).seconds
+    return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
 def _traced(description: Description, compute: str) -> bool:

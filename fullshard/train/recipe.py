@@ -128,8 +128,8 @@ class Train(Section):
 
 
 class Planned(Section):
-    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds for the `cluster`
-    (by default the devices that are there) within `limit`; other keys are then pinned. `plan = "zero3"`,
+    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds within `limit`; other keys
+    are then pinned. `cluster` (by default the devices that are there) is what it is found and predicted for. `plan = "zero3"`,
     `plan = "auto"` and `plan = "plan.json"` are short for a table with that one key."""
 
     file: str | None = None
@@ -159,13 +159,10 @@ class Planned(Section):
 
     @model_validator(mode="after")
     def _file_or_strategy(self) -> Self:
-        if self.file is not None and (extra := changed(self) - {"file"}):
+        if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
             raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
-        for key in ("cluster", "limit"):
-            if getattr(self, key) is not None and self.strategy != "auto":
-                raise ValueError(
-                    f"{key} has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out"
-                )
+        if self.limit is not None and self.strategy != "auto":
+            raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
         for key in ("reshard", "replicate_below", "keep_whole", "remat_every"):
             if self.strategy == "auto" and key in changed(self):
                 raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")

@@ -1,26 +1,32 @@
 """Every prediction is checked: what the planner expected of a run, held against what it does."""
 
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fullshard import presets
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
 from fullshard.text import bytes_text, seconds_text
-from fullshard.train.prepare import Prepared, cluster_of
+from fullshard.train.prepare import Prepared, cluster_of, step_seconds
 
 if TYPE_CHECKING:
+    import torch
+
     from fullshard.on_torch import State
 
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
+HOST = 0.03  # and of a step, what the host's pace has to change before it is told
 
 
 class Verdict:
-    """Collects a few steps, then says how the prediction did; once."""
+    """Collects a few steps, then says how the prediction did; once.
 
-    def __init__(self, expected: Estimate):
-        self.expected = expected
+    `host` tells how many times as long as the cluster's the host takes now to issue work, and what a step takes by that.
+    """
+
+    def __init__(self, expected: Estimate, host: Callable[[], tuple[float, float]]):
+        self.expected, self.host = expected, host
         self.seconds: list[float] = []
         self.peak = 0
         self.steps = 0
@@ -37,8 +43,13 @@ class Verdict:
     def _say(self, on_gpu: bool) -> str:
         e, seconds = self.expected, statistics.median(self.seconds)
         self.numbers = {"predicted_seconds": e.step_seconds, "measured_seconds": seconds}
-        words = f"a step takes {seconds_text(seconds)}, predicted {seconds_text(e.step_seconds)}"
-        wrong = abs(e.step_seconds / seconds - 1) > TIME
+        words, predicted = f"a step takes {seconds_text(seconds)}, predicted {seconds_text(e.step_seconds)}", e.step_seconds
+        if on_gpu:
+            share, predicted = self.host()
+            self.numbers |= {"host_share": share, "predicted_with_this_host": predicted}
+            if abs(predicted / e.step_seconds - 1) > HOST:
+                words += f", {seconds_text(predicted)} with the host as it is now, at {1 / share:.2f} of the cluster's pace"
+        wrong = abs(predicted / seconds - 1) > TIME
         if on_gpu:  # a CPU's allocator keeps no count
             self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
             words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
@@ -48,12 +59,21 @@ class Verdict:
         return f"{words}: the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster"
 
 
+def with_this_host(prepared: Prepared, device: "torch.device") -> tuple[float, float]:
+    """How many times as long as the cluster's this host takes now, and a step by that. Half a second on a GPU's host."""
+    from fullshard import on_torch
+
+    assert prepared.description is not None
+    cluster = cluster_of(prepared.recipe, prepared.plan.mesh.devices)
+    share = on_torch.issued(device) / cluster.of("issued")
+    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, cluster.with_host(share))
+
+
 def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
     """What was expected, and the planner's remedies with what each costs."""
-    recipe, plan = prepared.recipe, prepared.plan
+    recipe, plan, description = prepared.recipe, prepared.plan, prepared.description
     expected = prepared.estimate
     said = f" (predicted: {bytes_text(expected.needed)} of {bytes_text(expected.available)})" if expected else ""
-    description = presets.describe(recipe.model.name) if recipe.model.name in presets.PRESETS and not recipe.lora else None
     if description is None or description.costs is None:
         helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
     else:

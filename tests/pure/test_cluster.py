@@ -5,10 +5,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from fullshard.cluster import Cluster, ClusterError, Measured
+from fullshard.cluster import Cluster, ClusterError, Measured, Quantity
 from fullshard.hardware import DEVICES, NETWORKS, NODES
 from fullshard.measured import Attention, Collective, Gemm
 
@@ -192,6 +193,16 @@ def test_what_remat_costs_the_host_follows_a_launch_until_it_is_timed():
     assert Cluster.from_dict(old).source_of("dispatched") == "nominal"
     new = dataclasses.replace(nominal, measured=dataclasses.replace(MEASURED, dispatched=9e-6))
     assert (new.of("dispatched"), new.source_of("dispatched")) == (9e-6, "measured")
+
+
+@pytest.mark.parametrize("measured", [None, {"machine": "a", "dtype": "bf16", "launch": 8e-6, "issued": 22e-6}])
+def test_a_slower_host_takes_longer_for_all_that_it_issues_and_nothing_else_changes(measured):
+    cluster = Cluster.from_dict(Cluster.load("8xh200").to_dict() | {"measured": measured})
+    slow = cluster.with_host(1.5)
+    paces = {"launch", "issued", "checkpointed", "saved", "dispatched"}
+    for quantity in get_args(Quantity):
+        assert slow.of(quantity) == pytest.approx(cluster.of(quantity) * (1.5 if quantity in paces else 1.0))
+        assert slow.source_of(quantity) == cluster.source_of(quantity)
 
 
 def test_an_operation_is_timed_itself_or_follows_one_of_selective_remat():

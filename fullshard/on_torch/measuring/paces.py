@@ -47,7 +47,8 @@ def issued(device: torch.device) -> float:
 
 def issue_clock(device: torch.device) -> Callable[[], float]:
     """What tells, in some ten milliseconds, how long the host takes now to issue a step of a row of blocks."""
-    row = _Tiny(lambda: _block(device), "none", device)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn, of numbers that a run may have its own use for
+        row = _Tiny(lambda: _block(device), "none", device)
     row.step()
     return lambda: fastest([_issue(row.step, device) for _ in range(GLANCES)])
 

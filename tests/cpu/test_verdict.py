@@ -1,0 +1,81 @@
+"""What a run says of its prediction."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.data.pack import pack
+from fullshard.train.prepare import Prepared, prepare
+from fullshard.train.recipe import load_recipe
+from fullshard.train.verdict import FIRST, LAST, Verdict, with_this_host
+
+RECIPE = """
+model.name = "llama-125m"
+data = { path = "tokens", sequence = 128 }
+optim.lr = 1e-3
+train = { steps = 9, global_batch = 2 }
+plan = { strategy = "zero3", cluster = "2xh200" }
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Prepared:
+    path = tmp_path_factory.mktemp("verdict")
+    pack(sorted(Path(json.__file__).parent.glob("*.py")), path / "tokens", workers=1)
+    (path / "recipe.toml").write_text(RECIPE)
+    return prepare(load_recipe(path / "recipe.toml", [f"data.path={path / 'tokens'}"]), 2)
+
+
+def said(prepared: Prepared, seconds: float, host: tuple[float, float], memory: dict[str, int]) -> tuple[str, Verdict]:
+    assert prepared.estimate is not None
+    verdict = Verdict(prepared.estimate, lambda: host)
+    words = [verdict.add(9.0 if i + 1 < FIRST else seconds, memory) for i in range(LAST + 2)]
+    assert [i + 1 for i, w in enumerate(words) if w] == [LAST]
+    return words[LAST - 1] or "", verdict
+
+
+def on_gpu(prepared: Prepared) -> dict[str, int]:
+    assert prepared.estimate is not None
+    return {"memory_allocated": prepared.estimate.device.allocated_bytes, "memory_reserved": 1}
+
+
+def test_a_step_that_is_slow_because_the_host_is_is_no_wrong_prediction(prepared):
+    predicted = prepared.estimate.step_seconds
+    words, verdict = said(prepared, 1.5 * predicted, (1.6, 1.48 * predicted), on_gpu(prepared))
+    assert "with the host as it is now, at 0.62 of the cluster's pace" in words
+    assert "is off" not in words
+    assert verdict.numbers["predicted_seconds"] == predicted
+    assert verdict.numbers["predicted_with_this_host"] == 1.48 * predicted
+    assert verdict.numbers["host_share"] == 1.6
+
+
+def test_a_step_that_neither_explains_is_one(prepared):
+    predicted = prepared.estimate.step_seconds
+    words, _ = said(prepared, 2 * predicted, (1.1, 1.1 * predicted), on_gpu(prepared))
+    assert words.endswith("the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster")
+    words, _ = said(prepared, predicted, (1.02, 1.001 * predicted), on_gpu(prepared) | {"memory_allocated": 1 << 40})
+    assert "host" not in words
+    assert "the prediction is off" in words
+
+
+def test_a_cpu_has_no_such_host_and_counts_no_bytes(prepared):
+    def never() -> tuple[float, float]:
+        raise AssertionError
+
+    verdict = Verdict(prepared.estimate, never)
+    words = [verdict.add(prepared.estimate.step_seconds, {"memory_allocated": 5}) for _ in range(LAST)]
+    assert words[-1] is not None
+    assert "peak" not in words[-1]
+
+
+def test_the_host_is_felt_without_a_change_of_what_is_drawn(prepared):
+    """A real clock, of this machine's host: small kernels on a CPU stand for a GPU's. The planner's step follows it."""
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    share, seconds = with_this_host(prepared, torch.device("cpu"))
+    assert torch.equal(torch.rand(4), expected)
+    assert share > 0
+    assert (seconds > prepared.estimate.step_seconds) == (share > 1)
