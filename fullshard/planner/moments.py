@@ -1,5 +1,7 @@
 """The sections of a micro-batch in order, each unit's under its own remat choice, and whose tensors they speak of."""
 
+from dataclasses import replace
+
 from fullshard.costs import Costs, Moment, Section, Trace
 from fullshard.plan import Plan, Unit
 
@@ -16,11 +18,22 @@ def moments(plan: Plan, costs: Costs, loss: str) -> Moments:
         return list(base)
     others: dict[str, Trace] = {r: _remat_trace(costs, compute, loss, r) for r in set(remats.values())}
     found: Moments = []
+    near = neighbours(list(base))
     for moment, unit, section in base:
         if unit in remats:
             section = others[remats[unit]].by_moment[moment, unit]
+        before = remats.get(near[unit][0]) if unit in near else None
+        if before is not None and before != remats.get(unit):
+            section = _letting_go(section, others[before].by_moment.get((moment, unit)))
         found.append((moment, unit, section))
     return _freed_once(found)
+
+
+def _letting_go(section: Section, other: Section | None) -> Section:
+    """What the unit before leaves behind under its own remat choice goes where it goes there: without remat, autograd
+    would hold it. What is let go again later is held until then."""
+    frees = [e for e in (other.events if other else ()) if e.action == "free" and e.unit == "<" and e not in section.events]
+    return replace(section, events=(*section.events, *frees)) if frees else section
 
 
 def _choice(plan: Plan, unit: Unit) -> str:
@@ -48,7 +61,7 @@ def _freed_once(found: Moments) -> Moments:
                     twice.add(i)
                 freed.add(name)
         if twice:
-            section = Section(tuple(e for i, e in enumerate(section.events) if i not in twice), section.ops)
+            section = replace(section, events=tuple(e for i, e in enumerate(section.events) if i not in twice))
         kept.append((moment, unit, section))
     return kept[::-1]
 

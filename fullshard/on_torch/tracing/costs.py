@@ -6,7 +6,7 @@ second one's trace for their own.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from fullshard.on_torch.tracing.split import part_shapes, split
 from fullshard.on_torch.tracing.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
 
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
 LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}
 
 
@@ -71,18 +72,47 @@ def _traced(model: nn.Module, description: Description, micro_batch: int, sequen
     wanted = [("chunked" if vocabulary else "plain", remat) for remat in remats]
     if vocabulary:  # blocks do not know the loss: one of the two is enough for them, unless the head comes with the last
         wanted += [("plain", remat) for remat in remats[: 1 if _head_is_a_unit(model, description) else None]]
+    own = (micro_batch, sequence)
+    for shapes in (_grid(model), [own]):
+        try:
+            found = _at(shapes, model, description, wanted, compute)
+        except FAILURES as error:
+            if len(shapes) > 1:
+                continue  # a batch that the model does not take, such as one of more positions than it knows
+            raise FullshardError(_does_not_run(description, own, compute, error)) from error
+        if found:
+            return Costs(found, None if len(shapes) > 1 else own, vocabulary)
+    raise FullshardError(f"{description.model} does other things at every run; its costs cannot be traced")
+
+
+def _at(
+    shapes: list[tuple[int, int]],
+    model: nn.Module,
+    description: Description,
+    wanted: list[tuple[str, Remat]],
+    compute: DType,
+    whole: bool = False,
+) -> dict[tuple[str, str, str], Trace]:
+    """The traces at these shapes; none if the shapes did not do the same things. `whole`: no block stands aside."""
     word = "bf16" if compute == "fp16" else compute  # of one size, and by the same kernels
-    with _standing_aside(model, description) as aside:
-        for shapes in (_grid(model), [(micro_batch, sequence)]):
+    made: dict[tuple[str, str, str], Trace] = {}
+    standing: AbstractContextManager[dict[str, str]] = nullcontext({}) if whole else _standing_aside(model, description)
+    try:
+        with standing as aside:
             _rehearse(model, description, compute, shapes)
-            made: dict[tuple[str, str, str], Trace | None] = {}
             for loss, remat in wanted:
                 plain, compiled = _traces(model, description, aside, loss, compute, remat, shapes)
+                if plain is None or compiled is None:
+                    return {}
                 made |= {(word, loss, remat): plain, (word, loss, f"compiled {remat}"): compiled}
-            found = {key: t for key, t in made.items() if t is not None}
-            if len(found) == len(made):
-                return Costs(found, None if len(shapes) > 1 else (micro_batch, sequence), vocabulary)
-    raise FullshardError(f"{description.model} does other things at every run; its costs cannot be traced")
+    except _SeveralTensorsError:
+        return _at(shapes, model, description, wanted, compute, whole=True)
+    return made
+
+
+def _does_not_run(description: Description, shape: tuple[int, int], compute: DType, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{description.model} does not run at {shape[0]} × {shape[1]} with parameters in {compute}: {reason}"
 
 
 def _rehearse(model: nn.Module, description: Description, compute: DType, shapes: list[tuple[int, int]]) -> None:
@@ -191,6 +221,10 @@ def _standing_aside(model: nn.Module, description: Description) -> Iterator[dict
             module.__class__ = kind
 
 
+class _SeveralTensorsError(Exception):
+    """A block returns more than its activations, and what becomes of the others is not known of one that stands aside."""
+
+
 class _Example:
     """How a block's output looks, and a forward that makes one like it."""
 
@@ -201,7 +235,7 @@ class _Example:
 
     def see(self, module: nn.Module, args: Any, output: Any) -> None:
         if not isinstance(output, Tensor) and not (isinstance(output, tuple) and sum(isinstance(t, Tensor) for t in output) == 1):
-            raise FullshardError(f"a block of type {type(module).__name__} returns more than one tensor")
+            raise _SeveralTensorsError
         self.rest = output[1:] if isinstance(output, tuple) else None
 
     def see_last(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
