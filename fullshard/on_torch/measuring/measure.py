@@ -116,7 +116,7 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "memory": lambda: _memory(device),
         "matrix products": lambda: _gemms(device, budget),
-        "attention": lambda: _attention(device, budget),
+        "attention": lambda: _attention(device, budget, quick),
         "pointwise kernels": lambda: {"pointwise": _pointwise(device, budget)},
         "memory bandwidth": lambda: {"hbm": timings.copy_rate(nbytes, device, budget)},
     }
@@ -157,12 +157,12 @@ def _gemms(device: torch.device, budget: float) -> dict[str, Any]:
     return {"gemms": tuple(Gemm(*s, timings.gemm(*s, device, _dtype(device), budget)) for s in shapes)}
 
 
-def _attention(device: torch.device, budget: float) -> dict[str, Any]:
+def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, Any]:
     if device.type == "cuda":
         lengths = (1024, 2048, 4096, 8192, 16384)
         shapes = [(max(1, 8192 // s), 32, s, width) for width in (64, 128) for s in lengths]
     else:
-        shapes = [(4, 4, s, width) for width in (32, 64, 128) for s in (128, 256, 512)]
+        shapes = [(4, 4, s, width) for width in (32, 64, 128) for s in ((128, 512) if quick else (128, 256, 512))]
     rates = [(s[3], s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
     return {"attention": tuple(Attention(*r) for r in rates)}
 
