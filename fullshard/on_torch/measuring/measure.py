@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.cluster import Cluster, Measured
+from fullshard.cluster import PACES, Cluster, Measured
 from fullshard.errors import FullshardError
 from fullshard.hardware import DEVICES, Node
 from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
@@ -34,7 +34,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce
 # Bytes that a copy or an update works on: far beyond a server's caches, unless it has to be quick.
 LARGE, QUICK = 1 << 30, 1 << 26
 # Of these the slowest rank's number is the largest; the others are rates and sizes.
-SECONDS = ("launch", "issued", "checkpointed", "saved", "dispatched", "adamw", "adamw_beside")
+SECONDS = (*PACES, "adamw", "adamw_beside")
 
 # Rows are tokens, columns a layer's widths: thin ones for decoding and small batches, large ones for training.
 CUDA_GEMMS = (
