@@ -26,7 +26,7 @@ from fullshard.on_torch.tracing.split import part_shapes, split
 from fullshard.on_torch.tracing.trace import NO_TENSOR, RawOp, RawSection, Recorder, trace
 from fullshard.plan import DType, Remat
 
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
 LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}
 
 
