@@ -26,7 +26,7 @@ def moments(plan: Plan, costs: Costs, loss: str) -> Moments:
         if before is not None and before != remats.get(unit):
             section = _letting_go(section, others[before].by_moment.get((moment, unit)))
         found.append((moment, unit, section))
-    return _freed_once(found)
+    return _freed_once(found, near)
 
 
 def _letting_go(section: Section, other: Section | None) -> Section:
@@ -46,9 +46,8 @@ def is_compiled(plan: Plan, unit: Unit) -> bool:
     return plan.compile and unit.modules == (unit.name,)
 
 
-def _freed_once(found: Moments) -> Moments:
+def _freed_once(found: Moments, near: dict[str, tuple[str, str]]) -> Moments:
     """A block under remat may hold longer what others let go before: only the last free of a tensor counts."""
-    near = neighbours(found)
     freed: set[tuple[str, str]] = set()
     kept: Moments = []
     for moment, unit, section in reversed(found):

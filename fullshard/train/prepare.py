@@ -32,6 +32,7 @@ class Prepared:
     data: TokenFile
     valid: TokenFile | None
     tokenizer: Tokenizer | None  # to sample with
+    cluster: Cluster  # what the plan is predicted for
     description: Description | None  # the model's, where its costs are known
     estimate: Estimate | None  # what the planner expects of it
     rest_seconds: float | None = None  # of a step, if its disk cost nothing
@@ -50,32 +51,38 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
-    plan, expected, known = _plan(recipe, model, ranks)
+    cluster = _cluster(recipe, ranks)
+    plan, expected, known = _plan(recipe, model, cluster)
+    if recipe.plan.cluster and expected is None:
+        raise FullshardError(
+            f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
+            "write that, or leave it out"
+        )
     on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     on_torch.refuse_optimizer(make_optimizer(recipe))
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
     data, valid = open_data(recipe, model)
     batches(recipe, plan, data, 0)  # enough tokens for one sample
-    rest = _without_disk(recipe, plan, known, ranks) if known and expected else None
-    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), known, expected, rest)
+    rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
 
-def _plan(recipe: Recipe, model: Any, ranks: int) -> tuple[Plan, Estimate | None, Description | None]:
+def _plan(recipe: Recipe, model: Any, cluster: Cluster) -> tuple[Plan, Estimate | None, Description | None]:
     """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
     costs those are."""
     from fullshard import on_torch
 
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
-        plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), ranks)
-        return plan, _expected(recipe, plan, shipped, ranks), shipped
+        plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), cluster.devices)
+        return plan, _expected(recipe, plan, shipped, cluster), shipped
     compute: Any = recipe.plan.compute
     if shipped is None or not _traced(shipped, compute):
         shipped = on_torch.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
     found = find_plan(
         shipped,
-        cluster_of(recipe, ranks),
+        cluster,
         sequence=recipe.data.sequence,
         global_batch=recipe.train.global_batch,
         fix=_pinned(recipe),
@@ -96,27 +103,27 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
-def _expected(recipe: Recipe, plan: Plan, description: Description | None, ranks: int) -> Estimate | None:
+def _expected(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
     if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
         return None
     return estimate(
         plan,
         description,
-        cluster_of(recipe, ranks),
+        cluster,
         loss=recipe.train.loss,
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
     )
 
 
-def _without_disk(recipe: Recipe, plan: Plan, description: Description, ranks: int) -> float | None:
+def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float | None:
     """Seconds of a step if the host held what rests on disk; None where nothing does."""
     homes = ("params", "optimizer", "activations")
     on_disk: dict[str, Any] = {u.name: {k: "host" for k in homes if getattr(u.home, k) == "disk"} for u in plan.units}
     if not any(on_disk.values()):
         return None
     units = tuple(replace(u, home=replace(u.home, **on_disk[u.name])) for u in plan.units)
-    return step_seconds(recipe, replace(plan, units=units), description, cluster_of(recipe, ranks))
+    return step_seconds(recipe, replace(plan, units=units), description, cluster)
 
 
 def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
@@ -129,7 +136,7 @@ def _traced(description: Description, compute: str) -> bool:
     return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
 
 
-def cluster_of(recipe: Recipe, ranks: int) -> Cluster:
+def _cluster(recipe: Recipe, ranks: int) -> Cluster:
     """The cluster that the recipe names, or the devices that are there."""
     from fullshard import on_torch
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
 from fullshard.text import bytes_text, seconds_text
-from fullshard.train.prepare import Prepared, cluster_of, step_seconds
+from fullshard.train.prepare import Prepared, step_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +64,8 @@ def with_this_host(prepared: Prepared, device: "torch.device") -> tuple[float, f
     from fullshard import on_torch
 
     assert prepared.description is not None
-    cluster = cluster_of(prepared.recipe, prepared.plan.mesh.devices)
-    share = on_torch.issued(device) / cluster.of("issued")
-    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, cluster.with_host(share))
+    share = on_torch.issued(device) / prepared.cluster.of("issued")
+    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, prepared.cluster.with_host(share))
 
 
 def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
@@ -77,6 +76,6 @@ def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
     if description is None or description.costs is None:
         helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
     else:
-        where, clip = cluster_of(recipe, plan.mesh.devices), recipe.optim.clip is not None
-        helps = advice(plan, description, where, loss=recipe.train.loss, clip=clip)
+        clip = recipe.optim.clip is not None
+        helps = advice(plan, description, prepared.cluster, loss=recipe.train.loss, clip=clip)
     return f"out of memory in step {state.step + 1}{said}; {helps}"

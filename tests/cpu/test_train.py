@@ -226,6 +226,8 @@ BAD = {
     "plan.file=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
     "plan.file=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",
     "plan.file=none.json": "cannot read plan none.json",
+    "plan.cluster=2xh10": "unknown device 'h10'; did you mean 'h100'?",
+    "plan.cluster=2xh100": "plan.cluster has no effect: a step of model.py:make is predicted with plan.strategy = 'auto' alone",
 }
 
 
