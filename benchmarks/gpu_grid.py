@@ -5,8 +5,8 @@
 
 Times the machine, searches under a limit that not all plans keep to, then runs them all: remat × micro-batch ×
 where the optimizer's state rests. JSON lines: the cluster, a row a plan, the verdict. A plan fits if what it reserved
-keeps to the limit; the best is the fastest that fits, among those the pick. `predicted_then` goes by the middle of the
-host's paces as they were between the plans.
+keeps to the limit; the best is the fastest that fits, among those the pick. `predicted_then` goes by the host as it was
+between the plans, which took so many times as long as the cluster's (`host_share`).
 """
 
 import argparse
@@ -22,9 +22,7 @@ import torch
 import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
-from benchmarks.time_error import paced
 from fullshard import on_torch, presets
-from fullshard.on_torch.measuring.paces import middle, paces
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -122,9 +120,9 @@ class Grid:
         return self._then(rows, {pick: plan, **self.plans})
 
     def _then(self, rows: list[dict[str, Any]], plans: dict[str, fs.Plan]) -> list[dict[str, Any]]:
-        """The rows that ran with what is predicted of them by the host's paces between them."""
+        """The rows that ran with what is predicted of them by the host's pace between them."""
         ran = [r for r in rows if "measured" in r]
-        cluster = paced(self.cluster, middle([r["paces"] for r in ran]))
+        cluster = self.cluster.with_host(statistics.median(r["host_share"] for r in ran))
         for row in ran:
             then = estimate(plans[row["plan"]], self.description, cluster, limit=self.limit)
             row["predicted_then"] = then.step_seconds
@@ -133,7 +131,7 @@ class Grid:
 
     def _measured(self, plan: fs.Plan) -> dict[str, Any]:
         try:
-            found = run(plan, self.args)
+            found = run(plan, self.args, self.cluster.of("issued"))
         except torch.OutOfMemoryError as error:
             return {"failed": str(error)[:200]}
         assert self.limit is not None
@@ -150,16 +148,16 @@ def told(found: Estimate) -> dict[str, Any]:
     return {"predicted": found.step_seconds, "predicted_reserved": found.needed, "predicted_fits": found.fits}
 
 
-def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step, the host's paces before and after, and the most that was reserved. Nothing comes between steps, which
-    the updates of one that run under the next would use."""
+def run(plan: fs.Plan, args: argparse.Namespace, issued: float) -> dict[str, Any]:
+    """Seconds of a step, the host before and after by the cluster's `issued`, and the most that was reserved. Nothing comes
+    between steps, which the updates of one that run under the next would use."""
     began = time.perf_counter()
     state = on_torch.shard(
         on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-5), init=initial, device=args.device, first_step_checks=False
     )
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     cuda = args.device == "cuda"
-    times, beside = [], [paces(state.device)]
+    times, beside = [], [on_torch.host_share(issued, state.device)]
     try:
         if cuda:
             torch.cuda.empty_cache()
@@ -171,11 +169,11 @@ def run(plan: fs.Plan, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         state.flush()  # updates that were to run under the next forward
         flushed = time.perf_counter() - start
-        beside.append(paces(state.device))
+        beside.append(on_torch.host_share(issued, state.device))
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
         return {
             "measured": statistics.median(times),
-            "paces": middle(beside),
+            "host_share": statistics.mean(beside),
             "flush": flushed,
             "seconds": time.perf_counter() - began,
             **reserved,

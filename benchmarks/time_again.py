@@ -1,6 +1,8 @@
 """The table of measured step times once more: what the planner of today says of the stored rows. Needs no GPU.
 
-python -m benchmarks.time_again benchmarks/results/2026-11-16-host-pace-h200.json --part again --only 'hf-*'
+python -m benchmarks.time_again benchmarks/results/2026-11-16-quiet-time-h200.json --part third --only 'hf-*'
+
+Tables older than that were timed by other clocks, and are told as they were.
 """
 
 import argparse
@@ -20,8 +22,11 @@ def main() -> None:
     args = parser.parse_args()
     stored = json.loads(args.results.read_text())
     stored = stored[args.part] if args.part else stored
+    rows = [r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)]
+    if not all("anywhere" in r for r in rows):
+        raise SystemExit(f"{args.results.name} was timed by another clock; take 2026-11-16-quiet-time-h200.json or a later one")
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
-    predict_all([r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)], cluster)
+    predict_all(rows, cluster)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from fullshard.on_torch.load import limits, load_model, takes_positions
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.measuring.measure import disk_rates_together, local_cluster, measure
-from fullshard.on_torch.measuring.paces import issued
+from fullshard.on_torch.measuring.paces import host_share
 from fullshard.on_torch.optim import global_norm, refuse_optimizer
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse
@@ -42,9 +42,9 @@ __all__ = [
     "flops_per_token",
     "generate",
     "global_norm",
+    "host_share",
     "initialize",
     "is_first",
-    "issued",
     "limits",
     "load_checkpoint",
     "load_model",

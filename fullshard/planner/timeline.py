@@ -50,8 +50,8 @@ class Hooks:
     compiled: float
 
 
-# Streams and events among them. From 37 steps on two H200s that the host bounds, by its pace beside each; so is `paces.ROW`.
-ON_GPU = Hooks(53.0, 33.0, 49.0, 1.6, 317.0, 13.0)
+# Streams and events among them. From how long the hosts of three H200s took to issue 25 steps, on quiet cores; so is `paces.ROW`.
+ON_GPU = Hooks(50.0, 36.0, 42.0, 1.4, 193.0, 11.0)
 ON_CPU = Hooks(37.0, 27.0, 25.0, 2.3, 150.0, 0.0)
 
 

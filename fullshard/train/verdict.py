@@ -64,7 +64,7 @@ def with_this_host(prepared: Prepared, device: "torch.device") -> tuple[float, f
     from fullshard import on_torch
 
     assert prepared.description is not None
-    share = on_torch.issued(device) / prepared.cluster.of("issued")
+    share = on_torch.host_share(prepared.cluster.of("issued"), device)
     return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, prepared.cluster.with_host(share))
 
 

@@ -138,9 +138,9 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
 def _pace(
     look: Callable[[torch.device], dict[str, float]], device: torch.device, so_far: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """The middle of what was found between the other parts: within a second a shared host is a third faster or slower."""
+    """What the looks between the other parts tell together: a shared host is quiet at one time and not at another."""
     so_far.append(look(device))
-    return paces.middle(so_far)
+    return paces.together(so_far)
 
 
 def _beside(device: torch.device) -> dict[str, Any]:

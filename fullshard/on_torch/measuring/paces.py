@@ -5,6 +5,8 @@ forward and backward, takes ROW of them.
 Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
+
+`paces` are a machine's own, on cores that nobody disturbs (`quiet`); `host_share` is the host as it is now.
 """
 
 import statistics
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.on_torch.measuring.quiet import Quiet
 from fullshard.on_torch.measuring.timings import fastest, launch
 from fullshard.on_torch.models.llama import Block
 from fullshard.on_torch.remat import apply_remat
@@ -25,24 +28,44 @@ from fullshard.presets import LlamaSize
 
 ROUNDS, GLANCES, CLOCKED, LEAST = 5, 2, 15, 1e-9
 BLOCKS = 6  # as many in a row as let Python's garbage collector have its share
-ROW = 668.0  # operations' worth of the host's time: from the same steps as `timeline.ON_GPU`
+ROW = 624.0  # operations' worth of the host's time: from the same steps as `timeline.ON_GPU`
+# A step's many kinds of work find their caches colder than a row of alike blocks does; and whoever shares a core with the host
+# slows such a row by more than a step. From 25 steps on quiet cores of an H200's host, and wherever it ran them.
+IN_A_STEP, DISTURBED = 1.22, 0.55
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 
 
 def paces(device: torch.device) -> dict[str, float]:
-    """`launch`, `checkpointed`, `saved` and `dispatched`, and a GPU's host's `issued`, in a second or two."""
-    return {"launch": launch(device), **remat_paces(device), **glance(device)}
+    """`launch`, `checkpointed`, `saved` and `dispatched`, and a GPU's host's `issued`, in two or three seconds; of a CPU, whose
+    steps its kernels bound, where the process happens to run."""
+    if device.type == "cpu":
+        return {"launch": launch(device), **remat_paces(device)}
+    with Quiet(issue_clock(device)) as quiet:
+        remat = {name: IN_A_STEP * seconds for name, seconds in remat_paces(device, before=quiet.settle).items()}
+        return {"launch": launch(device), "issued": _issued(quiet), **remat}
 
 
 def glance(device: torch.device) -> dict[str, float]:
-    """The one that steps hang on most, in half a second; of a CPU none, whose steps its kernels bound."""
-    return {"issued": issued(device)} if device.type == "cuda" else {}
+    """The one that steps hang on most, in less than a second; of a CPU none."""
+    if device.type == "cpu":
+        return {}
+    with Quiet(issue_clock(device)) as quiet:
+        return {"issued": _issued(quiet)}
 
 
-def issued(device: torch.device) -> float:
-    """Seconds of an operation: the middle of some glances."""
+def _issued(quiet: Quiet) -> float:
+    return IN_A_STEP * fastest([quiet.settle() for _ in range(CLOCKED)]) / ROW
+
+
+def host_share(issued: float, device: torch.device) -> float:
+    """How many times as long as a host of this `issued` this one takes for a step's work now, wherever it runs."""
     clock = issue_clock(device)
-    return statistics.median(clock() for _ in range(CLOCKED)) / ROW
+    return share_of(statistics.median(clock() for _ in range(CLOCKED)), issued)
+
+
+def share_of(clocked: float, issued: float) -> float:
+    """The same by what an `issue_clock` showed."""
+    return 1 + DISTURBED * (IN_A_STEP * clocked / ROW / issued - 1)
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:
@@ -53,18 +76,21 @@ def issue_clock(device: torch.device) -> Callable[[], float]:
     return lambda: fastest([_issue(row.step, device) for _ in range(GLANCES)])
 
 
-def middle(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of every pace the median of those that have it."""
-    return {name: statistics.median(f[name] for f in found if name in f) for name in dict.fromkeys(n for f in found for n in f)}
+def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of looks at different times: the quickest `issued`, to which others only ever add; of what differences tell, the median."""
+    names = dict.fromkeys(name for look in found for name in look)
+    every = {name: [look[name] for look in found if name in look] for name in names}
+    return {name: fastest(seen) if name == "issued" else statistics.median(seen) for name, seen in every.items()}
 
 
-def remat_paces(device: torch.device) -> dict[str, float]:
+def remat_paces(device: torch.device, before: Callable[[], object] = lambda: None) -> dict[str, float]:
     """Seconds of entering a region (once forward, once again), of a tensor saved in one (each is saved twice), and of an
-    operation that goes through the contexts of selective remat."""
+    operation that goes through the contexts of selective remat. `before` is called before every round."""
     blocks: dict[Remat, _Tiny] = {r: _Tiny(lambda: _block(device), r, device) for r in ("none", "full", "selective")}
     empty: dict[Remat, _Tiny] = {r: _Tiny(_Sine, r, device) for r in ("none", "full")}
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
+        before()
         for name, clock in _clocks(blocks, empty, device).items():
             times.setdefault(name, []).append(clock())
     found = {name: fastest(taken[1:]) for name, taken in times.items()}
