@@ -98,12 +98,13 @@ def timeline(
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
     """What a step's own kernels keep the device busy for, at least: whatever the strategy."""
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
-    machine = Machine(cluster, plan.precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
+    machine = Machine(cluster, plan.precision.compute, tensor=plan.mesh.tensor)
     for moment, _, section in moments(plan, costs, loss):
         shapes = [(batch.micro_batch, batch.sequence)]
         if moment == "chunk":
             shapes = [(1, tokens) for tokens in chunks(costs.vocabulary, batch.micro_batch * batch.sequence)]
-        found += sum(machine.section(section, *shape, backward=moment in BACKWARD).seconds for shape in shapes)
+        how = {"backward": moment in BACKWARD, "chunk": moment == "chunk"}
+        found += sum(machine.section(section, *shape, **how).seconds for shape in shapes)
     return batch.accumulate * found
 
 
@@ -122,7 +123,7 @@ class _Lanes:
         self.filed: dict[str, float] = {}  # when they are on disk, or back from there on the host
         self.mark = 0.0  # when the step began
         precision = plan.precision
-        self.machine = Machine(cluster, precision.compute, compiled=plan.compile, tensor=plan.mesh.tensor)
+        self.machine = Machine(cluster, precision.compute, tensor=plan.mesh.tensor)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
@@ -230,7 +231,7 @@ class _Lanes:
         shape = (1, op.tokens) if op.moment == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
         if op.unit in self.compiled and op.moment in ("forward", "backward"):
             self._issue(self.hooks.compiled)
-        self._lay(self.machine.section(op.section, *shape, backward=backward))
+        self._lay(self.machine.section(op.section, *shape, backward=backward, chunk=op.moment == "chunk"))
 
     def _lay(self, work: Work) -> None:
         if not work.kernels:

@@ -7,10 +7,11 @@ from fullshard.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
 from fullshard.planner.links import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the paces of `Calls`, in its order
+# Of a GPU's copy rate: kernels over a vocabulary's worth of logits go through memory in one sweep; those of a block, which
+# broadcast, transpose and cast, do not.
+SWEEP = 0.89
 ISSUED_BY_CPU = 3.0  # launches of an operation: a CPU launches by doing it
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
-# What compiling a block leaves of its pointwise kernels: they are fused into few, which read and write less.
-FUSED_BYTES, FUSED_KERNELS = 0.55, 0.3
 # Of the rates that kernels reach when each is timed alone, what is left of them inside a step, where caches are cold and
 # clocks follow all of them: from 30 steps on an H200. Nominal efficiencies are those of steps already.
 TOGETHER = 0.93
@@ -38,24 +39,25 @@ class Work:
 class Machine:
     """One device of a cluster at work in one dtype."""
 
-    def __init__(self, cluster: Cluster, dtype: str, *, compiled: bool = False, tensor: int = 1):
-        self.cluster, self.dtype, self.compiled, self.tensor = cluster, dtype, compiled, tensor
+    def __init__(self, cluster: Cluster, dtype: str, *, tensor: int = 1):
+        self.cluster, self.dtype, self.tensor = cluster, dtype, tensor
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         cpu = cluster.device.kind == "cpu"
+        self.sweep = self.pointwise if cpu else SWEEP * self.hbm
         self.issued = ISSUED_BY_CPU * cluster.of("launch") if cpu else cluster.of("issued")
         self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
         self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
-        self.known: dict[tuple[int, int, int, bool], Work] = {}
+        self.known: dict[tuple[int, int, int, bool, bool], Work] = {}
 
-    def section(self, section: Section, rows: int, tokens: int, *, backward: bool) -> Work:
-        """What a section of a trace takes at a batch shape."""
-        key = (id(section), rows, tokens, backward)
+    def section(self, section: Section, rows: int, tokens: int, *, backward: bool, chunk: bool = False) -> Work:
+        """What a section of a trace takes at a batch shape; `chunk` if it is the loss of a chunk of tokens."""
+        key = (id(section), rows, tokens, backward, chunk)
         if key not in self.known:
-            self.known[key] = self._section(section, rows, tokens, backward)
+            self.known[key] = self._section(section, rows, tokens, backward, chunk)
         return self.known[key]
 
-    def _section(self, section: Section, rows: int, tokens: int, backward: bool) -> Work:
+    def _section(self, section: Section, rows: int, tokens: int, backward: bool, chunk: bool) -> Work:
         totals = {"gemm": 0.0, "attention": 0.0, "pointwise": 0.0}
         kernels = waited = 0.0
         for op in section.ops:
@@ -64,9 +66,8 @@ class Machine:
                 waited += collective_seconds(op.kind, evaluate(op.moved, rows, tokens), self.tensor, self.cluster)  # type: ignore[arg-type]
                 continue
             op = self._here(op, backward)
-            fused = self.compiled and op.kind == "pointwise"
-            totals[op.kind] += self._seconds(op, rows, tokens, backward) * (FUSED_BYTES if fused else 1.0)
-            kernels += op.count * (FUSED_KERNELS if fused else 1.0)
+            totals[op.kind] += self._seconds(op, rows, tokens, backward, chunk)
+            kernels += op.count
         on_device = {kind: seconds / self.together for kind, seconds in totals.items()}
         return Work(**on_device, kernels=kernels, tensor=waited, python=self._python(section.calls))
 
@@ -86,11 +87,11 @@ class Machine:
         width = next((s for s in op.shape if not any(s[1:])), op.shape[-1])
         return Op("attention", flops, linear, (width, *op.shape[1:]), op.count)
 
-    def _seconds(self, op: Op, rows: int, tokens: int, backward: bool) -> float:
+    def _seconds(self, op: Op, rows: int, tokens: int, backward: bool, chunk: bool) -> float:
         flops, moved = evaluate(op.flops, rows, tokens), evaluate(op.moved, rows, tokens)
         least = self.least * op.count
         if op.kind == "pointwise":
-            return max(moved / self.pointwise, least)
+            return max(moved / (self.sweep if chunk else self.pointwise), least)
         shape = [evaluate(s, rows, tokens) for s in op.shape]
         if op.kind == "gemm":
             rate = self.cluster.gemm_rate(flops / op.count, self.dtype)

@@ -2,15 +2,17 @@
 
 A block that inductor compiles neither stores what one pointwise kernel hands to the next, nor saves for
 backward what pointwise kernels can make again from what is saved anyway, nor what backward never reads.
+Its pointwise kernels read what is stored, and write what will be, once between one matrix product and the next.
 """
 
 from collections import Counter
 from dataclasses import replace
 
 from fullshard.costs import OpKind
-from fullshard.on_torch.tracing.trace import RawEvent, RawSection, Recorder, Use
+from fullshard.on_torch.tracing.trace import RawEvent, RawOp, RawSection, Recorder, Use
 
 INSIDE = ("forward", "backward")  # the moments of a block after which its own code runs
+KERNELS = 0.3  # of the pointwise ones are left: they are fused into few
 
 
 def compiled(recorder: Recorder, blocks: set[str]) -> list[RawSection]:
@@ -18,6 +20,7 @@ def compiled(recorder: Recorder, blocks: set[str]) -> list[RawSection]:
     uses = [u for u in recorder.uses if _inside(recorder, u.section, blocks)]
     without = _fused(recorder, uses)
     early = {t: at for t, at in _unread(recorder, uses).items() if t not in without}
+    moved = _moved(recorder, uses, without)
     found = []
     for i, section in enumerate(recorder.sections):
         events: list[RawEvent] = []
@@ -26,8 +29,39 @@ def compiled(recorder: Recorder, blocks: set[str]) -> list[RawSection]:
             if event is not None and event[1] not in without and not (event[0] == "free" and event[1] in early):
                 events.append(event)
         calls = Counter() if section.unit in blocks else section.calls  # a graph knows of remat when it is compiled
-        found.append(replace(section, events=events, calls=calls))
+        ops = _few(section.ops, moved.get(i, 0)) if _inside(recorder, i, blocks) else section.ops
+        found.append(replace(section, events=events, calls=calls, ops=ops))
     return found
+
+
+def _moved(recorder: Recorder, uses: list[Use], without: set[int]) -> dict[int, int]:
+    """Bytes that the fused kernels of each section read and write. What is never stored is made again from what is."""
+    sizes = {t: sum(n) for s in recorder.sections for action, t, _, n in s.events if action == "allocate"}
+    sources: dict[int, frozenset[int]] = {}
+    for use in uses:
+        stored = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
+        sources |= {t: stored for t in use.made if t in without}
+    found: Counter[int] = Counter()
+    phase, seen = 0, set[tuple[int, int, int]]()
+    for use in uses:
+        phase += use.kind != "pointwise"
+        if use.kind != "pointwise" or (use.made and use.made <= without):  # the latter is done by those that read it
+            continue
+        read = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
+        for tensor in read | (use.made - without):
+            if (here := (use.section, phase, tensor)) not in seen:
+                seen.add(here)
+                found[use.section] += sizes.get(tensor, 0)
+    return dict(found)
+
+
+def _few(ops: list[RawOp], moved: int) -> list[RawOp]:
+    """The pointwise kernels of a section as few, which move so many bytes together."""
+    others, pointwise = [o for o in ops if o[0] != "pointwise"], [o for o in ops if o[0] == "pointwise"]
+    if not pointwise:
+        return others
+    fused: RawOp = ("pointwise", sum(o[1] for o in pointwise), moved, ())
+    return [*others, fused, *[("pointwise", 0, 0, ())] * (max(1, round(KERNELS * len(pointwise))) - 1)]  # type: ignore[list-item]
 
 
 def _inside(recorder: Recorder, section: int, blocks: set[str]) -> bool:
