@@ -37,17 +37,17 @@ def compiled(recorder: Recorder, blocks: set[str]) -> list[RawSection]:
 def _moved(recorder: Recorder, uses: list[Use], without: set[int]) -> dict[int, int]:
     """Bytes that the fused kernels of each section read and write. What is never stored is made again from what is."""
     sizes = {t: sum(n) for s in recorder.sections for action, t, _, n in s.events if action == "allocate"}
-    sources: dict[int, frozenset[int]] = {}
-    for use in uses:
-        stored = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
-        sources |= {t: stored for t in use.made if t in without}
+    sources: dict[int, frozenset[int]] = {}  # of what is never stored
     found: Counter[int] = Counter()
     phase, seen = 0, set[tuple[int, int, int]]()
     for use in uses:
-        phase += use.kind != "pointwise"
-        if use.kind != "pointwise" or (use.made and use.made <= without):  # the latter is done by those that read it
+        if use.kind != "pointwise":
+            phase += 1
             continue
         read = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
+        sources |= dict.fromkeys(use.made & without, read)
+        if use.made and use.made <= without:  # done by those that read it
+            continue
         for tensor in read | (use.made - without):
             if (here := (use.section, phase, tensor)) not in seen:
                 seen.add(here)
