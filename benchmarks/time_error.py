@@ -2,10 +2,10 @@
 
     python -m benchmarks.time_error --out FOLDER
     python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --no-predict
-    python -m benchmarks.time_error --out FOLDER --predict-only      # of what was measured before, with no GPU
+    python -m benchmarks.time_again FOLDER/time.json                # predicts what was measured, with no GPU
 
 First times the machine (`measure`), then steps of each case, and predicts them by the cluster file. On a shared machine the
-host is a half slower for seconds at a time, by its neighbours; so each case is timed twice:
+host is a half slower for seconds at a time, on one core and not on the next; so each case is timed twice:
 
 - `seconds`: on a core that is undisturbed before and after the step, by a clock that is none of the step (`quiet`), as the
   file's paces are. The median of at least five steps, and of as many as take `--seconds`.
@@ -51,10 +51,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
     parser.add_argument("--seconds", type=float, default=1.0, help="of steps that are timed, at least")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
-    parser.add_argument("--predict-only", action="store_true", help="what --out holds")
     args = parser.parse_args()
-    if not args.predict_only:
-        measure_all(args.out, args.only, args.seconds)
+    measure_all(args.out, args.only, args.seconds)
     if not args.no_predict:
         table = json.loads((args.out / "time.json").read_text())
         table["rows"] = predict_all(table["rows"], Cluster.load(args.out / "cluster.json"))
@@ -70,6 +68,7 @@ def measure_all(out: Path, only: list[str], seconds: float) -> None:
     cluster.save(out / "cluster.json")
     print(cluster, flush=True)
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+    about["cluster"] = cluster.to_dict()["measured"]
     rows = []
     for case in CASES:
         if any(fnmatch.fnmatch(case.name, o) for o in only) and case.trained != "norms":

@@ -29,8 +29,8 @@ from fullshard.presets import LlamaSize
 ROUNDS, GLANCES, CLOCKED, LEAST = 5, 2, 15, 1e-9
 BLOCKS = 6  # as many in a row as let Python's garbage collector have its share
 ROW = 624.0  # operations' worth of the host's time: from the same steps as `timeline.ON_GPU`
-# A step's many kinds of work find their caches colder than a row of alike blocks does; and whoever shares a core with the host
-# slows such a row by more than a step. From 25 steps on quiet cores of an H200's host, and wherever it ran them.
+# A step's work takes so many times as long as that of a row of alike blocks, and where the host is disturbed it slows by so much
+# of what such a row slows by: as seen, on quiet cores and wherever the host ran them; why was not looked into.
 IN_A_STEP, DISTURBED = 1.22, 0.55
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 

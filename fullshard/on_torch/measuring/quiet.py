@@ -1,8 +1,8 @@
 """A core that nobody disturbs, where the host's pace is the machine's own.
 
-A virtual core may share a real one with somebody else's work; it then takes half as long again for everything, for a second
-or for many, while the next core does not. What was timed there tells of the neighbour. `Quiet` keeps this process on a core
-that is at the best pace seen so far, and looks for another when it no longer is.
+On shared machines a core takes half as long again for everything, for a second or for many, while the next one does not:
+it may share a real core with somebody else's work. What was timed there does not tell of the machine. `Quiet` keeps this
+process on a core that is at the best pace seen so far, and looks for another when it no longer is.
 """
 
 import math
