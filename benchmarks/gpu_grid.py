@@ -23,6 +23,7 @@ import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
 from fullshard import on_torch, presets
+from fullshard.cluster import Cluster
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -131,7 +132,7 @@ class Grid:
 
     def _measured(self, plan: fs.Plan) -> dict[str, Any]:
         try:
-            found = run(plan, self.args, self.cluster.of("issued"))
+            found = run(plan, self.args, self.cluster)
         except torch.OutOfMemoryError as error:
             return {"failed": str(error)[:200]}
         assert self.limit is not None
@@ -148,8 +149,8 @@ def told(found: Estimate) -> dict[str, Any]:
     return {"predicted": found.step_seconds, "predicted_reserved": found.needed, "predicted_fits": found.fits}
 
 
-def run(plan: fs.Plan, args: argparse.Namespace, issued: float) -> dict[str, Any]:
-    """Seconds of a step, the host before and after by the cluster's `issued`, and the most that was reserved. Nothing comes
+def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """Seconds of a step, the host before and after by the cluster's pace, and the most that was reserved. Nothing comes
     between steps, which the updates of one that run under the next would use."""
     began = time.perf_counter()
     state = on_torch.shard(
@@ -157,7 +158,8 @@ def run(plan: fs.Plan, args: argparse.Namespace, issued: float) -> dict[str, Any
     )
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     cuda = args.device == "cuda"
-    times, beside = [], [on_torch.host_share(issued, state.device)]
+    pace = cluster.of("issued"), cluster.of("quiet")
+    times, beside = [], [on_torch.host_share(*pace, state.device)]
     try:
         if cuda:
             torch.cuda.empty_cache()
@@ -169,7 +171,7 @@ def run(plan: fs.Plan, args: argparse.Namespace, issued: float) -> dict[str, Any
         start = time.perf_counter()
         state.flush()  # updates that were to run under the next forward
         flushed = time.perf_counter() - start
-        beside.append(on_torch.host_share(issued, state.device))
+        beside.append(on_torch.host_share(*pace, state.device))
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
         return {
             "measured": statistics.median(times),

@@ -1,8 +1,8 @@
 """The table of measured step times once more: what the planner of today says of the stored rows. Needs no GPU.
 
-python -m benchmarks.time_again benchmarks/results/2026-11-16-quiet-time-h200.json --part third --only 'hf-*'
+python -m benchmarks.time_again benchmarks/results/2026-11-16-cores-time-h200.json --only 'hf-*'
 
-Tables older than that were timed by other clocks, and are told as they were.
+Tables older than that were timed by other clocks or elsewhere, and are told as they were.
 """
 
 import argparse
@@ -23,8 +23,8 @@ def main() -> None:
     stored = json.loads(args.results.read_text())
     stored = stored[args.part] if args.part else stored
     rows = [r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)]
-    if not all("anywhere" in r for r in rows):
-        raise SystemExit(f"{args.results.name} was timed by another clock; take 2026-11-16-quiet-time-h200.json or a later one")
+    if not all("felt" in r and "beside" in r for r in rows):
+        raise SystemExit(f"{args.results.name} was timed otherwise; take 2026-11-16-cores-time-h200.json or a later one")
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
     predict_all(rows, cluster)
 

@@ -5,18 +5,15 @@
     python -m benchmarks.time_again FOLDER/time.json                # predicts what was measured, with no GPU
 
 First times the machine (`measure`), then steps of each case, and predicts them by the cluster file. On a shared machine the
-host is a half slower for seconds at a time, on one core and not on the next; so each case is timed twice:
-
-- `seconds`: on a core that is undisturbed before and after the step, by a clock that is none of the step (`quiet`), as the
-  file's paces are. The median of at least five steps, and of as many as take `--seconds`.
-- `anywhere`: wherever the host runs it, of a few steps right before; `felt` is how many times as long as the file's the host
-  took beside them, by the same clock, which the prediction is told.
+host is a half slower for seconds at a time, on one core and not on the next. So every step is issued from another core than
+the one before, as `measure` goes over all of them; `seconds` are the mean of a case's steps without the quickest and the
+slowest eighth. `felt` is how many times as long as the file's the host took beside these steps, by a clock that is none of
+them. Predicted are a step by the file alone, and by the file when it is told what was felt.
 """
 
 import argparse
 import dataclasses
 import fnmatch
-import itertools
 import json
 import statistics
 import time
@@ -34,13 +31,13 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
+from fullshard.on_torch.measuring.cores import Cores
 from fullshard.on_torch.measuring.paces import issue_clock, share_of
-from fullshard.on_torch.measuring.quiet import Quiet
+from fullshard.on_torch.measuring.timings import middle
 from fullshard.planner.timeline import timeline
 
-WARM, STEPS = 3, 5  # steps before those that are timed, and the least of these
-ANYWHERE = 3, 0.5  # steps wherever the host runs them: so many, and of so many seconds
-PATIENCE = 8.0  # seconds to wait for a quiet host, a case
+WARM, LEAST = 3, 5  # steps before those that are timed, and the least of these
+STEPS = 32  # that are timed, if that does not take longer than `--seconds`
 
 Taken = tuple[float, float]  # seconds of a step, and until it was issued
 
@@ -49,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("time_error"))
     parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of steps that are timed, at least")
+    parser.add_argument("--seconds", type=float, default=4.0, help="after which a case has enough steps, once five are timed")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     measure_all(args.out, args.only, args.seconds)
@@ -73,7 +70,7 @@ def measure_all(out: Path, only: list[str], seconds: float) -> None:
     for case in CASES:
         if any(fnmatch.fnmatch(case.name, o) for o in only) and case.trained != "norms":
             rows.append(measure(case, seconds, cluster))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("case", "steps")}), flush=True)
+            print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("case", "steps", "beside")}), flush=True)
             (out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
@@ -82,15 +79,15 @@ def measure(case: Case, seconds: float, cluster: Cluster) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
     row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
     try:
-        row |= timed(case, seconds, cluster.of("issued"))
+        row |= timed(case, seconds, (cluster.of("issued"), cluster.of("quiet")))
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     dist.destroy_process_group()
     return row
 
 
-def timed(case: Case, seconds: float, issued: float) -> dict[str, Any]:
-    """A case's steps, and the host beside them by the cluster file's `issued`."""
+def timed(case: Case, seconds: float, pace: tuple[float, float]) -> dict[str, Any]:
+    """A case's steps, and the host beside them by the cluster file's `issued` and `quiet`."""
     model = build(case)
     plan = plan_of(case, on_torch.describe(model))
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
@@ -110,47 +107,30 @@ def timed(case: Case, seconds: float, issued: float) -> dict[str, Any]:
     clock = issue_clock(torch.device("cuda"))
     for _ in range(WARM):
         step()
-    anywhere, felt = as_it_comes(step, clock)
-    steps, kept, best = quietly(step, clock, seconds)
+    steps, beside = in_turn(step, clock, seconds)
     return {
         "tensors": len(list(model.parameters())),
         "units": len(plan.units),
-        "seconds": statistics.median(taken for taken, _ in kept or steps),
-        "issue": statistics.median(returned for _, returned in kept or steps),
-        "quiet": [len(kept), len(steps)],
-        "best": share_of(best, issued),
-        "anywhere": statistics.median(taken for taken, _ in anywhere),
-        "felt": share_of(statistics.median(felt), issued),
-        "steps": [taken for taken, _ in kept or steps],
+        "seconds": middle([taken for taken, _ in steps]),
+        "issue": middle([returned for _, returned in steps]),
+        "felt": share_of(middle(beside), *pace),
+        "steps": [taken for taken, _ in steps],
+        "beside": [share_of(b, *pace) for b in beside],
     }
 
 
-def as_it_comes(step: Callable[[], Taken], clock: Callable[[], float]) -> tuple[list[Taken], list[float]]:
-    """Steps wherever the host runs them, and of each the clock, before and after."""
+def in_turn(step: Callable[[], Taken], clock: Callable[[], float], seconds: float) -> tuple[list[Taken], list[float]]:
+    """Steps, from one core after the other, and what the clock showed there, before and after."""
     steps: list[Taken] = []
-    felt = [clock()]
-    while not enough(steps, *ANYWHERE):
-        steps.append(step())
-        felt.append(clock())
-    return steps, [(before + after) / 2 for before, after in itertools.pairwise(felt)]
-
-
-def quietly(step: Callable[[], Taken], clock: Callable[[], float], seconds: float) -> tuple[list[Taken], list[Taken], float]:
-    """All steps, those between two looks at a quiet host, and the clock at its best."""
-    steps: list[Taken] = []
-    kept: list[Taken] = []
-    end = time.perf_counter() + PATIENCE
-    with Quiet(clock) as quiet:
-        while not enough(kept, STEPS, seconds) and (len(steps) < STEPS or time.perf_counter() < end):
-            before = quiet.settle()
+    beside: list[float] = []
+    began = time.perf_counter()
+    with Cores(clock) as cores:
+        while len(steps) < LEAST or (len(steps) < STEPS and time.perf_counter() - began < seconds):
+            cores.move()
+            before = cores.look()
             steps.append(step())
-            if quiet.is_quiet(before) and quiet.is_quiet(quiet.look()):
-                kept.append(steps[-1])
-    return steps, kept, quiet.best
-
-
-def enough(steps: list[Taken], least: int, seconds: float) -> bool:
-    return len(steps) >= least and sum(taken for taken, _ in steps) >= seconds
+            beside.append((before + cores.look()) / 2)
+    return steps, beside
 
 
 # -- predicting ---------------------------------------------------------------------------------------
@@ -163,9 +143,9 @@ def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, 
     for row in rows:
         found.append(row | predict(cases[row["name"]], cluster, row))
         told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
-        others = f"anywhere, the host at {1 / row['felt']:.2f} of its pace: {found[-1]['error_anywhere']:+.1%}"
+        others = f"told that the host is at {1 / row['felt']:.2f} of its pace: {found[-1]['error_told']:+.1%}"
         print(f"{row['name']:32s} {told}; {others}", flush=True)
-    for kind in ("error", "error_anywhere", "error_anywhere_by_file"):
+    for kind in ("error", "error_told"):
         errors = [abs(r[kind]) for r in found]
         print(f"{kind}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
     return found + failed
@@ -182,9 +162,8 @@ def predict(case: Case, cluster: Cluster, row: dict[str, Any]) -> dict[str, Any]
     return {
         "predicted": own.seconds,
         "error": own.seconds / row["seconds"] - 1,
-        "predicted_anywhere": then.seconds,
-        "error_anywhere": then.seconds / row["anywhere"] - 1,
-        "error_anywhere_by_file": own.seconds / row["anywhere"] - 1,
+        "predicted_told": then.seconds,
+        "error_told": then.seconds / row["seconds"] - 1,
         "compute": own.compute,
         "host": own.busy["host"],
     }

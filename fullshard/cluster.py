@@ -65,6 +65,7 @@ Quantity = Literal[
     "checkpointed",
     "saved",
     "dispatched",
+    "quiet",
     "host_memory",
     "pcie_up",
     "pcie_down",
@@ -88,6 +89,7 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
     "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
     "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
+    "quiet": ("these, undisturbed", lambda d, h: 1.0, lambda x: f"{x:.0%}"),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
     "pcie_down": ("device to host", lambda d, h: h.pcie_down, lambda x: rate_text(x, "B/s")),
@@ -152,7 +154,7 @@ class Cluster:
         return NOMINAL[quantity][1](self.device, self.node.host)
 
     def of(self, quantity: Quantity) -> float:
-        """The measured value if there is one, the nominal otherwise; bytes, bytes a second or seconds."""
+        """The measured value if there is one, the nominal otherwise; bytes, bytes a second, seconds or a share."""
         nominal = self.nominal(quantity)
         found = getattr(self.measured, quantity, None)
         if found is None and quantity in FROM:

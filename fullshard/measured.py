@@ -82,6 +82,7 @@ class Measured:
     checkpointed: float | None = None
     saved: float | None = None
     dispatched: float | None = None
+    quiet: float | None = None
     host_memory: int | None = None
     pcie_up: float | None = None
     pcie_down: float | None = None

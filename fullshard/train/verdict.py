@@ -64,8 +64,9 @@ def with_this_host(prepared: Prepared, device: "torch.device") -> tuple[float, f
     from fullshard import on_torch
 
     assert prepared.description is not None
-    share = on_torch.host_share(prepared.cluster.of("issued"), device)
-    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, prepared.cluster.with_host(share))
+    cluster = prepared.cluster
+    share = on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), device)
+    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, cluster.with_host(share))
 
 
 def explain_out_of_memory(prepared: Prepared, state: "State") -> str:

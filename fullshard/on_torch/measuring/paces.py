@@ -6,7 +6,8 @@ Under remat the host runs Python beside every kernel: `checkpointed` a region, `
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
 
-`paces` are a machine's own, on cores that nobody disturbs (`quiet`); `host_share` is the host as it is now.
+Of a GPU's host they are timed on cores that nobody disturbs (`cores`), the same on every machine of a kind; then `together`
+tells what a step takes on the cores as they were on the whole. `host_share` is the host as it is now.
 """
 
 import statistics
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.on_torch.measuring.quiet import Quiet
-from fullshard.on_torch.measuring.timings import fastest, launch
+from fullshard.on_torch.measuring.cores import Cores
+from fullshard.on_torch.measuring.timings import fastest, launch, middle
 from fullshard.on_torch.models.llama import Block
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.tally import tallied
@@ -36,36 +37,39 @@ TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequenc
 
 
 def paces(device: torch.device) -> dict[str, float]:
-    """`launch`, `checkpointed`, `saved` and `dispatched`, and a GPU's host's `issued`, in two or three seconds; of a CPU, whose
-    steps its kernels bound, where the process happens to run."""
+    """`launch`, `checkpointed`, `saved` and `dispatched`, in two or three seconds; of a GPU's host `issued`, and what the clock
+    shows over all cores (`toured`). Of a CPU, whose steps its kernels bound, where the process happens to run."""
     if device.type == "cpu":
         return {"launch": launch(device), **remat_paces(device)}
-    with Quiet(issue_clock(device)) as quiet:
-        remat = {name: IN_A_STEP * seconds for name, seconds in remat_paces(device, before=quiet.settle).items()}
-        return {"launch": launch(device), "issued": _issued(quiet), **remat}
+    with Cores(issue_clock(device)) as cores:
+        remat = {name: IN_A_STEP * seconds for name, seconds in remat_paces(device, before=cores.settle).items()}
+        return {"launch": launch(device), **_issued(cores), **remat}
 
 
 def glance(device: torch.device) -> dict[str, float]:
-    """The one that steps hang on most, in less than a second; of a CPU none."""
+    """What steps hang on most, in a second; of a CPU nothing."""
     if device.type == "cpu":
         return {}
-    with Quiet(issue_clock(device)) as quiet:
-        return {"issued": _issued(quiet)}
+    with Cores(issue_clock(device)) as cores:
+        return _issued(cores)
 
 
-def _issued(quiet: Quiet) -> float:
-    return IN_A_STEP * fastest([quiet.settle() for _ in range(CLOCKED)]) / ROW
+def _issued(cores: Cores) -> dict[str, float]:
+    undisturbed = fastest([cores.settle() for _ in range(CLOCKED)])
+    return {"issued": IN_A_STEP * undisturbed / ROW, "toured": middle(cores.tour)}
 
 
-def host_share(issued: float, device: torch.device) -> float:
-    """How many times as long as a host of this `issued` this one takes for a step's work now, wherever it runs."""
+def host_share(issued: float, quiet: float, device: torch.device) -> float:
+    """How many times as long as a host of this `issued`, of which `quiet` where it is undisturbed, this one takes for a step's
+    work now, wherever it runs."""
     clock = issue_clock(device)
-    return share_of(statistics.median(clock() for _ in range(CLOCKED)), issued)
+    return share_of(statistics.median(clock() for _ in range(CLOCKED)), issued, quiet)
 
 
-def share_of(clocked: float, issued: float) -> float:
+def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
     """The same by what an `issue_clock` showed."""
-    return 1 + DISTURBED * (IN_A_STEP * clocked / ROW / issued - 1)
+    undisturbed = quiet * issued
+    return (undisturbed + DISTURBED * (IN_A_STEP * clocked / ROW - undisturbed)) / issued
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:
@@ -77,10 +81,16 @@ def issue_clock(device: torch.device) -> Callable[[], float]:
 
 
 def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of looks at different times: the quickest `issued`, to which others only ever add; of what differences tell, the median."""
+    """Of looks at different times: the quickest `issued`, to which others only ever add; of what differences tell, the median.
+    Then, of a GPU's host, all of them as a step takes on the cores as they were, and what of that they take on a `quiet` one."""
     names = dict.fromkeys(name for look in found for name in look)
     every = {name: [look[name] for look in found if name in look] for name in names}
-    return {name: fastest(seen) if name == "issued" else statistics.median(seen) for name, seen in every.items()}
+    own = {name: fastest(seen) if name == "issued" else statistics.median(seen) for name, seen in every.items()}
+    if "toured" not in own:
+        return own
+    del own["toured"]
+    share = max(1.0, share_of(statistics.mean(every["toured"]), own["issued"]))
+    return {name: share * seconds for name, seconds in own.items()} | {"quiet": 1 / share}
 
 
 def remat_paces(device: torch.device, before: Callable[[], object] = lambda: None) -> dict[str, float]:

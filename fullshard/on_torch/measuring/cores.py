@@ -1,8 +1,8 @@
-"""A core that nobody disturbs, where the host's pace is the machine's own.
+"""The cores of a shared machine, of which some are disturbed.
 
-On shared machines a core takes half as long again for everything, for a second or for many, while the next one does not:
-it may share a real core with somebody else's work. What was timed there does not tell of the machine. `Quiet` keeps this
-process on a core that is at the best pace seen so far, and looks for another when it no longer is.
+A core takes half as long again for everything, for a second or for many, while the next one does not: it may share a real
+core with somebody else's work. `Cores` keeps this process on a core that is at the best pace seen so far, and looks for
+another when it no longer is; or takes it to one core after the other, for what the machine does on the whole.
 """
 
 import math
@@ -15,24 +15,25 @@ ROUNDS = 3  # over all cores before one that is merely the fastest will do
 MOST = 16  # cores to choose from: each costs a look
 
 
-class Quiet:
+class Cores:
     """While entered, all threads of the process are on one core: `clock`, which times a bit of work, says which.
 
-    Where threads cannot be bound to cores (macOS), it stays where it is.
+    `tour` is what it showed on every core at the beginning. Where threads cannot be bound to cores (macOS), it stays where it is.
     """
 
     def __init__(self, clock: Callable[[], float]):
         self.clock, self.best = clock, math.inf
         self.cores: list[int] = []
+        self.tour: list[float] = []
         self.before: dict[int, set[int]] = {}
 
     def __enter__(self) -> Self:
         self.before = {thread: _cores_of(thread) for thread in _threads()}
         self.cores = _own(sorted(_cores_of(0)))
         try:
-            for _ in range(len(self.cores)):  # all of them once, for a best to hold the others against
-                self._move()
-                self.look()
+            for _ in range(max(1, len(self.cores))):  # all of them once, for a best to hold the others against
+                self.move()
+                self.tour.append(self.look())
         except BaseException:
             self._restore()
             raise
@@ -59,17 +60,17 @@ class Quiet:
             if self.is_quiet(seconds) or not self.cores:
                 return seconds
             found[self.cores[0]] = seconds
-            self._move()
+            self.move()
         while self.cores[0] != min(found, key=found.__getitem__):
-            self._move()
+            self.move()
         return self.look()
 
     def is_quiet(self, seconds: float) -> bool:
         return seconds <= NEAR * self.best
 
-    def _move(self) -> None:
+    def move(self) -> None:
         """To the next core; this one is the last to be tried again."""
-        self.cores.append(self.cores.pop(0))
+        self.cores = self.cores[1:] + self.cores[:1]
         for thread in _threads():
             _bind(thread, set(self.cores[:1]))
 
