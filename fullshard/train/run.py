@@ -27,7 +27,7 @@ from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer
 from fullshard.train.progress import Bar
 from fullshard.train.schedule import factor
-from fullshard.train.verdict import Verdict, explain_out_of_memory, with_this_host
+from fullshard.train.verdict import ThisHost, Verdict, explain_out_of_memory
 
 if TYPE_CHECKING:
     from fullshard.on_torch import State
@@ -111,7 +111,8 @@ class Run:
         self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
         self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
         self.peak = on_torch.peak_flops(state)
-        self.verdict = Verdict(prepared.estimate, lambda: with_this_host(prepared, state.device)) if prepared.estimate else None
+        host = ThisHost(prepared, state.device, between=not state.tiers)
+        self.verdict = Verdict(prepared.estimate, host) if prepared.estimate else None
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0

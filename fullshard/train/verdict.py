@@ -1,8 +1,8 @@
 """Every prediction is checked: what the planner expected of a run, held against what it does."""
 
 import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
@@ -17,17 +17,27 @@ if TYPE_CHECKING:
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
 HOST = 0.03  # and of a step, what the host's pace has to change before it is told
+LOOKS = 3  # at the host, a step: a tenth of a second
+
+
+class Host(Protocol):
+    """`look`: how many times as long as the cluster's the host takes now to issue work; `step`: what a step takes by that.
+    Looks come `between` the steps, since a shared host changes within seconds, or only after the last."""
+
+    between: bool
+
+    def look(self) -> float: ...
+
+    def step(self, share: float) -> float: ...
 
 
 class Verdict:
-    """Collects a few steps, then says how the prediction did; once.
+    """Collects a few steps, then says how the prediction did; once."""
 
-    `host` tells how many times as long as the cluster's the host takes now to issue work, and what a step takes by that.
-    """
-
-    def __init__(self, expected: Estimate, host: Callable[[], tuple[float, float]]):
+    def __init__(self, expected: Estimate, host: Host):
         self.expected, self.host = expected, host
         self.seconds: list[float] = []
+        self.shares: list[float] = []
         self.peak = 0
         self.steps = 0
         self.numbers: dict[str, float | int] = {}
@@ -38,17 +48,21 @@ class Verdict:
         if self.steps >= FIRST:
             self.seconds.append(seconds)
             self.peak = max(self.peak, memory["memory_allocated"])
-        return self._say("memory_reserved" in memory) if self.steps == LAST else None
+        on_gpu = "memory_reserved" in memory
+        if on_gpu and (FIRST <= self.steps <= LAST if self.host.between else self.steps == LAST):
+            self.shares.append(self.host.look())
+        return self._say(on_gpu) if self.steps == LAST else None
 
     def _say(self, on_gpu: bool) -> str:
         e, seconds = self.expected, statistics.median(self.seconds)
         self.numbers = {"predicted_seconds": e.step_seconds, "measured_seconds": seconds}
         words, predicted = f"a step takes {seconds_text(seconds)}, predicted {seconds_text(e.step_seconds)}", e.step_seconds
         if on_gpu:
-            share, predicted = self.host()
+            share = statistics.median(self.shares)
+            predicted = self.host.step(share)
             self.numbers |= {"host_share": share, "predicted_with_this_host": predicted}
             if abs(predicted / e.step_seconds - 1) > HOST:
-                words += f", {seconds_text(predicted)} with the host as it is now, at {1 / share:.2f} of the cluster's pace"
+                words += f", {seconds_text(predicted)} with the host as it is, at {1 / share:.2f} of the cluster's pace"
         wrong = abs(predicted / seconds - 1) > TIME
         if on_gpu:  # a CPU's allocator keeps no count
             self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
@@ -59,14 +73,24 @@ class Verdict:
         return f"{words}: the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster"
 
 
-def with_this_host(prepared: Prepared, device: "torch.device") -> tuple[float, float]:
-    """How many times as long as the cluster's this host takes now, and a step by that. Half a second on a GPU's host."""
-    from fullshard import on_torch
+@dataclass
+class ThisHost:
+    """This rank's own. Where state rests away its updates run on under the next step, and looks between would wait for them."""
 
-    assert prepared.description is not None
-    cluster = prepared.cluster
-    share = on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), device)
-    return share, step_seconds(prepared.recipe, prepared.plan, prepared.description, cluster.with_host(share))
+    prepared: Prepared
+    device: "torch.device"
+    between: bool
+
+    def look(self) -> float:
+        from fullshard import on_torch
+
+        cluster = self.prepared.cluster
+        return on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), self.device, looks=LOOKS)
+
+    def step(self, share: float) -> float:
+        p = self.prepared
+        assert p.description is not None
+        return step_seconds(p.recipe, p.plan, p.description, p.cluster.with_host(share))
 
 
 def explain_out_of_memory(prepared: Prepared, state: "State") -> str:

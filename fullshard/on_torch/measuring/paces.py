@@ -6,8 +6,8 @@ Under remat the host runs Python beside every kernel: `checkpointed` a region, `
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
 
-Of a GPU's host they are timed on cores that nobody disturbs (`cores`), the same on every machine of a kind; then `together`
-tells what a step takes on the cores as they were on the whole. `host_share` is the host as it is now.
+Of a GPU's host they are timed on cores that nobody disturbs (`cores`); `together` then tells what a step takes on all of
+them as they were. `host_share` is the host as it is now.
 """
 
 import statistics
@@ -59,11 +59,11 @@ def _issued(cores: Cores) -> dict[str, float]:
     return {"issued": IN_A_STEP * undisturbed / ROW, "toured": middle(cores.tour)}
 
 
-def host_share(issued: float, quiet: float, device: torch.device) -> float:
+def host_share(issued: float, quiet: float, device: torch.device, looks: int = CLOCKED) -> float:
     """How many times as long as a host of this `issued`, of which `quiet` where it is undisturbed, this one takes for a step's
     work now, wherever it runs."""
     clock = issue_clock(device)
-    return share_of(statistics.median(clock() for _ in range(CLOCKED)), issued, quiet)
+    return share_of(statistics.median(clock() for _ in range(looks)), issued, quiet)
 
 
 def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
