@@ -7,6 +7,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 
 TIMEOUT = 240  # seconds a call may take before its ranks are taken for hung
+PRELOADED = ["fullshard.on_torch", "torch._dynamo", "peft"]  # by the server that ranks on a CPU are forks of
 
 
 class RankError(AssertionError):
@@ -55,7 +56,8 @@ class Ranks:
     def _start(self) -> None:
         if self.processes:
             return
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if self.device == "cpu" else "spawn")  # CUDA does not outlive a fork
+        context.set_forkserver_preload(PRELOADED)
         self.directory = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(self.world):

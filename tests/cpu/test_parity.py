@@ -39,7 +39,7 @@ MATRIX = [
 
 def sample(matrix: list, each: int) -> list:
     """For each strategy and world `each` cases, drawn so that neighbours differ in every factor."""
-    draw = random.Random(13)  # with which one of each covers every factor
+    draw = random.Random(277)  # with which one of each meets every value in both worlds, and few of the dearest cases
     chosen = []
     for world in STRATEGIES:
         for strategy, arguments in STRATEGIES[world]:
@@ -67,8 +67,9 @@ def check(ranks, world: int, case: Case) -> None:
 def test_the_sample_covers_every_value_of_every_factor():
     for i, values in enumerate(FACTORS):
         for value in values:
-            hits = [c for _, c in SAMPLED if (c.compute, c.remat, c.accumulate, c.kind)[i] == value]
+            hits = [world for world, c in SAMPLED if (c.compute, c.remat, c.accumulate, c.kind)[i] == value]
             assert len(hits) >= 4, value
+            assert {*hits} == {*STRATEGIES}, value
 
 
 @pytest.mark.parametrize(("world", "case"), SAMPLED, ids=[f"{w}-{c}" for w, c in SAMPLED])
