@@ -22,9 +22,13 @@ LOOKS = 3  # at the host, a step: a tenth of a second
 
 class Host(Protocol):
     """`look`: how many times as long as the cluster's the host takes now to issue work; `step`: what a step takes by that.
-    Looks come `between` the steps, since a shared host changes within seconds, or only after the last."""
+    Looks come `between` the steps, since a shared host changes within seconds, or only after the last. `measured`: whether the
+    cluster is this machine as it was timed."""
 
     between: bool
+
+    @property
+    def measured(self) -> bool: ...
 
     def look(self) -> float: ...
 
@@ -70,7 +74,8 @@ class Verdict:
             wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
         if not wrong:
             return words
-        return f"{words}: the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster"
+        again = "times this machine anew" if self.host.measured else "makes a cluster file of this machine"
+        return f"{words}: the prediction is off; `fullshard measure` {again} for plan.cluster"
 
 
 @dataclass
@@ -80,6 +85,10 @@ class ThisHost:
     prepared: Prepared
     device: "torch.device"
     between: bool
+
+    @property
+    def measured(self) -> bool:
+        return self.prepared.cluster.measured is not None
 
     def look(self) -> float:
         from fullshard import on_torch

@@ -34,6 +34,8 @@ class Told:
     def __init__(self, *shares: float, seconds: float, between: bool = True):
         self.shares, self.seconds, self.between = list(shares), seconds, between
 
+    measured = False
+
     def look(self) -> float:
         return self.shares.pop(0)
 
@@ -68,6 +70,10 @@ def test_a_step_that_neither_explains_is_one(prepared):
     predicted = prepared.estimate.step_seconds
     words, _ = said(prepared, 2 * predicted, Told(*[1.1] * 6, seconds=predicted), on_gpu(prepared))
     assert words.endswith("the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster")
+    timed = Told(*[1.1] * 6, seconds=predicted)
+    timed.measured = True
+    words, _ = said(prepared, 2 * predicted, timed, on_gpu(prepared))
+    assert words.endswith("the prediction is off; `fullshard measure` times this machine anew for plan.cluster")
     words, _ = said(
         prepared, predicted, Told(*[1.02] * 6, seconds=0.98 * predicted), on_gpu(prepared) | {"memory_allocated": 1 << 40}
     )
