@@ -1,6 +1,6 @@
 """The table of measured step times once more: what the planner of today says of the stored rows. Needs no GPU.
 
-python -m benchmarks.time_again benchmarks/results/2026-11-16-cores-time-h200.json --only 'hf-*'
+python -m benchmarks.time_again benchmarks/results/2026-11-16-cores-time-h200.json --part third --only 'hf-*'
 
 Tables older than that were timed by other clocks or elsewhere, and are told as they were.
 """
@@ -21,10 +21,13 @@ def main() -> None:
     parser.add_argument("--part", help="a call of several in the file")
     args = parser.parse_args()
     stored = json.loads(args.results.read_text())
-    stored = stored[args.part] if args.part else stored
+    parts = [name for name, value in stored.items() if isinstance(value, dict) and "rows" in value]
+    if parts and args.part not in parts:
+        raise SystemExit(f"{args.results.name} holds several calls; give --part {' or '.join(parts)}")
+    stored = stored[args.part] if parts else stored
     rows = [r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)]
     if not all("felt" in r and "beside" in r for r in rows):
-        raise SystemExit(f"{args.results.name} was timed otherwise; take 2026-11-16-cores-time-h200.json or a later one")
+        raise SystemExit("these rows were timed otherwise; take --part third or fourth of 2026-11-16-cores-time-h200.json")
     cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
     predict_all(rows, cluster)
 

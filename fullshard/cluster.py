@@ -89,7 +89,7 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
     "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
     "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
-    "quiet": ("these, undisturbed", lambda d, h: 1.0, lambda x: f"{x:.0%}"),
+    "quiet": ("these on a quiet core", lambda d, h: 1.0, lambda x: f"{x:.0%}"),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
     "pcie_down": ("device to host", lambda d, h: h.pcie_down, lambda x: rate_text(x, "B/s")),

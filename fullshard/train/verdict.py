@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
 HOST = 0.03  # and of a step, what the host's pace has to change before it is told
-LOOKS = 3  # at the host, a step: a tenth of a second
+LOOKS = 3  # at the host, a step
 
 
 class Host(Protocol):

@@ -7,7 +7,7 @@ from tests.cpu.parity import Case
 
 MODELS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "mixtral"]
 SPLIT = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]  # Llama-like: the tensor axis knows them
-ALIKE = {"qwen2", "qwen3", "gemma2"}  # on four ranks, to others
+ALIKE = {"qwen2", "qwen3", "gemma2"}  # to others: on four ranks they are in the whole matrix only
 # A bias on keys shifts every score of a query alike, so its gradient is nothing but rounding.
 NO_GRADIENT = ("k_proj.bias", "c_attn.bias")
 
