@@ -10,7 +10,7 @@ import fnmatch
 import json
 from pathlib import Path
 
-from benchmarks.time_error import predict_all
+from benchmarks.time_error import predict_all, summarise
 from fullshard.cluster import Cluster
 
 
@@ -28,8 +28,9 @@ def main() -> None:
     rows = [r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)]
     if not all("felt" in r and "beside" in r for r in rows):
         raise SystemExit("these rows were timed otherwise; take --part third or fourth of 2026-11-16-cores-time-h200.json")
-    cluster = Cluster.from_dict(Cluster.load("1xh200").to_dict() | {"measured": stored["cluster"]})
-    predict_all(rows, cluster)
+    card = Cluster.load("1xh200").to_dict()
+    files = [Cluster.from_dict(card | {"measured": stored[name]}) for name in ("cluster", "before") if name in stored]
+    summarise(predict_all(rows, *files))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
 
-    python -m benchmarks.time_error --out FOLDER
-    python -m benchmarks.time_error --out FOLDER --only 'hf-*' 'gpt2-*' --no-predict
-    python -m benchmarks.time_again FOLDER/time.json                # predicts what was measured, with no GPU
+    python -m benchmarks.time_error --out FOLDER                     # all cases, a quarter after the other, in 25 minutes
+    python -m benchmarks.time_error --out FOLDER --quarter 2 --no-predict
+    python -m benchmarks.time_again FOLDER/quarter-2/time.json       # predicts what was measured, with no GPU
 
-First times the machine (`measure`), then steps of each case, and predicts them by the cluster file. On a shared machine the
-host is a half slower for seconds at a time, on one core and not on the next. So every step is issued from another core than
-the one before, as `measure` goes over all of them; `seconds` are the mean of a case's steps without the quickest and the
-slowest eighth. `felt` is how many times as long as the file's the host took beside these steps, by a clock that is none of
-them. Predicted are a step by the file alone, and by the file when it is told what was felt.
+The cores of a shared machine are a half slower for seconds at a time, one and not the next, and all of them together change
+by a quarter within minutes. So the cluster file and the steps are of the same minutes: `measure` has ten parts, and before
+each of them every case of a quarter takes its turn, some steps in a process of its own, from one core after the other.
+`seconds` are the mean of a case's steps without the quickest and the slowest eighth.
+
+A step is predicted by that file; by one that `measure` made before the first turn (`before.json`); and by the first when it
+is told what the host took beside these very steps (`felt`: so many times as long as the file's), by a clock that is none of
+them.
 """
 
 import argparse
@@ -17,8 +20,12 @@ import fnmatch
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import date
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +35,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard as fs
 from benchmarks.memory_error import CASES, Case, build, initial, plan_of
-from benchmarks.memory_probe import clean
 from fullshard import on_torch
 from fullshard.cluster import Cluster
 from fullshard.on_torch.measuring.cores import Cores
@@ -36,137 +42,231 @@ from fullshard.on_torch.measuring.paces import issue_clock, share_of
 from fullshard.on_torch.measuring.timings import middle
 from fullshard.planner.timeline import timeline
 
-WARM, LEAST = 3, 5  # steps before those that are timed, and the least of these
-STEPS = 32  # that are timed, if that does not take longer than `--seconds`
+QUARTERS = 4  # of the cases: as many as the device holds at a time, with the activations of one of them
+AT_ONCE = 4  # models that are made at a time
+WARM = 4  # steps at most before those of a turn that are timed
+STEPS, SECONDS = 4, 0.4  # of a turn that are timed: so many, or for so long
 
-Taken = tuple[float, float]  # seconds of a step, and until it was issued
+Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("time_error"))
     parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
-    parser.add_argument("--seconds", type=float, default=4.0, help="after which a case has enough steps, once five are timed")
+    parser.add_argument("--quarter", type=int, choices=range(QUARTERS), help="of the cases; by default all, one after the other")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
-    measure_all(args.out, args.only, args.seconds)
-    if not args.no_predict:
-        table = json.loads((args.out / "time.json").read_text())
-        table["rows"] = predict_all(table["rows"], Cluster.load(args.out / "cluster.json"))
-        (args.out / "time.json").write_text(json.dumps(table, indent=1))
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a GPU; benchmarks/time_again.py predicts what was measured on one")
+    timed = [c for c in CASES if c.trained != "norms"]
+    rows = []
+    for quarter in range(QUARTERS) if args.quarter is None else [args.quarter]:
+        cases = [c for c in timed[quarter::QUARTERS] if any(fnmatch.fnmatch(c.name, o) for o in args.only)]
+        if cases:
+            out = args.out / f"quarter-{quarter}"
+            measure_together(cases, out)
+            rows += [] if args.no_predict else predicted(out)
+    summarise(rows)
 
 
 # -- measuring ----------------------------------------------------------------------------------------
 
 
-def measure_all(out: Path, only: list[str], seconds: float) -> None:
+def measure_together(cases: list[Case], out: Path) -> None:
+    """A cluster file before, steps of the cases between the parts of another, and that."""
     out.mkdir(parents=True, exist_ok=True)
-    cluster = on_torch.measure()
+    cluster = before = on_torch.measure()
+    before.save(out / "before.json")
+    print(before, flush=True)
+    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
+    turns: dict[str, list[Row]] = {}
+
+    def keep() -> None:
+        rows = [together(found, cluster) for found in turns.values()]
+        table = {**about, "cluster": cluster.to_dict()["measured"], "before": before.to_dict()["measured"], "rows": rows}
+        (out / "time.json").write_text(json.dumps(table, indent=1))
+
+    with taking_turns(cases) as everyone:
+
+        def round_of_turns(part: str) -> None:
+            began = time.perf_counter()
+            for row in everyone():
+                turns.setdefault(row["name"], []).append(row)
+            keep()
+            print(f"a turn of each in {time.perf_counter() - began:.1f} s, then {part}", flush=True)
+
+        cluster = on_torch.measure(progress=round_of_turns)
     cluster.save(out / "cluster.json")
     print(cluster, flush=True)
-    about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
-    about["cluster"] = cluster.to_dict()["measured"]
-    rows = []
-    for case in CASES:
-        if any(fnmatch.fnmatch(case.name, o) for o in only) and case.trained != "norms":
-            rows.append(measure(case, seconds, cluster))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("case", "steps", "beside")}), flush=True)
-            (out / "time.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+    keep()
+    for row in json.loads((out / "time.json").read_text())["rows"]:
+        print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "beside")}), flush=True)
 
 
-def measure(case: Case, seconds: float, cluster: Cluster) -> dict[str, Any]:
-    clean()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
-    row: dict[str, Any] = {"name": case.name, "case": dataclasses.asdict(case)}
-    try:
-        row |= timed(case, seconds, (cluster.of("issued"), cluster.of("quiet")))
-    except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}"[:500]
-    dist.destroy_process_group()
-    return row
-
-
-def timed(case: Case, seconds: float, pace: tuple[float, float]) -> dict[str, Any]:
-    """A case's steps, and the host beside them by the cluster file's `issued` and `quiet`."""
-    model = build(case)
-    plan = plan_of(case, on_torch.describe(model))
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
-    vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
-    ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
-    batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
-    loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
-
-    def step() -> Taken:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        on_torch.train_step(state, batches, loss=loss, clip=1.0)
-        returned = time.perf_counter()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, returned - start
-
-    clock = issue_clock(torch.device("cuda"))
-    for _ in range(WARM):
-        step()
-    steps, beside = in_turn(step, clock, seconds)
-    return {
-        "tensors": len(list(model.parameters())),
-        "units": len(plan.units),
-        "seconds": middle([taken for taken, _ in steps]),
-        "issue": middle([returned for _, returned in steps]),
-        "felt": share_of(middle(beside), *pace),
-        "steps": [taken for taken, _ in steps],
-        "beside": [share_of(b, *pace) for b in beside],
+def together(turns: list[Row], cluster: Cluster) -> Row:
+    """The row of a case."""
+    if failed := [turn for turn in turns if "failed" in turn]:
+        return failed[0]
+    steps, issues, clocked = ([x for turn in turns for x in turn[key]] for key in ("steps", "issues", "clocked"))
+    pace = cluster.of("issued"), cluster.of("quiet")
+    return {key: turns[0][key] for key in ("name", "case", "tensors", "units")} | {
+        "seconds": middle(steps),
+        "issue": middle(issues),
+        "felt": share_of(middle(clocked), *pace),
+        "turns": [len(turn["steps"]) for turn in turns],
+        "steps": steps,
+        "beside": [share_of(c, *pace) for c in clocked],
     }
 
 
-def in_turn(step: Callable[[], Taken], clock: Callable[[], float], seconds: float) -> tuple[list[Taken], list[float]]:
-    """Steps, from one core after the other, and what the clock showed there, before and after."""
-    steps: list[Taken] = []
-    beside: list[float] = []
-    began = time.perf_counter()
-    with Cores(clock) as cores:
-        while len(steps) < LEAST or (len(steps) < STEPS and time.perf_counter() - began < seconds):
+@contextmanager
+def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
+    """Gives a function that has every case take a turn, each in a process of its own, and returns what they found."""
+    spawn = get_context("spawn")  # CUDA does not outlive a fork
+    processes: list[Any] = []
+
+    def start(case: Case) -> tuple[Connection, Row]:
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(case, there), daemon=True)
+        process.start()
+        processes.append(process)
+        there.close()
+        return here, here.recv()
+
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            started = list(pool.map(start, cases))
+        pipes = [pipe for pipe, row in started if "failed" not in row]
+        missing = [row for _, row in started if "failed" in row]
+
+        def everyone() -> list[Row]:
+            found = [*missing]
+            missing.clear()
+            for pipe in [*pipes]:
+                pipe.send("a turn")
+                found.append(pipe.recv())
+                if "failed" in found[-1]:
+                    pipes.remove(pipe)
+            return found
+
+        yield everyone
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def serve(case: Case, pipe: Connection) -> None:
+    """A turn whenever the pipe asks for one; between turns the device's memory is the others'."""
+    row: Row = {"name": case.name, "case": dataclasses.asdict(case)}
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
+        own = Steps(case)
+        with Cores(own.clock) as cores:
+            pipe.send(row)
+            while pipe.recv():
+                pipe.send(row | own.turn(cores))
+                torch.cuda.empty_cache()
+    except Exception as error:
+        pipe.send(row | {"failed": f"{type(error).__name__}: {error}"[:500]})
+
+
+class Steps:
+    """A model in its plan, and a clock beside its steps."""
+
+    def __init__(self, case: Case):
+        model = build(case)
+        plan = plan_of(case, on_torch.describe(model))
+        self.state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
+        vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
+        ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
+        self.batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
+        self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
+        self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
+        self.clock = issue_clock(torch.device("cuda"))
+        if case.compile:
+            self.step()
+        torch.cuda.empty_cache()
+
+    def turn(self, cores: Cores) -> Row:
+        """Steps from one core after the other, once they have the memory that they need."""
+        for _ in range(WARM):
+            before = torch.cuda.memory_stats()["num_device_alloc"]
+            self.step()
+            if torch.cuda.memory_stats()["num_device_alloc"] == before:
+                break
+        steps, issues, clocked = [], [], []
+        began = time.perf_counter()
+        while not steps or (len(steps) < STEPS and time.perf_counter() - began < SECONDS):
             cores.move()
-            before = cores.look()
-            steps.append(step())
-            beside.append((before + cores.look()) / 2)
-    return steps, beside
+            look = cores.look()
+            taken, issued = self.step()
+            steps.append(taken)
+            issues.append(issued)
+            clocked.append((look + cores.look()) / 2)
+        return self.size | {"steps": steps, "issues": issues, "clocked": clocked}
+
+    def step(self) -> tuple[float, float]:
+        """Its seconds, and those until it was issued."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        on_torch.train_step(self.state, self.batches, loss=self.loss, clip=1.0)
+        returned = time.perf_counter()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, returned - start
 
 
 # -- predicting ---------------------------------------------------------------------------------------
 
 
-def predict_all(rows: list[dict[str, Any]], cluster: Cluster) -> list[dict[str, Any]]:
+def predicted(out: Path) -> list[Row]:
+    """The rows of a quarter, which have afterwards what is predicted of them."""
+    table = json.loads((out / "time.json").read_text())
+    table["rows"] = predict_all(table["rows"], Cluster.load(out / "cluster.json"), Cluster.load(out / "before.json"))
+    (out / "time.json").write_text(json.dumps(table, indent=1))
+    return table["rows"]
+
+
+TOLD = {
+    "error": "by the file of the same minutes",
+    "error_before": "by the file made before",
+    "error_told": "told the host's pace beside these steps",
+}
+
+
+def predict_all(rows: list[Row], cluster: Cluster, before: Cluster | None = None) -> list[Row]:
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
     rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
     for row in rows:
-        found.append(row | predict(cases[row["name"]], cluster, row))
-        told = f"{row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f}  {found[-1]['error']:+.1%}"
-        others = f"told that the host is at {1 / row['felt']:.2f} of its pace: {found[-1]['error_told']:+.1%}"
-        print(f"{row['name']:32s} {told}; {others}", flush=True)
-    for kind in ("error", "error_told"):
-        errors = [abs(r[kind]) for r in found]
-        print(f"{kind}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
+        found.append(row | predict(cases[row["name"]], row, cluster, before))
+        others = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in TOLD.items() if kind in found[-1])
+        print(f"{row['name']:32s} {row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f} {others}", flush=True)
     return found + failed
 
 
-def predict(case: Case, cluster: Cluster, row: dict[str, Any]) -> dict[str, Any]:
-    """What the planner says of this machine, with links that take no time; and with the host as it was felt."""
+def summarise(rows: list[Row]) -> None:
+    for kind, words in TOLD.items():
+        if errors := [abs(r[kind]) for r in rows if kind in r]:
+            print(f"{words}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
+
+
+def predict(case: Case, row: Row, cluster: Cluster, before: Cluster | None = None) -> Row:
+    """What the planner says of this machine, with links that take no time."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
-    own, then = (
-        timeline(plan, description, playing(at, case.devices), loss=case.loss, spread=0.0)
-        for at in (cluster, cluster.with_host(row["felt"]))
-    )
-    return {
-        "predicted": own.seconds,
-        "error": own.seconds / row["seconds"] - 1,
-        "predicted_told": then.seconds,
-        "error_told": then.seconds / row["seconds"] - 1,
-        "compute": own.compute,
-        "host": own.busy["host"],
-    }
+
+    def step(at: Cluster) -> Any:
+        return timeline(plan, description, playing(at, case.devices), loss=case.loss, spread=0.0)
+
+    own, told = step(cluster), step(cluster.with_host(row["felt"]))
+    found = {"predicted": own.seconds, "error": own.seconds / row["seconds"] - 1}
+    if before:
+        found |= {"predicted_before": step(before).seconds}
+        found |= {"error_before": found["predicted_before"] / row["seconds"] - 1}
+    found |= {"predicted_told": told.seconds, "error_told": told.seconds / row["seconds"] - 1}
+    return found | {"compute": own.compute, "host": own.busy["host"]}
 
 
 def playing(cluster: Cluster, devices: int) -> Cluster:
