@@ -20,6 +20,7 @@ import fnmatch
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,20 +54,20 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("time_error"))
-    parser.add_argument("--only", nargs="+", default=["*"], help="names of cases, with wildcards")
     parser.add_argument("--quarter", type=int, choices=range(QUARTERS), help="of the cases; by default all, one after the other")
+    parser.add_argument("--only", nargs="+", help="names of cases, with wildcards, which together make one quarter")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a GPU; benchmarks/time_again.py predicts what was measured on one")
     timed = [c for c in CASES if c.trained != "norms"]
+    quarters = {f"quarter-{i}": timed[i::QUARTERS] for i in range(QUARTERS) if args.quarter in (i, None)}
+    if args.only:
+        quarters = {"some": [c for c in timed if any(fnmatch.fnmatch(c.name, o) for o in args.only)]}
     rows = []
-    for quarter in range(QUARTERS) if args.quarter is None else [args.quarter]:
-        cases = [c for c in timed[quarter::QUARTERS] if any(fnmatch.fnmatch(c.name, o) for o in args.only)]
-        if cases:
-            out = args.out / f"quarter-{quarter}"
-            measure_together(cases, out)
-            rows += [] if args.no_predict else predicted(out)
+    for name, cases in quarters.items():
+        measure_together(cases, args.out / name)
+        rows += [] if args.no_predict else predicted(args.out / name)
     summarise(rows)
 
 
@@ -132,7 +133,12 @@ def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
         process.start()
         processes.append(process)
         there.close()
-        return here, here.recv()
+        row = here.recv()
+        print(
+            f"{case.name}: " + row.get("failed", f"is there, {row.get('free', 0) / 2**30:.0f} GiB of the device are free"),
+            flush=True,
+        )
+        return here, row
 
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -164,12 +170,12 @@ def serve(case: Case, pipe: Connection) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
         own = Steps(case)
         with Cores(own.clock) as cores:
-            pipe.send(row)
+            pipe.send(row | {"free": torch.cuda.mem_get_info()[0]})
             while pipe.recv():
                 pipe.send(row | own.turn(cores))
                 torch.cuda.empty_cache()
-    except Exception as error:
-        pipe.send(row | {"failed": f"{type(error).__name__}: {error}"[:500]})
+    except Exception:
+        pipe.send(row | {"failed": traceback.format_exc()[-1000:]})
 
 
 class Steps:
@@ -185,8 +191,6 @@ class Steps:
         self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
         self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
         self.clock = issue_clock(torch.device("cuda"))
-        if case.compile:
-            self.step()
         torch.cuda.empty_cache()
 
     def turn(self, cores: Cores) -> Row:
