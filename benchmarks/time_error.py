@@ -6,7 +6,8 @@
 
 The cores of a shared machine are a half slower for seconds at a time, one and not the next, and all of them together change
 by a quarter within minutes. So the cluster file and the steps are of the same minutes: `measure` has ten parts, and before
-each of them every case of a quarter takes its turn, some steps in a process of its own, from one core after the other.
+each of them every case of a quarter takes its turn, some steps from one core after the other. Between turns it rests in a
+process of its own, or of two.
 `seconds` are the mean of a case's steps without the quickest and the slowest eighth.
 
 A step is predicted by that file; by one that `measure` made before the first turn (`before.json`); and by the first when it
@@ -123,39 +124,33 @@ def together(turns: list[Row], cluster: Cluster) -> Row:
 
 @contextmanager
 def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
-    """Gives a function that has every case take a turn, each in a process of its own, and returns what they found."""
+    """Gives a function that has every case take a turn and returns what they found."""
     spawn = get_context("spawn")  # CUDA does not outlive a fork
     processes: list[Any] = []
+    pipes: dict[str, Connection] = {}
 
-    def start(case: Case) -> tuple[Connection, Row]:
+    def start(few: list[Case]) -> dict[str, Row]:
         here, there = spawn.Pipe()
-        process = spawn.Process(target=serve, args=(case, there), daemon=True)
+        process = spawn.Process(target=serve, args=(few, there), daemon=True)
         process.start()
         processes.append(process)
         there.close()
-        row = here.recv()
-        print(
-            f"{case.name}: " + row.get("failed", f"is there, {row.get('free', 0) / 2**30:.0f} GiB of the device are free"),
-            flush=True,
-        )
-        return here, row
+        ready = here.recv()
+        pipes.update({c.name: here for c in few if "failed" not in ready[c.name]})
+        print(f"{', '.join(ready)}: {'; '.join(row.get('failed', 'ready') for row in ready.values())}", flush=True)
+        return ready
+
+    def everyone() -> list[Row]:
+        for name in [c.name for c in cases if c.name in pipes]:
+            pipes[name].send(name)
+            rows[name] = pipes[name].recv()
+            if "failed" in rows[name]:
+                del pipes[name]
+        return list(rows.values())
 
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            started = list(pool.map(start, cases))
-        pipes = [pipe for pipe, row in started if "failed" not in row]
-        missing = [row for _, row in started if "failed" in row]
-
-        def everyone() -> list[Row]:
-            found = [*missing]
-            missing.clear()
-            for pipe in [*pipes]:
-                pipe.send("a turn")
-                found.append(pipe.recv())
-                if "failed" in found[-1]:
-                    pipes.remove(pipe)
-            return found
-
+            rows = {name: row for ready in pool.map(start, sharing(cases)) for name, row in ready.items()}
         yield everyone
     finally:
         for process in processes:
@@ -163,23 +158,42 @@ def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
             process.join()
 
 
-def serve(case: Case, pipe: Connection) -> None:
-    """A turn whenever the pipe asks for one; between turns the device's memory is the others'."""
-    row: Row = {"name": case.name, "case": dataclasses.asdict(case)}
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
-        own = Steps(case)
-        with Cores(own.clock) as cores:
-            pipe.send(row | {"free": torch.cuda.mem_get_info()[0]})
-            while pipe.recv():
-                pipe.send(row | own.turn(cores))
-                torch.cuda.empty_cache()
-    except Exception:
-        pipe.send(row | {"failed": traceback.format_exc()[-1000:]})
+def sharing(cases: list[Case]) -> list[list[Case]]:
+    """The cases of each process. Two in a world of one size may share one: a device may take no more than sixteen processes."""
+    alike: dict[Any, list[Case]] = {}
+    for case in cases:
+        alike.setdefault(case.name if case.compile else case.devices, []).append(case)
+    return [few[i : i + 2] for few in alike.values() for i in range(0, len(few), 2)]
+
+
+def serve(cases: list[Case], pipe: Connection) -> None:
+    """A turn of the case that the pipe asks for; between turns the device's memory is the others'."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cases[0].devices)
+    own: dict[str, Steps] = {}
+
+    def attempt(case: Case, call: Callable[[], Row]) -> Row:
+        row: Row = {"name": case.name, "case": dataclasses.asdict(case)}
+        try:
+            return row | call()
+        except Exception:
+            return row | {"failed": traceback.format_exc()[-1000:]}
+        finally:
+            torch.cuda.empty_cache()
+
+    def ready(case: Case) -> Row:
+        own[case.name] = Steps(case)
+        return {}
+
+    found = {case.name: attempt(case, lambda case=case: ready(case)) for case in cases}  # type: ignore[misc]
+    with Cores(issue_clock(torch.device("cuda"))) as cores:
+        pipe.send(found)
+        by_name = {case.name: case for case in cases}
+        while name := pipe.recv():
+            pipe.send(attempt(by_name[name], lambda: own[name].turn(cores)))
 
 
 class Steps:
-    """A model in its plan, and a clock beside its steps."""
+    """A model in its plan."""
 
     def __init__(self, case: Case):
         model = build(case)
@@ -190,8 +204,6 @@ class Steps:
         self.batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
         self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
         self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
-        self.clock = issue_clock(torch.device("cuda"))
-        torch.cuda.empty_cache()
 
     def turn(self, cores: Cores) -> Row:
         """Steps from one core after the other, once they have the memory that they need."""
