@@ -1,8 +1,9 @@
 """The table of measured step times once more: what the planner of today says of the stored rows. Needs no GPU.
 
-python -m benchmarks.time_again benchmarks/results/2026-11-16-cores-time-h200.json --part third --only 'hf-*'
+python -m benchmarks.time_again benchmarks/results/2026-11-16-turns-time-h200.json --part first --only 'hf-*'
 
-Tables older than that were timed by other clocks or elsewhere, and are told as they were.
+Tables of before were timed by other clocks or elsewhere, and are told as they were; of 2026-11-16-cores-time-h200.json parts
+third and fourth can be predicted as well.
 """
 
 import argparse
@@ -27,10 +28,10 @@ def main() -> None:
     stored = stored[args.part] if parts else stored
     rows = [r for r in stored["rows"] if fnmatch.fnmatch(r["name"], args.only)]
     if not all("felt" in r and "beside" in r for r in rows):
-        raise SystemExit("these rows were timed otherwise; take --part third or fourth of 2026-11-16-cores-time-h200.json")
+        raise SystemExit("these rows were timed otherwise; take a part of 2026-11-16-turns-time-h200.json")
     card = Cluster.load("1xh200").to_dict()
-    files = [Cluster.from_dict(card | {"measured": stored[name]}) for name in ("cluster", "before") if name in stored]
-    summarise(predict_all(rows, *files))
+    files = {name: Cluster.from_dict(card | {"measured": stored[name]}) for name in ("cluster", "before") if name in stored}
+    summarise(predict_all(rows, files.get("cluster"), files.get("before")))
 
 
 if __name__ == "__main__":

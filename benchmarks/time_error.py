@@ -45,9 +45,9 @@ from fullshard.on_torch.measuring.timings import middle
 from fullshard.planner.timeline import timeline
 
 QUARTERS = 4  # of the cases: as many as the device holds at a time, with the activations of one of them
-AT_ONCE = 4  # models that are made at a time
+AT_ONCE = 6  # models that are made at a time
 WARM = 4  # steps at most before those of a turn that are timed
-STEPS, SECONDS = 4, 0.4  # of a turn that are timed: so many, or for so long
+STEPS, SECONDS = 4, 0.7  # of a turn that are timed: so many, or for so long
 
 Row = dict[str, Any]
 
@@ -78,16 +78,17 @@ def main() -> None:
 def measure_together(cases: list[Case], out: Path) -> None:
     """A cluster file before, steps of the cases between the parts of another, and that."""
     out.mkdir(parents=True, exist_ok=True)
-    cluster = before = on_torch.measure()
+    before = on_torch.measure()
     before.save(out / "before.json")
     print(before, flush=True)
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     turns: dict[str, list[Row]] = {}
 
-    def keep() -> None:
-        rows = [together(found, cluster) for found in turns.values()]
-        table = {**about, "cluster": cluster.to_dict()["measured"], "before": before.to_dict()["measured"], "rows": rows}
-        (out / "time.json").write_text(json.dumps(table, indent=1))
+    def keep(cluster: Cluster | None = None) -> list[Row]:
+        rows = [together(found, cluster or before) for found in turns.values()]
+        files = {name: file.to_dict()["measured"] for name, file in (("cluster", cluster), ("before", before)) if file}
+        (out / "time.json").write_text(json.dumps({**about, **files, "rows": rows}, indent=1))
+        return rows
 
     with taking_turns(cases) as everyone:
 
@@ -101,8 +102,7 @@ def measure_together(cases: list[Case], out: Path) -> None:
         cluster = on_torch.measure(progress=round_of_turns)
     cluster.save(out / "cluster.json")
     print(cluster, flush=True)
-    keep()
-    for row in json.loads((out / "time.json").read_text())["rows"]:
+    for row in keep(cluster):
         print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "beside")}), flush=True)
 
 
@@ -236,6 +236,13 @@ class Steps:
 # -- predicting ---------------------------------------------------------------------------------------
 
 
+TOLD = {
+    "error": "by the file of the same minutes",
+    "error_before": "by the file made before",
+    "error_told": "told the host's pace beside these steps",
+}
+
+
 def predicted(out: Path) -> list[Row]:
     """The rows of a quarter, which have afterwards what is predicted of them."""
     table = json.loads((out / "time.json").read_text())
@@ -244,45 +251,37 @@ def predicted(out: Path) -> list[Row]:
     return table["rows"]
 
 
-TOLD = {
-    "error": "by the file of the same minutes",
-    "error_before": "by the file made before",
-    "error_told": "told the host's pace beside these steps",
-}
-
-
-def predict_all(rows: list[Row], cluster: Cluster, before: Cluster | None = None) -> list[Row]:
+def predict_all(rows: list[Row], cluster: Cluster | None, before: Cluster | None) -> list[Row]:
     """The rows with what is predicted of them, and a line each."""
     cases, found = {c.name: c for c in CASES}, []
     rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
     for row in rows:
         found.append(row | predict(cases[row["name"]], row, cluster, before))
-        others = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in TOLD.items() if kind in found[-1])
-        print(f"{row['name']:32s} {row['seconds']:.4f} s, predicted {found[-1]['predicted']:.4f} {others}", flush=True)
+        errors = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in TOLD.items() if kind in found[-1])
+        print(f"{row['name']:32s} {row['seconds']:.4f} s; {errors}", flush=True)
     return found + failed
+
+
+def predict(case: Case, row: Row, cluster: Cluster | None, before: Cluster | None) -> Row:
+    """What the planner says of this machine, with links that take no time."""
+    description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
+    plan = plan_of(case, description)
+    own = cluster or before
+    assert own is not None, "a row is predicted by a cluster file"
+    files = {"error": cluster, "error_before": before, "error_told": own.with_host(row["felt"])}
+    found = {}
+    for kind, file in files.items():
+        if file is not None:
+            step = timeline(plan, description, playing(file, case.devices), loss=case.loss, spread=0.0)
+            found[kind.replace("error", "predicted")] = step.seconds
+            found[kind] = step.seconds / row["seconds"] - 1
+    return found | {"compute": step.compute, "host": step.busy["host"]}
 
 
 def summarise(rows: list[Row]) -> None:
     for kind, words in TOLD.items():
         if errors := [abs(r[kind]) for r in rows if kind in r]:
             print(f"{words}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
-
-
-def predict(case: Case, row: Row, cluster: Cluster, before: Cluster | None = None) -> Row:
-    """What the planner says of this machine, with links that take no time."""
-    description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
-    plan = plan_of(case, description)
-
-    def step(at: Cluster) -> Any:
-        return timeline(plan, description, playing(at, case.devices), loss=case.loss, spread=0.0)
-
-    own, told = step(cluster), step(cluster.with_host(row["felt"]))
-    found = {"predicted": own.seconds, "error": own.seconds / row["seconds"] - 1}
-    if before:
-        found |= {"predicted_before": step(before).seconds}
-        found |= {"error_before": found["predicted_before"] / row["seconds"] - 1}
-    found |= {"predicted_told": told.seconds, "error_told": told.seconds / row["seconds"] - 1}
-    return found | {"compute": own.compute, "host": own.busy["host"]}
 
 
 def playing(cluster: Cluster, devices: int) -> Cluster:
