@@ -256,7 +256,8 @@ def predict_all(rows: list[Row], cluster: Cluster | None, before: Cluster | None
     cases, found = {c.name: c for c in CASES}, []
     rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
     for row in rows:
-        found.append(row | predict(cases[row["name"]], row, cluster, before))
+        measured = {key: value for key, value in row.items() if key not in TOLD}
+        found.append(measured | predict(cases[row["name"]], row, cluster, before))
         errors = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in TOLD.items() if kind in found[-1])
         print(f"{row['name']:32s} {row['seconds']:.4f} s; {errors}", flush=True)
     return found + failed
