@@ -132,8 +132,9 @@ def test_each_rank_reads_its_own_byte_ranges_and_nothing_else(here, ranks):
 
 
 def test_a_rank_holds_its_shard_and_one_unit_at_most(tmp_path, ranks):
-    save_model(tmp_path, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048)
-    for found in ranks(4).run(finetune.host_peak, str(tmp_path)):
+    save_model(tmp_path / "small")
+    save_model(tmp_path / "model", hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=2048)
+    for found in ranks(4).run(finetune.host_peak, str(tmp_path / "model"), str(tmp_path / "small")):
         assert found["shard"] > 30e6
         assert found["peak"] < 1.3 * found["shard"] + found["unit"]
 

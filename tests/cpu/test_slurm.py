@@ -65,7 +65,7 @@ def losses(run: Path) -> list[float]:
 # -- SLURM --------------------------------------------------------------------------------------------
 
 
-def test_tasks_of_srun_on_two_nodes_are_ranks(here, slurm):  # noqa: F811
+def test_tasks_of_srun_on_two_nodes_are_ranks(slurm, here):  # noqa: F811
     line = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", *cli("--run", "srun")]
     done = subprocess.run(line, **options(here, slurm), check=False)
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def test_tasks_of_srun_on_two_nodes_are_ranks(here, slurm):  # noqa: F811
     assert json.loads((here / "srun/plan.json").read_text())["mesh"]["shard"] == 2
 
 
-def test_a_wrong_recipe_under_srun_is_one_sentence(here, slurm):  # noqa: F811
+def test_a_wrong_recipe_under_srun_is_one_sentence(slurm, here):  # noqa: F811
     line = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", *cli("--run", "bad", "optim.lrr=1")]
     done = subprocess.run(line, **options(here, slurm), check=False)
     assert done.returncode != 0  # srun's own choice: the other task has been ended by a signal
