@@ -1,6 +1,6 @@
 """Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
 
-    python -m benchmarks.time_error --out FOLDER                     # all cases, a quarter after the other, in 25 minutes
+    python -m benchmarks.time_error --out FOLDER                     # all cases, a quarter after the other, in half an hour
     python -m benchmarks.time_error --out FOLDER --quarter 2 --no-predict
     python -m benchmarks.time_again FOLDER/quarter-2/time.json       # predicts what was measured, with no GPU
 
