@@ -55,8 +55,9 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("time_error"))
-    parser.add_argument("--quarter", type=int, choices=range(QUARTERS), help="of the cases; by default all, one after the other")
-    parser.add_argument("--only", nargs="+", help="names of cases, with wildcards, which together make one quarter")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quarter", type=int, choices=range(QUARTERS), help="of the cases; by default all, one after the other")
+    which.add_argument("--only", nargs="+", help="names of cases, with wildcards, which together make one quarter")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -65,6 +66,8 @@ def main() -> None:
     quarters = {f"quarter-{i}": timed[i::QUARTERS] for i in range(QUARTERS) if args.quarter in (i, None)}
     if args.only:
         quarters = {"some": [c for c in timed if any(fnmatch.fnmatch(c.name, o) for o in args.only)]}
+        if not quarters["some"]:
+            raise SystemExit(f"error: no case is called {' or '.join(args.only)}; the cases are in benchmarks/memory_error.py")
     rows = []
     for name, cases in quarters.items():
         measure_together(cases, args.out / name)
@@ -270,13 +273,16 @@ def predict(case: Case, row: Row, cluster: Cluster | None, before: Cluster | Non
     own = cluster or before
     assert own is not None, "a row is predicted by a cluster file"
     files = {"error": cluster, "error_before": before, "error_told": own.with_host(row["felt"])}
-    found = {}
-    for kind, file in files.items():
-        if file is not None:
-            step = timeline(plan, description, playing(file, case.devices), loss=case.loss, spread=0.0)
-            found[kind.replace("error", "predicted")] = step.seconds
-            found[kind] = step.seconds / row["seconds"] - 1
-    return found | {"compute": step.compute, "host": step.busy["host"]}
+    steps = {
+        kind: timeline(plan, description, playing(file, case.devices), loss=case.loss, spread=0.0)
+        for kind, file in files.items()
+        if file is not None
+    }
+    first = next(iter(steps.values()))
+    found: Row = {"compute": first.compute, "host": first.busy["host"]}
+    for kind, step in steps.items():
+        found |= {kind.replace("error", "predicted"): step.seconds, kind: step.seconds / row["seconds"] - 1}
+    return found
 
 
 def summarise(rows: list[Row]) -> None:
