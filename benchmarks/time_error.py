@@ -1,4 +1,4 @@
-"""Predicted against measured seconds of a step, on one GPU that plays rank 0 of N (collectives take no time there).
+"""Predicted against measured seconds of a step, on one GPU that plays rank 0 of N.
 
     python -m benchmarks.time_error --out FOLDER                     # all cases, a quarter after the other, in half an hour
     python -m benchmarks.time_error --out FOLDER --quarter 2 --no-predict
@@ -9,6 +9,9 @@ by a quarter within minutes. So the cluster file and the steps are of the same m
 each of them every case of a quarter takes its turn, some steps from one core after the other. Between turns it rests in a
 process of its own, or of two.
 `seconds` are the mean of a case's steps without the quickest and the slowest eighth.
+
+Collectives take no time there, but that the fake group gathers by copying the shard into every place, on a stream beside
+compute: so many bytes as the gathered parameters have, which is not predicted.
 
 A step is predicted by that file; by one that `measure` made before the first turn (`before.json`); and by the first when it
 is told what the host took beside these very steps (`felt`: so many times as long as the file's), by a clock that is none of

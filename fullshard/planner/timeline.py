@@ -30,10 +30,14 @@ BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
 SPREAD = 0.015
 # While a collective runs, its kernels hold some of the device's cores, and compute beside it takes so much longer. With it
 # the published losses from 8 to 512 devices come out, where collectives grow by a hop for every rank.
-CROWDING = 0.35
+CROWDING = 0.4
 TRIFLE = 1e-9  # seconds: what subtractions leave
+QUIET = 0.97  # of its mean pace on a quiet core: such a host is its own
 STEPS = 3  # until what is left over from one step to the next is the same each time
-CONCATENATE = 0.45  # of a copy's rate: gradients are gathered into one buffer and widened on the way
+# Of a copy's rate: kernels that widen what they read, as bf16 gradients on their way into a buffer of fp32; those over a list
+# of tensors (the norm, scaling by it, gathering into a buffer what is as wide as that); AdamW, which has five lists. As a
+# profiler saw them on an H200. A CPU takes copies and pads for such a buffer.
+WIDENING, LISTED, ADAMW = 0.45, 0.84, 0.66
 
 
 @dataclass(frozen=True)
@@ -80,19 +84,38 @@ def timeline(
 
     `clip`: whether updates wait for the gradient norm; `cpu_share`: of the pieces that the host's cores update, by
     default what the cluster's rates balance.
+
+    The cores of a shared host are not alike from one step to the next. A step that device and host bound equally takes as long
+    as the slower of the two each time, which is longer than at the host's mean pace: so the mean of three paces is told, a
+    quiet core's, the mean, and one as far on its other side.
     """
     last = plan.batch.accumulate - 1
     shown = tuple(sorted({0, min(1, last), last}))
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     held = groups(plan, description)
-    lanes = _Lanes(plan, held, cluster, Away(plan, held, slots, clip=clip, cpu_share=share))
+    away = Away(plan, held, slots, clip=clip, cpu_share=share)
     operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)
-    for _ in range(STEPS if lanes.away else 1):
-        lanes.begin()
-        for operation in operations:
-            lanes.run(operation)
-    return lanes.finish(repeats=plan.batch.accumulate - len(shown), spread=spread)
+    quiet = cluster.of("quiet")
+    hosts = [cluster] if quiet > QUIET else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
+    steps = []
+    for host in hosts:
+        lanes = _Lanes(plan, held, host, away)
+        for _ in range(STEPS if away else 1):
+            lanes.begin()
+            for operation in operations:
+                lanes.run(operation)
+        steps.append(lanes.finish(repeats=plan.batch.accumulate - len(shown), spread=spread))
+    return _mean(steps)
+
+
+def _mean(steps: list[Timeline]) -> Timeline:
+    def mean(table: str) -> dict[str, float]:
+        keys = dict.fromkeys(key for step in steps for key in getattr(step, table))
+        return {key: sum(getattr(step, table).get(key, 0.0) for step in steps) / len(steps) for key in keys}
+
+    seconds = sum(step.seconds for step in steps) / len(steps)
+    return Timeline(seconds, busy=mean("busy"), exposed=mean("exposed"), compute=mean("compute"))
 
 
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
@@ -131,9 +154,11 @@ class _Lanes:
         self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
         self.hooks = ON_CPU if self.serial else ON_GPU
+        self.listed, self.adamw = (1.0, 1.0) if self.serial else (LISTED, ADAMW)
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
+        self.summed: set[str] = set()  # units whose gradients are kept, wider than they came
         self.reduced: dict[str, float] = {}  # when a unit's reduction is done
         self.starts: list[tuple[float, Timeline]] = []  # of micro-batches: when, and what was found until then
         self.found = Timeline()
@@ -277,16 +302,24 @@ class _Lanes:
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:
+        """The first gradient is widened if the sum is wider, the others are added."""
         group = self.groups[op.unit]
-        seconds = self.machine.copy(self._trained(group) * (self.compute + 2 * self.reduce_item))
+        elements, widens = self._trained(group), self.compute != self.reduce_item
+        if op.first:
+            seconds = self.machine.copy(elements * (self.compute + self.reduce_item)) / WIDENING if widens else 0.0
+        else:
+            seconds = self.machine.add(elements * (self.compute + 2 * self.reduce_item))
+        self.summed |= {op.unit} if widens else set()
         reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
         self._on_compute(seconds, "copies", 1.0 if reduces else self._door(group, group.trained, adding=True))
 
     def _reduce(self, op: Operation) -> None:
         group = self.groups[op.unit]
-        elements = self._trained(group)
-        widen = self.machine.copy(elements * (self.compute + self.reduce_item)) / CONCATENATE
-        self._on_compute(widen, "copies", self._door(group, group.trained))
+        read = self.reduce_item if op.unit in self.summed else self.compute
+        self.summed.discard(op.unit)
+        rate = LISTED if read == self.reduce_item and not self.serial else WIDENING
+        joined = self.machine.copy(self._trained(group) * (read + self.reduce_item)) / rate
+        self._on_compute(joined, "copies", self._door(group, group.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1]
@@ -310,7 +343,8 @@ class _Lanes:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
         nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
-        self._on_compute(self.machine.copy(nbytes), "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
+        seconds = self.machine.copy(nbytes) / self.listed
+        self._on_compute(seconds, "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
 
     def _update(self, op: Operation) -> None:
         if op.unit:
@@ -321,9 +355,9 @@ class _Lanes:
     def _update_resident(self, resident: list[Group], *, clip: bool) -> None:
         elements = sum(g.moving for g in resident)
         tensors = sum(len(g.trained) for g in resident)
-        clipped = self.machine.copy(elements * 2 * self.master) if clip else 0.0
+        clipped = self.machine.copy(elements * 2 * self.master) / self.listed if clip else 0.0
         moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
-        self._on_compute(self.machine.copy(moved) + clipped, "update", self.hooks.tensor / 2 * tensors)
+        self._on_compute(self.machine.copy(moved) / self.adamw + clipped, "update", self.hooks.tensor / 2 * tensors)
 
     # -- what rests away -----------------------------------------------------------------------------
 

@@ -101,6 +101,10 @@ class Machine:
         rate = self.cluster.attention_rate(tokens, shape[0] if shape else 128, self.dtype)[backward]
         return max(flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
 
+    def add(self, nbytes: float) -> float:
+        """Seconds to add tensors that have, with their sum, so many bytes."""
+        return nbytes / (self.hbm if self.cluster.device.kind == "cpu" else self.pointwise)
+
     def copy(self, nbytes: float) -> float:
         """Seconds to read and write so many bytes on the device."""
         return nbytes / self.hbm

@@ -172,6 +172,44 @@ def test_a_compiled_block_costs_the_host_its_guards(monkeypatch):
     assert with_guards - without == pytest.approx(72 * 11 * where.of("issued"))
 
 
+def test_gradients_that_wait_are_widened_once_then_added():
+    """Llama 1.5B, three micro-batches, bf16 gradients and fp32 sums; each micro-batch unpacks 4 bytes an element twice."""
+    where, description = cluster("8xh100", **FREE), presets.describe("llama-1.5b")
+    elements, hbm, pointwise = sum(u.numel for u in description.units), where.of("hbm"), where.of("pointwise")
+    made = {s: plan("llama-1.5b", 8, accumulate=3, sync=s) for s in ("every", "last")}
+    every, last = (timeline(p, description, where).compute["copies"] / elements for p in made.values())
+    unpacked = 3 * 2 * 4 / hbm
+    assert every == pytest.approx(unpacked + 3 * 6 / hbm / 0.45, rel=0.01)
+    assert last == pytest.approx(unpacked + 6 / hbm / 0.45 + 2 * 10 / pointwise + 8 / hbm / 0.84, rel=0.01)
+
+
+def test_an_update_takes_its_bytes_at_the_rate_of_its_kernels():
+    """AdamW: three tensors in and out and a gradient; scaling by the norm: a gradient in and out. All fp32."""
+    where, description = Cluster.named("1xh100"), presets.describe("llama-1.5b")
+    moved = 4 * sum(u.numel for u in description.units) / where.of("hbm")
+    found = timeline(plan("llama-1.5b", 1, strategy="ddp"), description, where).compute
+    assert found["update"] == pytest.approx(7 * moved / 0.66 + 2 * moved / 0.84, rel=1e-6)
+    assert found["norm"] == pytest.approx(moved / 0.84, rel=1e-6)
+
+
+def test_a_step_that_device_and_host_bound_feels_that_cores_differ():
+    """It takes as long as the slower of the two each time; where one of them bounds every step, the mean pace tells all."""
+    made, free = plan("gpt2", 8, rows=4, tokens=1024), cluster("8xh100", **FREE)
+
+    def with_host(issued: float, quiet: float) -> Cluster:
+        return dataclasses.replace(free, measured=Measured("here", "bf16", issued=issued, quiet=quiet))
+
+    alone = timeline(made, presets.describe("gpt2"), with_host(1e-9, 1.0), spread=0.0)
+    operations = timeline(made, presets.describe("gpt2"), with_host(1.0, 1.0), spread=0.0).busy["host"]
+    changed = {}
+    for share in (0.3, 1.2, 3.0):  # of the device's time that the host needs
+        even, shared = (seconds("gpt2", made, with_host(share * alone.seconds / operations, q)) for q in (1.0, 0.8))
+        changed[share] = shared / even - 1
+    assert 0.02 < changed[1.2] < 0.2 / 3  # all of which if the host bounded the whole step at once
+    assert abs(changed[0.3]) < 0.005
+    assert abs(changed[3.0]) < 0.005
+
+
 def test_thinned_models_tell_of_the_whole():
     whole, where = presets.describe("llama3-70b"), cluster("64xh100")
     made = plan("llama3-70b", 64, remat="full")
