@@ -34,10 +34,6 @@ CROWDING = 0.4
 TRIFLE = 1e-9  # seconds: what subtractions leave
 QUIET = 0.97  # of its mean pace on a quiet core: such a host is its own
 STEPS = 3  # until what is left over from one step to the next is the same each time
-# Of a copy's rate: kernels that widen what they read, as bf16 gradients on their way into a buffer of fp32; those over a list
-# of tensors (the norm, scaling by it, gathering into a buffer what is as wide as that); AdamW, which has five lists. As a
-# profiler saw them on an H200. A CPU takes copies and pads for such a buffer.
-WIDENING, LISTED, ADAMW = 0.45, 0.84, 0.66
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,6 @@ class _Lanes:
         self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
         self.hooks = ON_CPU if self.serial else ON_GPU
-        self.listed, self.adamw = (1.0, 1.0) if self.serial else (LISTED, ADAMW)
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
@@ -304,12 +299,14 @@ class _Lanes:
     def _accumulate(self, op: Operation) -> None:
         """The first gradient is widened if the sum is wider, the others are added."""
         group = self.groups[op.unit]
-        elements, widens = self._trained(group), self.compute != self.reduce_item
-        if op.first:
-            seconds = self.machine.copy(elements * (self.compute + self.reduce_item)) / WIDENING if widens else 0.0
-        else:
+        elements = self._trained(group)
+        if not op.first:
             seconds = self.machine.add(elements * (self.compute + 2 * self.reduce_item))
-        self.summed |= {op.unit} if widens else set()
+        elif self.compute != self.reduce_item:
+            seconds = self.machine.join(elements, self.compute, self.reduce_item)
+            self.summed.add(op.unit)
+        else:
+            seconds = 0.0
         reduces = op.micro == self.plan.batch.accumulate - 1  # in the same hooks
         self._on_compute(seconds, "copies", 1.0 if reduces else self._door(group, group.trained, adding=True))
 
@@ -317,8 +314,7 @@ class _Lanes:
         group = self.groups[op.unit]
         read = self.reduce_item if op.unit in self.summed else self.compute
         self.summed.discard(op.unit)
-        rate = LISTED if read == self.reduce_item and not self.serial else WIDENING
-        joined = self.machine.copy(self._trained(group) * (read + self.reduce_item)) / rate
+        joined = self.machine.join(self._trained(group), read, self.reduce_item)
         self._on_compute(joined, "copies", self._door(group, group.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
@@ -343,8 +339,7 @@ class _Lanes:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
         nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
-        seconds = self.machine.copy(nbytes) / self.listed
-        self._on_compute(seconds, "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
+        self._on_compute(self.machine.sweep_list(nbytes), "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
 
     def _update(self, op: Operation) -> None:
         if op.unit:
@@ -355,9 +350,9 @@ class _Lanes:
     def _update_resident(self, resident: list[Group], *, clip: bool) -> None:
         elements = sum(g.moving for g in resident)
         tensors = sum(len(g.trained) for g in resident)
-        clipped = self.machine.copy(elements * 2 * self.master) / self.listed if clip else 0.0
+        clipped = self.machine.sweep_list(elements * 2 * self.master) if clip else 0.0
         moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
-        self._on_compute(self.machine.copy(moved) / self.adamw + clipped, "update", self.hooks.tensor / 2 * tensors)
+        self._on_compute(self.machine.update(moved) + clipped, "update", self.hooks.tensor / 2 * tensors)
 
     # -- what rests away -----------------------------------------------------------------------------
 

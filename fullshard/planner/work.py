@@ -10,6 +10,10 @@ REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the pac
 # Of a GPU's copy rate: kernels over a vocabulary's worth of logits go through memory in one sweep; those of a block, which
 # broadcast, transpose and cast, do not.
 SWEEP = 0.89
+# What kernels reach, as a profiler saw them on an H200 (benchmarks/results/2026-11-16-kernels-h200.json): those that widen what
+# they read, as bf16 gradients on their way into a buffer of fp32; those over a list of tensors (the norm, scaling by it, a buffer
+# as wide as what goes into it); and AdamW, which has five lists.
+WIDENING, LISTED, UPDATING = 0.45, 0.84, 0.66
 ISSUED_BY_CPU = 3.0  # launches of an operation: a CPU launches by doing it
 SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
 # Of the rates that kernels reach when each is timed alone, what is left of them inside a step, where caches are cold and
@@ -45,6 +49,9 @@ class Machine:
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         cpu = cluster.device.kind == "cpu"
         self.sweep = self.pointwise if cpu else SWEEP * self.hbm
+        self.adding = self.hbm if cpu else self.pointwise
+        self.joining = (WIDENING if cpu else LISTED) * self.hbm  # a CPU pads and copies
+        self.listing, self.updating = (self.hbm, self.hbm) if cpu else (LISTED * self.hbm, UPDATING * self.hbm)
         self.issued = ISSUED_BY_CPU * cluster.of("launch") if cpu else cluster.of("issued")
         self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
         self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
@@ -103,7 +110,19 @@ class Machine:
 
     def add(self, nbytes: float) -> float:
         """Seconds to add tensors that have, with their sum, so many bytes."""
-        return nbytes / (self.hbm if self.cluster.device.kind == "cpu" else self.pointwise)
+        return nbytes / self.adding
+
+    def join(self, elements: float, read: int, written: int) -> float:
+        """Seconds to bring gradients into a buffer, of so many bytes an element here and there."""
+        return elements * (read + written) / (self.joining if read == written else WIDENING * self.hbm)
+
+    def sweep_list(self, nbytes: float) -> float:
+        """Seconds of a kernel that goes through lists of tensors of so many bytes."""
+        return nbytes / self.listing
+
+    def update(self, nbytes: float) -> float:
+        """Seconds of an update that reads and writes so many bytes."""
+        return nbytes / self.updating
 
     def copy(self, nbytes: float) -> float:
         """Seconds to read and write so many bytes on the device."""
