@@ -7,6 +7,7 @@ proportion; the finalists are estimated whole.
 
 import heapq
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from fullshard.strategies import choose
 from fullshard.text import bytes_text, seconds_text
 
 MOST_HOUSED = 8  # candidates with homes elsewhere that are estimated whole
+LIKELY = 0.88  # of the room: what a thinned model needs so much of with homes elsewhere fitted whole, where it was tried
 GAIN = 0.995  # of the seconds found: what promises less than this gain is not worth a look
 
 
@@ -60,6 +62,7 @@ class Found:
 
 
 Final = tuple[Candidate, Estimate]
+Change = tuple[str, Wanted, Plan]  # in words; what is wanted then; the leanest plan of that
 
 
 def find_plan(
@@ -312,10 +315,16 @@ def _name(candidate: Candidate) -> str:
 def _nothing_fits(wanted: Wanted, thin: Thin, failing: list[Candidate], room: int) -> str:
     """What the leanest plan lacks, and the smallest change that would do."""
     leanest = Contest.leanest(failing)
-    ways = [_freed(wanted, thin, leanest, room), _looser(wanted, room), _more_devices(wanted, room)]
-    ways += [_shorter(wanted, thin, leanest, room)]
-    hint = f"; {' or '.join(w for w in ways if w)} would fit" if any(ways) else ""
-    return f"nothing fits: the leanest plan ({leanest.label}) needs {_needs(wanted, thin, leanest, room)}{hint}"
+    larger, shorter = _more_devices(wanted), _shorter(wanted, leanest)
+    ways = [_freed(wanted, thin, leanest, room), _looser(wanted, room), _first_to_fit(larger, room), _first_to_fit(shorter, room)]
+    helps = f"{' or '.join(w for w in ways if w)} would fit"
+    if not any(ways):
+        ways = [_first_to_fit_elsewhere(larger, room), _first_to_fit_elsewhere(shorter, room)]
+        there = "host memory or on disk" if wanted.disk else "host memory"
+        helps = f"{' or '.join(w for w in ways if w)} should fit, with what has no room there in {there}"
+    if not any(ways):
+        helps = "nothing small helps: take devices with more memory"
+    return f"nothing fits: the leanest plan ({leanest.label}) needs {_needs(wanted, thin, leanest, room)}; {helps}"
 
 
 def _needs(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str:
@@ -357,7 +366,8 @@ def _looser(wanted: Wanted, room: int) -> str | None:
     return None
 
 
-def _more_devices(wanted: Wanted, room: int) -> str | None:
+def _more_devices(wanted: Wanted) -> list[Change]:
+    found: list[Change] = []
     devices = wanted.cluster.devices
     while (devices := 2 * devices) <= 16384:
         more = replace(
@@ -371,21 +381,39 @@ def _more_devices(wanted: Wanted, room: int) -> str | None:
             batch=Batch(1, wanted.sequence),
             remat="full" if blocks_of(wanted.description) else "none",
         )
-        if _would_fit(more, _thin(more), plan, room):
-            return f"{devices} devices"
-    return None
+        found.append((f"{devices} devices", more, plan))
+    return found
 
 
-def _shorter(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | None:
+def _shorter(wanted: Wanted, leanest: Candidate) -> list[Change]:
     assert wanted.description.costs is not None
     if wanted.description.costs.shape is not None:
-        return None
+        return []
+    found: list[Change] = []
     length = wanted.sequence
     while (length := length // 2) >= 256:
         plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
-        if _would_fit(wanted, thin, plan, room):
-            return f"a sequence of {length}"
-    return None
+        found.append((f"a sequence of {length}", wanted, plan))
+    return found
+
+
+def _first_to_fit(changes: list[Change], room: int) -> str | None:
+    return next((words for words, wanted, plan in changes if _would_fit(wanted, _thin(wanted), plan, room)), None)
+
+
+def _first_to_fit_elsewhere(changes: list[Change], room: int) -> str | None:
+    """By thinned models alone, which is why not all of the room counts, and as if a greater change never needed more."""
+    at = bisect_left(changes, True, key=lambda change: _has_homes(change[1], change[2], int(LIKELY * room)))
+    return changes[at][0] if at < len(changes) else None
+
+
+def _has_homes(wanted: Wanted, plan: Plan, room: int) -> bool:
+    thin = _thin(wanted)
+    for spill, all_cores in _resorts(wanted):
+        onward = replace(wanted, spill=spill)
+        if any(_surer(onward, thin, c, room) for c in _housed(onward, thin, [("", plan)], room, all_cores)):
+            return True
+    return False
 
 
 def _would_fit(wanted: Wanted, thin: Thin, plan: Plan, room: int) -> bool:

@@ -201,6 +201,15 @@ def test_nothing_fits_says_what_would():
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
 
 
+def test_where_no_change_alone_helps_it_says_which_does_with_homes_elsewhere():
+    large, small = presets.describe("llama3-405b"), presets.describe("llama3-8b")
+    with pytest.raises(FullshardError, match=r"; 8 devices should fit, with what has no room there in host memory or on disk"):
+        find_plan(large, Cluster.named("1xh100"), sequence=8192)
+    assert find_plan(large, Cluster.named("8xh100"), sequence=8192, global_batch=8).estimate.fits
+    with pytest.raises(FullshardError, match="; nothing small helps: take devices with more memory"):
+        find_plan(small, Cluster.named("8xrtx4090"), sequence=8192, global_batch=8, limit=3 << 30)
+
+
 def test_what_does_not_fit_on_a_device_goes_to_the_host_as_little_of_it_as_needed():
     description, where = presets.describe("llama2-13b"), Cluster.named("1xh200")
     found = find_plan(description, where, sequence=4096)
