@@ -12,10 +12,10 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu
+	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu tests/fuzz
 
 test-all: lint
-	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu
+	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu tests/fuzz
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
