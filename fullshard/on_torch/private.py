@@ -1,6 +1,7 @@
 """The private parts of torch that the engine touches, all of them, so that a new torch is one file to mend."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -13,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,11 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "WRAPPERS",
+    "FSDPParamGroup",
     "GatherGroup",
     "StorageWeakRef",
     "TorchDispatchMode",
     "addresses",
     "cut_dim",
+    "default_store",
+    "flight_records",
     "forget_meshes",
     "gather_group",
     "group_size",
@@ -36,6 +41,22 @@ __all__ = [
     "saving",
     "sole_owner",
 ]
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """The newest collectives of this rank as torch's flight recorder has them, oldest first; none where it does not run."""
+    dump = getattr(_C._distributed_c10d, "_dump_fr_trace_json", None) or getattr(
+        _C._distributed_c10d, "_dump_nccl_trace_json", None
+    )
+    try:
+        return json.loads(dump(True, False)).get("entries", []) if dump else []
+    except (RuntimeError, ValueError):
+        return []
 
 
 WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors that hold another, and no memory of their own

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.rendezvous import own_store, shares_a_store
 from fullshard.plan import Layout, Mesh, Plan
 from fullshard.slurm import adopt_slurm
 
@@ -21,13 +22,18 @@ def start(device: str | None = None) -> torch.device:
     # Streams share this many queues of the device, 8 if nobody says: gathers, reductions, copies both ways and updates are
     # more, and a copy that shares its queue with compute waits for all of it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: which collective a hung rank is in
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if shares_a_store():
+            dist.init_process_group(
+                backend, store=own_store(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+            )
+        elif "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -85,6 +91,11 @@ def local_devices() -> int:
 def ranks_here() -> int:
     """How many ranks share this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Which rank this is, of how many."""
+    return dist.get_rank(), dist.get_world_size()
 
 
 def is_first() -> bool:
