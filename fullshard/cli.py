@@ -3,11 +3,9 @@
 Nothing here imports torch or jax at the top: `--help` must be quick, and presets need neither.
 """
 
-import os
 import signal
 import sys
-import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,8 +13,9 @@ import fullshard
 from fullshard.commands import checkpoint, data, plan
 from fullshard.commands.measure import measure
 from fullshard.commands.train import train
-from fullshard.errors import FullshardError
-from fullshard.launch.local import given_arguments
+from fullshard.errors import REFUSED, FullshardError
+from fullshard.launch.local import given_arguments, inside_ranks
+from fullshard.launch.rank_end import end_rank
 
 app = typer.Typer(
     name="fullshard",
@@ -47,28 +46,30 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """The entry point: a refusal, ours or the parser's, is one sentence on stderr and exit code 2."""
+    """The entry point: a refusal, ours or the parser's, is one sentence on stderr and its exit code."""
+    arguments = given_arguments()
     try:
-        sys.exit(app(given_arguments(), standalone_mode=False))
+        sys.exit(app(arguments, standalone_mode=False))
     except FullshardError as error:
-        _refuse(str(error))
+        refused: Exception = error
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
         if type(error).__name__ == "Abort":
             sys.exit(128 + signal.SIGINT)  # Ctrl-C
-        if not hasattr(error, "format_message"):
-            raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            sys.exit(2)  # the help has been printed
-        _refuse(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+            sys.exit(REFUSED)  # the help has been printed
+        if not (hasattr(error, "format_message") or inside_ranks()):
+            raise
+        refused = _usage(error) if hasattr(error, "format_message") else error
+    if inside_ranks():
+        end_rank(refused)
+    typer.echo(f"error: {refused}", err=True)
+    sys.exit(getattr(refused, "exit_code", REFUSED))
 
 
-def _refuse(sentence: str) -> None:
-    # What all ranks find is said once: the launcher ends the others when the first rank has spoken.
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)
-    typer.echo(f"error: {sentence}", err=True)
-    sys.exit(2)
+def _usage(error: Any) -> FullshardError:
+    """What the parser has to say, as a sentence."""
+    return FullshardError(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
 
 
 if __name__ == "__main__":

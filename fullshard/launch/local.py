@@ -2,15 +2,21 @@
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
+from fullshard.errors import DIVERGED, LOST, REFUSED
 from fullshard.tiers.limits import explain_kill, kills
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
+STRAGGLE = 10.0  # seconds that ranks may end apart after a signal
+FINAL = (0, REFUSED, DIVERGED)  # exit codes that another start would have again
 
 
 def inside_ranks() -> bool:
@@ -18,13 +24,13 @@ def inside_ranks() -> bool:
     return "RANK" in os.environ
 
 
-def become_ranks(ranks: int, arguments: list[str]) -> NoReturn:
+def become_ranks(ranks: int, arguments: list[str], restarts: int = 0) -> NoReturn:
     """Run `fullshard arguments` on every rank, then exit.
 
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
-    torchrun(ranks, ["-m", "fullshard.cli"])
+    torchrun(ranks, ["-m", "fullshard.cli"], restarts)
 
 
 def given_arguments() -> list[str] | None:
@@ -43,26 +49,39 @@ def _die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def torchrun(ranks: int, target: list[str]) -> NoReturn:
+def torchrun(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
     """Run `python target` on every rank, then exit: with 0, with the code of the rank that failed first, or, after a
-    signal that the ranks obeyed, with 128 and its number.
+    signal that the ranks obeyed, with 128 and its number. After a failure that another try may not have, the ranks are
+    started again, up to `restarts` times.
 
     torch's launcher would answer SIGTERM with a traceback and kill ranks that take more than 30 seconds to
-    end; here signals go to the ranks, which end at a step boundary, and it only watches.
+    end; here signals go to the ranks, which end at a step boundary, and it only watches. It restarts ranks itself, too, but
+    among the addresses of those that are dead: here each start has a launcher of its own.
     """
-    from torch.distributed import run as launcher
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
-    seen, killed = _forward_signals(), kills()
+    seen = _forward_signals()
     sys.stdout.flush()
+    while (code := _launch(arguments)) not in FINAL and restarts and not seen:
+        restarts -= 1
+        print(f"the ranks ended with exit code {code} and start again; restarts left: {restarts}", file=sys.stderr)
+    sys.exit(128 + seen[-1] if seen else code)
+
+
+def _launch(arguments: list[str]) -> int:
+    """One start of the ranks; its exit code."""
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank said of its end stays the last line
+    killed = kills()
     try:
         launcher.run(launcher.parse_args(arguments))
     except ChildFailedError as error:
-        sys.exit(128 + seen[-1] if seen else _explain(error, killed))
-    sys.exit(128 + seen[-1] if seen else 0)
+        return _explain(error.failures, killed)
+    return 0
 
 
 def _forward_signals() -> list[int]:
@@ -80,11 +99,23 @@ def _forward_signals() -> list[int]:
             sys.exit(128 + number)
         for rank in ranks:
             os.kill(rank, number if seen else signal.SIGTERM)
+        if not seen:
+            threading.Thread(target=_end_stragglers, args=(ranks,), daemon=True).start()
         seen.append(number)
 
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, forward)
     return seen
+
+
+def _end_stragglers(ranks: list[int]) -> None:
+    """After a signal ranks end together. One that is stopped, or stuck in a driver, does not hear of it: it is killed
+    once the others are gone."""
+    while set(_children()) >= set(ranks):
+        time.sleep(0.5)
+    time.sleep(STRAGGLE)
+    for rank in set(_children()) & set(ranks):
+        os.kill(rank, signal.SIGKILL)
 
 
 def _children() -> list[int]:
@@ -93,12 +124,19 @@ def _children() -> list[int]:
     return [int(pid) for found in lists for pid in found]
 
 
-def _explain(error: "ChildFailedError", killed: dict[str, int]) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Say how the first rank failed, unless it has said so itself; the exit code. `killed`: the kernel's counts of before."""
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
-        return 128 - failure.exitcode
-    return failure.exitcode
+def _explain(failures: "dict[int, ProcessFailure]", killed: dict[str, int]) -> int:  # type: ignore[name-defined]  # noqa: F821
+    """The exit code of the rank that failed first. One that was killed could not say so itself. `killed`: the kernel's
+    counts of before."""
+    rank = min(failures, key=lambda r: (_standing(failures[r].exitcode), failures[r].timestamp, r))
+    code = failures[rank].exitcode
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
+    print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
+    return 128 - code
+
+
+def _standing(code: int) -> int:
+    """Causes before consequences: a rank that told its error, one that was killed, one whose peer was gone."""
+    return 2 if code in (LOST, -signal.SIGTERM, -signal.SIGABRT) else 0 if code > 0 else 1
