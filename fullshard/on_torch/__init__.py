@@ -1,6 +1,6 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
-from fullshard.on_torch.agree import first_decides
+from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.checkpoints.checkpoint import Checkpointer, Saving
 from fullshard.on_torch.checkpoints.named import weights_of
 from fullshard.on_torch.checkpoints.restore import load_checkpoint
@@ -22,6 +22,7 @@ from fullshard.on_torch.state import State, memory
 from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, train_step
 from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
 from fullshard.on_torch.weights import Weights
+from fullshard.on_torch.whereabouts import Watched
 
 __all__ = [
     "Checkpointer",
@@ -29,8 +30,10 @@ __all__ = [
     "Saving",
     "State",
     "StepResult",
+    "Watched",
     "Weights",
     "add_adapters",
+    "all_or_none",
     "chunked_cross_entropy",
     "chunked_loss",
     "data_rank",

@@ -68,6 +68,19 @@ def together(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
     return unwrap(gather(group, attempt(make)))
 
 
+def all_or_none(make: Callable[[], T]) -> T:
+    """What this rank makes, once all ranks have made theirs. If one fails, all raise its sentence, with its rank. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    worked, found = attempt(make)
+    told = gather(group, (worked, None if worked else found))
+    wrong = {rank: sentence for rank, (well, sentence) in enumerate(told) if not well}
+    if not wrong:
+        return found
+    rank, sentence = min(wrong.items())
+    raise FullshardError(sentence if len(wrong) == len(told) else f"rank {rank}: {sentence}")
+
+
 def tally(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
     """As `together`, for `count` whole numbers of 64 bits. While all is well it is one small collective, which costs a
     tenth of objects; only when a rank has failed do sentences travel."""
