@@ -185,7 +185,7 @@ def can_resume(
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
-    from fullshard.train.checkpoints import resumable
+    from fullshard.train.resuming import resumable
 
     try:
         typer.echo(f"yes: {resumable(run, ranks)}")

@@ -1,14 +1,18 @@
 """`fullshard train`."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
 from fullshard.slurm import adopt_slurm
+
+if TYPE_CHECKING:
+    from fullshard.train.prepare import Prepared
 
 
 def train(
@@ -21,6 +25,12 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="auto|PATH", help="Go on from the run's newest whole checkpoint, or from PATH.")
     ] = None,
+    accept: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although the recipe changes how training goes on.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Start the ranks again, up to N times, when some fail.")
+    ] = 0,
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,
 ) -> None:
     """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
@@ -29,43 +39,91 @@ def train(
 
     Example: fullshard train recipes/bytes.toml --run runs/first --resume auto
 
+    Example: fullshard train recipes/bytes.toml --run runs/first --max-restarts 3
+
     Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
     """
-    inside = adopt_slurm() or inside_ranks()  # first: what follows may refuse, and only rank 0 shall say so
-    try:
-        from fullshard.train.recipe import load_recipe
+    given = Given(recipe, overrides or [], run, ranks, resume, dry, accept, max_restarts)
+    if adopt_slurm() or inside_ranks():
+        _join(given)
+    else:
+        _launch(given)
 
-        loaded = load_recipe(recipe, overrides or [])  # a wrong one is told before the seconds that torch takes
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says."""
+
+    recipe: Path
+    overrides: list[str]
+    run: Path
+    ranks: int | None
+    resume: str | None
+    dry: bool
+    accept: bool
+    max_restarts: int
+
+    def for_ranks(self) -> list[str]:
+        """The same for a rank. One that is started again goes on from the newest checkpoint."""
+        resume = self.resume or ("auto" if self.max_restarts else None)
+        options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
+        return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), *options]
+
+
+def _launch(given: Given) -> None:
+    """Check everything, say what will happen, and start the ranks."""
+    prepared = _prepare(given, given.ranks)
+    recipe = prepared.recipe
+    weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
+    about = f"{recipe.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {recipe.steps} steps into {given.run}"
+    typer.echo(about, err=True)
+    if not given.dry:
+        from fullshard.launch.local import become_ranks
+
+        become_ranks(prepared.plan.mesh.devices, given.for_ranks(), given.max_restarts)
+
+
+def _join(given: Given) -> None:
+    """Be one of the ranks that somebody started. They meet first: what one of them cannot do, all refuse."""
+    on_torch = _import_torch()
+    on_torch.start()
+    for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
+        if value:
+            raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
+    prepared = on_torch.all_or_none(lambda: _prepare(given, int(os.environ["WORLD_SIZE"])))
+    from fullshard.train.agreement import identity, refuse_disagreement
+    from fullshard.train.run import execute
+
+    refuse_disagreement(identity(prepared, given.run, given.resume))
+    execute(prepared, given.run, given.resume, accept=given.accept)
+    on_torch.finish()
+
+
+def _prepare(given: Given, ranks: int | None) -> "Prepared":
+    """Refuse, before anything is made, whatever cannot work."""
+    from fullshard.train.recipe import load_recipe
+
+    recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes
+    _import_torch()
+    from fullshard.train.metrics import refuse_sinks
+    from fullshard.train.prepare import prepare
+    from fullshard.train.resuming import refuse_resume
+    from fullshard.train.run import refuse_run
+
+    refuse_sinks(recipe)
+    if given.accept and given.resume is None:
+        raise FullshardError("--accept-changes has no effect without --resume; leave it out")
+    prepared = prepare(recipe, ranks)
+    if given.resume is None:
+        refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later
+    elif given.resume != "auto":
+        refuse_resume(given.resume, prepared, given.run, accept=given.accept)
+    return prepared
+
+
+def _import_torch() -> Any:
+    try:
         from fullshard import on_torch
     except ImportError as error:
         raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
-    from fullshard.launch.local import become_ranks
-    from fullshard.train.checkpoints import refuse_resume
-    from fullshard.train.metrics import refuse_sinks
-    from fullshard.train.prepare import prepare
-    from fullshard.train.run import execute, refuse_run
-
-    refuse_sinks(loaded)
-    for option, given in (("ranks", ranks is not None), ("dry-run", dry)):
-        if inside and given:
-            raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    prepared = prepare(loaded, _world() if inside else ranks)
-    if resume is None:
-        refuse_run(run)  # before any rank can have made it: ranks wait for each other only later
-    elif resume != "auto":
-        refuse_resume(resume, prepared, run)
-    if inside:
-        try:
-            execute(prepared, run, resume)
-        finally:
-            on_torch.finish()
-        return
-    weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
-    typer.echo(f"{loaded.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {loaded.steps} steps into {run}", err=True)
-    if not dry:
-        resumed = ["--resume", resume] if resume else []
-        become_ranks(prepared.plan.mesh.devices, ["train", str(recipe), *(overrides or []), "--run", str(run), *resumed])
-
-
-def _world() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    return on_torch

@@ -1,6 +1,5 @@
 """A run's checkpoints: when one is due, what it says besides the state, and how a run goes on from one."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -9,35 +8,31 @@ from typing import TYPE_CHECKING, Any
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.export import export
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.place import Place, open_place
-from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Kept
-from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.presets import PRESETS, LlamaSize
+from fullshard.train.agreement import data_identity
 from fullshard.train.metrics import Metrics
-from fullshard.train.prepare import Prepared
+from fullshard.train.prepare import Prepared, shelf_of
 from fullshard.train.progress import Bar
-from fullshard.train.recipe import Recipe, make_recipe
+from fullshard.train.recipe import Recipe
+from fullshard.train.resuming import Change, refuse_changes, refuse_other_data
 
 if TYPE_CHECKING:
     from fullshard.on_torch import Saving, State
 
 
-def shelf_of(recipe: Recipe, directory: Path) -> Place:
-    """Where a run's checkpoints lie."""
-    return open_place(recipe.checkpoint.path or directory / "checkpoints")
-
-
 class Checkpoints:
     """The checkpoints of a run under way on this rank."""
 
-    def __init__(self, prepared: Prepared, state: "State", directory: Path, metrics: Metrics, bar: Bar):
+    def __init__(self, prepared: Prepared, state: "State", directory: Path, metrics: Metrics, bar: Bar, *, accept: bool = False):
         from fullshard import on_torch
 
         self.prepared, self.wanted, self.state = prepared, prepared.recipe.checkpoint, state
         self.recipe = prepared.recipe.model_dump(mode="json")
         self.metrics, self.bar = metrics, bar
+        self.accept, self.changes = accept, list[Change]()  # of the recipe since the checkpoint, and whether they are meant
         w = self.wanted
         kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
         shelf = str(shelf_of(prepared.recipe, directory))
@@ -83,6 +78,7 @@ class Checkpoints:
             if later:
                 raise FullshardError(f"{self.writer.shelf} has later checkpoints than {place}; resume into another --run")
         refuse_other_data(manifest, self.prepared)
+        self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
         on_torch.load_checkpoint(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
         return manifest
@@ -104,7 +100,7 @@ class Checkpoints:
     def save(self, cursor: int, extra: dict[str, Any]) -> None:
         self._report()
         data = self.prepared.data
-        about = extra | {"data": {"tokens": len(data), "documents": data.documents}}
+        about = extra | {"data": {"tokens": len(data), "documents": data.documents, "identity": data_identity(data)}}
         metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
         self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics)
         if self.saving.note and self.saving.note != self.noted:
@@ -134,63 +130,6 @@ class Checkpoints:
 
     def close(self) -> None:
         self.writer.close()
-
-
-def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
-    """A cursor is a place in one order of samples; in another it means nothing."""
-    old, new = manifest.recipe, prepared.recipe.model_dump(mode="json")
-    if old is None or manifest.cursor is None:
-        raise FullshardError("this checkpoint says nothing about its data; load it with fullshard.checkpoint.load")
-    for section, key in ORDER:
-        before = old[section].get(key) if isinstance(old.get(section), dict) else None
-        if before != new[section][key]:
-            said = f"{section}.{key} = {new[section][key]!r}, but the checkpoint has {before!r}"
-            raise FullshardError(f"{said}: the order of samples would change; keep it, or start another run")
-    rows = prepared.recipe.train.global_batch
-    if manifest.cursor % rows:
-        raise FullshardError(
-            f"train.global_batch = {rows} does not divide the {manifest.cursor} samples that were taken; keep the global batch"
-        )
-    data = manifest.state.get("extra", {}).get("data")
-    had = data.get("tokens") if isinstance(data, dict) else None  # what a program saved may mean something else
-    if had is not None and had != len(prepared.data):
-        raise FullshardError(f"{prepared.data.path} has {len(prepared.data)} tokens, the checkpoint's data had {had}; use that")
-
-
-ORDER = [("data", "sequence"), ("data", "shuffle"), ("data", "packing"), ("train", "seed")]
-
-
-def refuse_resume(resume: str, prepared: Prepared, directory: Path) -> None:
-    """Raise, before ranks start, where a run cannot go on from a checkpoint that was named."""
-    place = commit.find(resume)
-    refuse_other_data(Checkpoint(place).manifest, prepared)
-    inside = str(place).startswith(f"{shelf_of(prepared.recipe, directory)}/")
-    if not inside and (directory / "metrics.jsonl").exists():
-        raise FullshardError(f"{directory} holds another run already; give another directory with --run")
-
-
-def resumable(directory: Path, ranks: int | None) -> str:
-    """What a run would go on from, with this many ranks; raises why it cannot. Starts nothing."""
-    from fullshard import on_torch
-    from fullshard.train.prepare import prepare
-
-    try:
-        tree = json.loads((directory / "recipe.json").read_text())
-    except (OSError, ValueError):
-        raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
-    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
-    shelf = shelf_of(prepared.recipe, directory)
-    names = commit.committed(shelf)
-    whole = next((n for n in reversed(names) if not problems(shelf.child(n))), None)
-    if whole is None:
-        why = problems(shelf.child(names[-1]))[0] if names else f"{shelf} has no checkpoint"
-        raise FullshardError(f"{why}; the run would have to begin again")
-    manifest = commit.read_manifest(shelf.child(whole))
-    refuse_other_data(manifest, prepared)
-    weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_others(str(shelf.child(whole)), weights, on_torch.weights_of(prepared.model, prepared.plan))
-    left = prepared.recipe.steps - manifest.step
-    return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"
 
 
 # -- the export at the end ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import optimizer, presets
+from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster import Cluster
 from fullshard.data import Batches, TokenFile
 from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
@@ -18,7 +19,7 @@ from fullshard.planner.timeline import timeline
 from fullshard.presets import PRESETS
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
-from fullshard.train.recipe import Recipe, changed
+from fullshard.train.recipe import OWN, Recipe, changed
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
     model = on_torch.load_model(recipe.model.name)
     weights = weights_of(recipe)
+    if recipe.lora and weights is None and recipe.model.weights != "draw":
+        raise FullshardError(
+            f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
+            "model.weights = 'path/to/weights', or 'draw' for a trial"
+        )
     if recipe.lora:
         model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if weights:
@@ -276,6 +282,11 @@ def _plan_of_file(recipe: Recipe, file: str, ranks: int) -> Plan:
     return plan
 
 
+def shelf_of(recipe: Recipe, directory: Path) -> Place:
+    """Where a run's checkpoints lie."""
+    return open_place(recipe.checkpoint.path or directory / "checkpoints")
+
+
 def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches:
     return Batches(
         tokens,
@@ -293,9 +304,12 @@ def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches
 
 def make_optimizer(recipe: Recipe) -> optimizer.Optimizer:
     o = recipe.optim
-    if o.name == "sgd":
-        return optimizer.SGD(lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, decay_all=o.decay_all)
-    if o.name not in ("adamw", "adam"):
-        return optimizer.TorchOptimizer(o.name, o.lr, tuple(o.options.items()), o.decay_all)
-    kind = optimizer.AdamW if o.name == "adamw" else optimizer.Adam
-    return kind(lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, decay_all=o.decay_all)
+    own: dict[str, Any] = {key: getattr(o, key) for key in OWN.get(o.name, ())}
+    match o.name:
+        case "sgd":
+            return optimizer.SGD(lr=o.lr, decay_all=o.decay_all, **own)
+        case "adamw":
+            return optimizer.AdamW(lr=o.lr, decay_all=o.decay_all, **own)
+        case "adam":
+            return optimizer.Adam(lr=o.lr, decay_all=o.decay_all, **own)
+    return optimizer.TorchOptimizer(o.name, o.lr, tuple(o.options.items()), o.decay_all)

@@ -59,19 +59,36 @@ class Data(Section):
         return self
 
 
+# What each optimizer takes besides its learning rate, and the defaults.
+OWN: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "sgd": {"momentum": 0.0, "weight_decay": 0.1},
+}
+
+
 class Optim(Section):
-    """`name`: adamw, adam, sgd, or another of torch.optim with its own `options`. `decay_all` also decays norms
-    and biases; `clip` is the largest gradient norm, or `none`."""
+    """`name`: adamw, adam, sgd, or another of torch.optim with its own `options`, in upper or lower case. What an optimizer
+    does not take is None. `decay_all` also decays norms and biases; `clip` is the largest gradient norm, or `none`."""
 
     name: str = "adamw"
     lr: float = Field(gt=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)  # TOML has lists
-    eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] | None = Field(None, strict=False)  # TOML has lists
+    eps: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    weight_decay: float | None = Field(None, ge=0)
     decay_all: bool = False
     clip: float | None = Field(1.0, gt=0)
     options: dict[str, Any] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_are_the_optimizers(cls, value: Any) -> Any:
+        name = value.get("name", "adamw") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name.lower() not in OWN:
+            return value
+        own = OWN[name.lower()]
+        return own | {k: v for k, v in value.items() if v is not None or k not in own} | {"name": name.lower()}
 
     @field_validator("clip", mode="before")
     @classmethod
@@ -82,9 +99,7 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _each_has_its_own(self) -> Self:
-        own = {"adamw": {"betas", "eps", "weight_decay"}, "adam": {"betas", "eps", "weight_decay"}}
-        own["sgd"] = {"momentum", "weight_decay"}
-        takes = own.get(self.name, {"options"})
+        takes = set(OWN.get(self.name, {"options": {}}))
         for key in ("betas", "eps", "momentum", "weight_decay", "options"):
             if key in changed(self) and key not in takes:
                 other = f"write optim.options.{key}" if takes == {"options"} else f"it takes {', '.join(sorted(takes))}"
@@ -118,6 +133,7 @@ class Train(Section):
     micro_batch: int = Field(1, gt=0)
     loss: Literal["chunked", "plain"] = "chunked"
     seed: int = 0
+    hang_seconds: float = Field(300.0, ge=0)  # without progress until the run is called hung; 0: never
     max_skips: int = Field(10, gt=0)  # steps in a row whose gradient was not finite
 
     @model_validator(mode="after")
@@ -284,6 +300,17 @@ class Recipe(Section):
             raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
         if self.checkpoint.best and self.checkpoint.metric == "eval_loss" and not self.eval.every:
             raise ValueError("checkpoint.best ranks by the evaluation loss; give eval.every, or checkpoint.metric = 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _the_schedule_fits_the_run(self) -> Self:
+        rise, fall = self.schedule.warmup, self.schedule.decay
+        if rise >= self.steps and rise:
+            raise ValueError(f"schedule.warmup = {rise} leaves none of the {self.steps} steps; shorten it, or train longer")
+        if rise + fall > self.steps:
+            raise ValueError(
+                f"schedule.warmup = {rise} and schedule.decay = {fall} are more than the {self.steps} steps; shorten them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
 RUN/wandb-id        which run of Weights & Biases this is, if it is one
 RUN/checkpoints/    see docs/checkpoints.md
+RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """
 
 import signal
@@ -21,26 +22,28 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
-from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export, shelf_of
+from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export
 from fullshard.train.disk import judge_disk
 from fullshard.train.metrics import Metrics, open_metrics, rewind
-from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer
+from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
 from fullshard.train.progress import Bar
 from fullshard.train.schedule import factor
 from fullshard.train.verdict import ThisHost, Verdict, explain_out_of_memory
+from fullshard.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from fullshard.on_torch import State
 
 
-def execute(prepared: Prepared, directory: Path, resume: str | None = None) -> None:
-    """Train. Collective: every rank calls it. `resume`: `auto`, or a checkpoint."""
+def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False) -> None:
+    """Train. Collective: every rank calls it. `resume`: `auto`, or a checkpoint. `accept`: the recipe may change how
+    training goes on from it."""
     from fullshard import on_torch
 
     on_torch.start()
     with ExitStack() as held:
         on_torch.first_decides(lambda: _take(directory, prepared, held))
-        ended = _execute(prepared, directory, resume)
+        ended = _execute(prepared, directory, resume, accept)
         if ended and on_torch.is_first():
             export_end(prepared.recipe, directory)
 
@@ -52,7 +55,7 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     refuse_export(prepared.recipe, directory)
 
 
-def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
+def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> bool:
     """Whether the run came to its end, and did not stop before."""
     from fullshard import on_torch
 
@@ -67,16 +70,20 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
     metrics = open_metrics(None, recipe)
-    with Bar(recipe.steps, visible=first) as bar, Signals() as signals:
-        checkpoints = Checkpoints(prepared, state, directory, metrics, bar)
+    watched = Watchdog(on_torch.Watched(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
+    with Bar(recipe.steps, visible=first) as bar, Signals() as signals, watched as watchdog:
+        checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
             if first:  # not before: a recipe that is refused must not replace the run's own
                 write_run(directory, prepared)
             expected = rewind(directory, state.step) if first else None
             metrics = checkpoints.metrics = open_metrics(directory if first else None, recipe, state.step)
-            run = Run(prepared, state, metrics, bar, signals, checkpoints)
+            run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog)
             run.restore(found, expected)
+            for key, old, new in checkpoints.changes:
+                metrics.write(event="recipe changed", step=state.step, key=key, old=old, new=new)
+                bar.say(f"changed since the checkpoint: {key} {old} → {new}")
             _train_on(run)
             ended = state.step == recipe.steps
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
@@ -94,19 +101,27 @@ def _train_on(run: "Run") -> None:
             run.bar.say(f"ended after step {run.state.step}: {why}")
             break
     if why != "diverged":
-        run.checkpoints.finish(run.source.cursor, run.numbers())
+        with run.watchdog.saving():
+            run.checkpoints.finish(run.source.cursor, run.numbers())
 
 
 class Run:
     """A run under way on this rank."""
 
     def __init__(
-        self, prepared: Prepared, state: "State", metrics: Metrics, bar: Bar, signals: "Signals", checkpoints: Checkpoints
+        self,
+        prepared: Prepared,
+        state: "State",
+        metrics: Metrics,
+        bar: Bar,
+        signals: "Signals",
+        checkpoints: Checkpoints,
+        watchdog: Watchdog,
     ):
         from fullshard import on_torch
 
         self.prepared, self.recipe, self.state = prepared, prepared.recipe, state
-        self.metrics, self.bar, self.signals, self.checkpoints = metrics, bar, signals, checkpoints
+        self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
         self.source = batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh))
         self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
         self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
@@ -136,15 +151,18 @@ class Run:
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""
         start = time.perf_counter()
+        self.watchdog.begin(index + 1)
         micro_batches = next(self.steps)
         waited = time.perf_counter() - start
         lr = self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
         self._train(micro_batches, index, lr, start, waited)
+        self.watchdog.end(time.perf_counter() - start)
         if (every := self.recipe.eval.every) and (index + 1) % every == 0:
             self.evaluate(index + 1)
         if (every := self.recipe.sample.every) and (index + 1) % every == 0:
             self.sample(index + 1)
-        self.checkpoints.after_step(self.due, self.source.cursor, self.numbers())
+        with self.watchdog.saving():
+            self.checkpoints.after_step(self.due, self.source.cursor, self.numbers())
 
     def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
         from fullshard import on_torch
@@ -210,7 +228,8 @@ class Run:
             boundaries=recipe.data.boundaries,
             packing=recipe.data.packing,
         )
-        found = on_torch.evaluate(self.state, [s[0] for s in islice(held_out, recipe.eval.batches)], loss=self.loss)
+        given = self.watchdog.each((s[0] for s in islice(held_out, recipe.eval.batches)), f"the evaluation after step {step}")
+        found = on_torch.evaluate(self.state, given, loss=self.loss)
         improved = found < self.best - recipe.eval.min_delta
         self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
         self.checkpoints.numbers["eval_loss"] = found
@@ -223,7 +242,7 @@ class Run:
 
         tokenizer, wanted = self.prepared.tokenizer, self.recipe.sample
         assert tokenizer is not None
-        for prompt in wanted.prompts:
+        for prompt in self.watchdog.each(wanted.prompts, f"the samples after step {step}"):
             tokens = on_torch.generate(
                 self.state.model,
                 tokenizer.prompt(prompt),

@@ -11,7 +11,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.verify import problems
 from fullshard.commands import checkpoint as commands
 from fullshard.data import TokenFile
-from fullshard.train.checkpoints import shelf_of
+from fullshard.train.prepare import shelf_of
 from fullshard.train.recipe import load_recipe
 from tests.cpu.chaos import Attempt, row_digest, run_once
 

@@ -13,7 +13,7 @@ from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
-from fullshard.train.checkpoints import resumable
+from fullshard.train.resuming import resumable
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 

@@ -1,0 +1,39 @@
+"""What runs inside ranks for test_ends.py."""
+
+from pathlib import Path
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch import all_or_none
+from fullshard.train.agreement import identity, refuse_disagreement
+from fullshard.train.prepare import prepare
+from fullshard.train.recipe import load_recipe
+
+
+def compare(here: str, told: list[list[str]], options: list[tuple[str, str | None]]) -> str:
+    """Each rank prepares a run with overrides, a directory and a `--resume` of its own; what it is refused with."""
+    import os
+
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    os.chdir(here)
+    prepared = prepare(load_recipe("recipe.toml", told[rank]), dist.get_world_size())
+    try:
+        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]))
+    except FullshardError as error:
+        return str(error)
+    return "agreed"
+
+
+def prepare_together(here: str, told: list[list[str]]) -> str:
+    """As `fullshard train` begins on ranks that somebody started."""
+    import os
+
+    import torch.distributed as dist
+
+    os.chdir(here)
+    try:
+        all_or_none(lambda: prepare(load_recipe("recipe.toml", told[dist.get_rank()]), dist.get_world_size()))
+    except FullshardError as error:
+        return str(error)
+    return "prepared"
