@@ -82,10 +82,11 @@ def named(name: str, options: tuple) -> float:
     return max(float((p.full_tensor() - q).abs().max() / q.abs().max()) for (_, p), (_, q) in pairs)
 
 
-def resume(directory: str, overrides: list[str], name: str, resume: str = "auto") -> None:
+def resume(directory: str, overrides: list[str], name: str, resume: str = "auto", accept: bool = False) -> None:
     """The same run again, from its newest checkpoint."""
     os.chdir(directory)
-    execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name, resume)
+    prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+    execute(prepared, Path("runs") / name, resume, accept=accept)
 
 
 def refused(*args) -> str:

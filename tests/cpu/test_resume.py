@@ -139,9 +139,12 @@ def test_the_best_by_evaluation_stay_and_early_stopping_goes_on(here, ranks):
 REFUSED = {
     "data.sequence=16": "data.sequence = 16, but the checkpoint has 32",
     "train.seed=1": "train.seed = 1, but the checkpoint has 0",
-    "train.global_batch=6 train.micro_batch=3": "does not divide the 64 samples",
-    "optim.name=sgd optim.momentum=0.9": "it lacks optimizer.model.embed_tokens.weight.momentum_buffer",
-    "data.path=valid": "the checkpoint's data had",
+    "train.global_batch=16": "train.global_batch = 16, but the checkpoint has 8",
+    "optim.name=sgd optim.momentum=0.9": 'optim.name = "sgd" here and "adamw" in the checkpoint',
+    "optim.lr=1e-4": "optim.lr = 0.0001 here and 0.001 in the checkpoint: the losses to come would change",
+    "train.steps=16": "train.steps = 16 here and 8 in the checkpoint",  # the cosine would rise again
+    "plan.compute=bf16": 'the plan\'s precision.compute = "bf16" here and "fp32" in the checkpoint',
+    "data.path=valid": "holds other tokens than the checkpoint was trained on",
 }
 
 
@@ -150,6 +153,28 @@ def test_what_cannot_go_on_is_refused(here, ranks, uninterrupted, overrides):
     for sentence in ranks(2).run(loop.refused, str(here), [*EVERY, *overrides.split()], "whole"):
         assert REFUSED[overrides] in sentence
     assert metrics(here / "runs/whole") == uninterrupted
+
+
+def test_what_changes_the_curve_goes_on_where_it_is_accepted(here, ranks, uninterrupted):
+    cut(here, "accepted", 6)
+    ranks(2).run(loop.resume, str(here), [*EVERY, "optim.lr=1e-4"], "accepted", "auto", True)
+    found = metrics(here / "runs/accepted")
+    changed = {"event": "recipe changed", "step": 6, "key": "optim.lr", "old": 0.001, "new": 0.0001}
+    assert [m for m in found if "event" in m] == [changed]
+    assert losses(found)[:7] == losses(uninterrupted)[:7]  # the seventh is of weights from before
+    assert losses(found)[7] != losses(uninterrupted)[7]
+    for sentence in ranks(2).run(
+        loop.refused, str(here), [*EVERY, "optim.name=sgd", "optim.momentum=0.9"], "whole", "auto", True
+    ):
+        assert "it lacks optimizer.model.embed_tokens.weight.momentum_buffer" in sentence
+
+
+def test_more_steps_at_a_constant_rate_change_nothing(here, ranks):
+    options = ["schedule.kind=constant", "checkpoint.every=2"]
+    ranks(2).run(loop.run, str(here), [*options, "train.steps=6"], "constant")
+    ranks(2).run(loop.run, str(here), [*options, "train.steps=4"], "longer")
+    ranks(2).run(loop.resume, str(here), [*options, "train.steps=6"], "longer")
+    assert losses(metrics(here / "runs/longer")) == losses(metrics(here / "runs/constant"))
 
 
 def test_can_resume_says_yes_or_why_not_without_ranks(here, uninterrupted, monkeypatch):
@@ -180,7 +205,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
 
 
 def test_the_end_of_a_run_is_exported(here, ranks):
-    small = ["model.name=llama-bytes", "train.steps=1", "data.sequence=16", "train.loss=plain"]
+    small = ["model.name=llama-bytes", "train.steps=1", "schedule.warmup=0", "data.sequence=16", "train.loss=plain"]
     ranks(2).run(loop.run, str(here), [*small, "checkpoint.export=true"], "exported")
     from transformers import AutoModelForCausalLM
 

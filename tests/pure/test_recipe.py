@@ -1,5 +1,6 @@
 """Recipes: strict, overridable, and every mistake one sentence that names the key."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -194,3 +195,38 @@ def test_schedules_stay_between_final_and_one(kind):
     assert all(0 < f <= 1 for f in found)
     assert found[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
     assert sorted(found[5:], reverse=True) == found[5:]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "adamw", "ADAMW"])
+def test_an_optimizer_is_the_same_in_upper_and_lower_case(tmp_path, name):
+    from fullshard.optimizer import AdamW
+    from fullshard.train.prepare import make_optimizer
+
+    recipe = load(tmp_path, SMALL, f"optim.name={name}")
+    assert recipe.optim.name == "adamw"
+    assert make_optimizer(recipe) == AdamW(lr=recipe.optim.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decay_all=False)
+
+
+def test_a_recipe_records_only_what_its_optimizer_takes(tmp_path):
+    def recorded(*overrides: str) -> dict:
+        optim = json.loads(load(tmp_path, SMALL, *overrides).model_dump_json())["optim"]
+        return {key: optim[key] for key in ("betas", "eps", "momentum", "weight_decay")}
+
+    nothing = dict.fromkeys(("betas", "eps", "momentum", "weight_decay"))
+    assert recorded() == nothing | {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert recorded("optim.name=SGD") == nothing | {"momentum": 0.0, "weight_decay": 0.1}
+    assert recorded("optim.name=RMSprop") == nothing
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["schedule.warmup=20"], "schedule.warmup = 20 leaves none of the 10 steps"),
+        (["schedule.warmup=6", "schedule.kind=wsd", "schedule.decay=5"], "are more than the 10 steps"),
+        (["optim.lr=-1.0"], "optim.lr = -1.0: input should be greater than 0"),
+        (["optim.clip=0.0"], "optim.clip = 0.0: input should be greater than 0"),
+    ],
+)
+def test_schedules_and_rates_that_cannot_be_meant_are_refused(tmp_path, overrides, sentence):
+    with pytest.raises(FullshardError, match=re.escape(sentence)):
+        load(tmp_path, SMALL, "train.steps=10", *overrides)
