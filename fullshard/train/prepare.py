@@ -48,13 +48,13 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
     model = on_torch.load_model(recipe.model.name)
     weights = weights_of(recipe)
+    if recipe.lora:
+        model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if recipe.lora and weights is None and recipe.model.weights != "draw":
         raise FullshardError(
             f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
             "model.weights = 'path/to/weights', or 'draw' for a trial"
         )
-    if recipe.lora:
-        model = on_torch.add_adapters(model, **recipe.lora.model_dump())
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
     cluster = _cluster(recipe, ranks)

@@ -305,8 +305,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _the_schedule_fits_the_run(self) -> Self:
         rise, fall = self.schedule.warmup, self.schedule.decay
-        if rise >= self.steps and rise:
-            raise ValueError(f"schedule.warmup = {rise} leaves none of the {self.steps} steps; shorten it, or train longer")
+        if rise > self.steps:
+            raise ValueError(f"schedule.warmup = {rise} is longer than the run of {self.steps} steps; shorten it")
         if rise + fall > self.steps:
             raise ValueError(
                 f"schedule.warmup = {rise} and schedule.decay = {fall} are more than the {self.steps} steps; shorten them"

@@ -143,6 +143,7 @@ BAD = {
     "model.weights=tokens": "tokens has no .safetensors files",
     "model.name=own.py:make data.boundaries=attention": "needs a model whose forward takes position_ids",
     "lora.rank=4 lora.targets=['qproj']": "no linear is called 'qproj'",
+    "lora.rank=4": "lora trains adapters on weights that model.py:make has not",
     "plan.strategy=hpz": "plan.strategy = 'hpz' needs plan.reshard",
     "plan.replicate=2": "plan.replicate has no effect with plan.strategy = 'zero3'; write plan.strategy = 'hybrid'",
     "plan.keep_whole=['embed']": "plan.keep_whole has no effect with plan.strategy = 'zero3'",

@@ -221,7 +221,7 @@ def test_a_recipe_records_only_what_its_optimizer_takes(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["schedule.warmup=20"], "schedule.warmup = 20 leaves none of the 10 steps"),
+        (["schedule.warmup=20"], "schedule.warmup = 20 is longer than the run of 10 steps"),
         (["schedule.warmup=6", "schedule.kind=wsd", "schedule.decay=5"], "are more than the 10 steps"),
         (["optim.lr=-1.0"], "optim.lr = -1.0: input should be greater than 0"),
         (["optim.clip=0.0"], "optim.clip = 0.0: input should be greater than 0"),
