@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.average import FLOATS, narrow
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.opening import refusing
+from fullshard.checkpoint.opening import read_small, refusing
 from fullshard.checkpoint.pickles import state_dict_pickle
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import Files
@@ -32,7 +32,7 @@ from fullshard.checkpoint.writer import (
 )
 from fullshard.errors import FullshardError
 from fullshard.presets import PRESETS, LlamaSize
-from fullshard.reading import is_directory, parse_json, read_bytes
+from fullshard.reading import is_directory, parse_json
 
 WORDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
@@ -179,7 +179,7 @@ def _copy(origin: Path, directory: Path, dtype: str | None) -> None:
         if not any(path.match(pattern) for pattern in NOT_COPIED):
             shutil.copyfile(path, directory / path.name)
     if dtype:
-        config = parse_json(read_bytes(directory / "config.json", "config"), str(origin / "config.json"))
+        config = parse_json(read_small(directory / "config.json", 1 << 26), str(origin / "config.json"))
         if not isinstance(config, dict):
             raise FullshardError(f"{origin / 'config.json'} is no table; give --config DIR, the directory of the original model")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = _torch_word(dtype)

@@ -12,12 +12,12 @@ import numpy as np
 from fullshard.checkpoint.archive import Archive
 from fullshard.checkpoint.foreign import Foreign, as_name, as_shape, as_table, below, gathered, known_as
 from fullshard.checkpoint.manifest import boxes_overlap
+from fullshard.checkpoint.opening import read_small
 from fullshard.checkpoint.pickles import LARGEST_PICKLE, FileTensor, unpickle
 from fullshard.checkpoint.safetensors import ITEM_BYTES, is_count
 from fullshard.checkpoint.unpickler import Inert
 from fullshard.checkpoint.writer import Source
 from fullshard.errors import FullshardError
-from fullshard.reading import read_bytes
 
 KIND = "metadata of a DCP checkpoint that is known; save it again with a newer torch"
 
@@ -27,7 +27,7 @@ Part = tuple[tuple[int, ...], FileTensor]  # offsets, and the chunk that lies th
 
 def from_dcp(path: Path) -> Foreign:
     file = path / ".metadata"
-    metadata = unpickle(read_bytes(file, "metadata", LARGEST_PICKLE), str(file))
+    metadata = unpickle(read_small(file, LARGEST_PICKLE), str(file))
     archives: list[Archive] = []
     with known_as(file, KIND):
         where = {(_state(k)["fqn"], _offsets(k)): v for k, v in as_table(_state(metadata)["storage_data"]).items()}

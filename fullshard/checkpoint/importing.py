@@ -13,14 +13,13 @@ from fullshard.checkpoint.archive import Archive
 from fullshard.checkpoint.foreign import Foreign, as_name, as_shape, as_tensor, below, gathered, known_as, refuse_inflated
 from fullshard.checkpoint.import_dcp import from_dcp
 from fullshard.checkpoint.import_deepspeed import from_deepspeed
-from fullshard.checkpoint.opening import quoted, refusing
+from fullshard.checkpoint.opening import quoted, read_small, refusing
 from fullshard.checkpoint.pickles import FileTensor
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, Files, is_count
 from fullshard.checkpoint.unpickler import Inert
 from fullshard.checkpoint.writer import Source, write_checkpoint
 from fullshard.errors import FullshardError
-from fullshard.reading import read_text
 
 # What wrappers put into names: DDP and DeepSpeed, FSDP1, compile, activation checkpointing.
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -71,7 +70,7 @@ def read_foreign(path: Path) -> Foreign:
     if (path / ".metadata").exists():
         return from_dcp(path)
     if (path / "latest").exists():
-        path = below(path, read_text(path / "latest", "name of the latest checkpoint", 4096).strip())
+        path = below(path, read_small(path / "latest", 4096).decode(errors="replace").strip())
     if any(path.glob("*_optim_states.pt")):
         return from_deepspeed(path)
     if any(path.glob("*.safetensors")):

@@ -179,6 +179,8 @@ def _fields(tree: dict[str, Any]) -> dict[str, Any]:
     _need(isinstance(tree["state"].get("extra", {}), dict), "its extra is no table")
     for key in ("plan", "recipe"):
         _need(tree[key] is None or isinstance(tree[key], dict), f"its {key} is no table")
+    for key in ("state", "plan", "recipe"):
+        field_text(key, tree[key]).encode()  # what is read can be written again: no NaN, no half of a surrogate pair
     _need(not _bytes_overlap(tensors), "two chunks lie in the same bytes of a file")
     kept = {k: tree[k] for k in ("step", "cursor", "plan", "recipe", "state", "metrics")}
     return kept | {"created": float(tree["created"]), "files": files, "tensors": tensors}

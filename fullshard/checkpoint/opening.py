@@ -54,6 +54,14 @@ def read_range(path: Path, start: int, count: int) -> bytearray:
         os.close(file)
 
 
+def read_small(path: Path, at_most: int) -> bytes:
+    """A whole file; its size is looked at before memory is taken."""
+    size = plain_size(path)
+    if size > at_most:
+        raise FullshardError(f"cannot read {path}: it has {size} bytes, more than the {at_most} that such a file may have")
+    return bytes(read_range(path, 0, size))
+
+
 def _read(file: int, path: Path, start: int, count: int) -> bytearray:
     data, done = bytearray(count), 0
     while done < count:

@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.opening import is_name, open_plain, quoted, refusing
+from fullshard.checkpoint.opening import is_name, open_plain, quoted, read_small, refusing
 from fullshard.errors import FullshardError
-from fullshard.reading import parse_json, read_bytes
+from fullshard.reading import parse_json
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -185,9 +185,9 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
 
 def _refuse_missing_shards(directory: Path, found: set[str]) -> None:
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    if not index.exists():
         return
-    tree = parse_json(read_bytes(index, "index of shards", LARGEST_HEADER), str(index))
+    tree = parse_json(read_small(index, LARGEST_HEADER), str(index))
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise FullshardError(f"{index} is damaged: it has no weight_map that names files; fetch it again")
