@@ -40,15 +40,17 @@ def _mean(opened: Sequence[Checkpoint], name: str) -> bytes:
         if any(c.raw(name) != first for c in opened[1:]):
             raise FullshardError(f"{name} is {record.dtype} and differs between the checkpoints; there is no mean of it")
         return bytes(first)
-    total = np.zeros(record.shape, dtype=np.float64)
-    for c in opened:
-        total += np.asarray(c.tensor(name), dtype=np.float64)
+    total = np.asarray(opened[0].tensor(name), dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for c in opened[1:]:
+            total = total + np.asarray(c.tensor(name), dtype=np.float64)
     return narrow(total / len(opened), record.dtype)
 
 
 def narrow(values: NDArray[np.float64] | NDArray[np.float32], dtype: str) -> bytes:
     """The bytes of `values` in a floating dtype."""
-    return narrow_to_bf16(values.astype(np.float32)) if dtype == "BF16" else values.astype(FLOATS[dtype]).tobytes()
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
+        return narrow_to_bf16(values.astype(np.float32)) if dtype == "BF16" else values.astype(FLOATS[dtype]).tobytes()
 
 
 def narrow_to_bf16(values: NDArray[np.float32]) -> bytes:

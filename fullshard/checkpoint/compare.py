@@ -29,7 +29,8 @@ def statistics(checkpoint: Checkpoint, name: str) -> Statistics | None:
     if not values.size:
         return None
     nans = int(np.isnan(values).sum())
-    mean, std, low, high = (finite.mean(), finite.std(), finite.min(), finite.max()) if finite.size else (np.nan,) * 4
+    with np.errstate(over="ignore", invalid="ignore"):  # of fp64 at the ends of its range
+        mean, std, low, high = (finite.mean(), finite.std(), finite.min(), finite.max()) if finite.size else (np.nan,) * 4
     return Statistics(float(mean), float(std), float(low), float(high), nans, int(values.size - finite.size - nans))
 
 
@@ -64,7 +65,7 @@ def _values(name: str, a: Checkpoint, b: Checkpoint) -> Difference | None:
         return None
     x, y = _wide(a.tensor(name)), _wide(b.tensor(name))
     same = (x == y) | (np.isnan(x) & np.isnan(y))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         gap = np.abs(np.where(same, 0, x - y))
     largest = float(np.nanmax(gap)) if gap.size and not np.all(np.isnan(gap)) else None
     kind = "values" if ours.dtype == theirs.dtype else "dtype"

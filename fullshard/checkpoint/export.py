@@ -16,13 +16,23 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.average import FLOATS, narrow
 from fullshard.checkpoint.commit import find
+from fullshard.checkpoint.opening import read_small, refusing
 from fullshard.checkpoint.pickles import state_dict_pickle
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import Files
 from fullshard.checkpoint.verify import refuse_damaged
-from fullshard.checkpoint.writer import FILE_BYTES, Source, in_files, write_safetensors, write_whole_directory
+from fullshard.checkpoint.writer import (
+    FILE_BYTES,
+    Source,
+    in_files,
+    missing_directories,
+    remove_empty,
+    write_safetensors,
+    write_whole_directory,
+)
 from fullshard.errors import FullshardError
 from fullshard.presets import PRESETS, LlamaSize
+from fullshard.reading import is_directory, parse_json
 
 WORDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
@@ -33,7 +43,9 @@ def export(where: str, output: Path, form: str, config: Path | None = None, dtyp
     """Write the weights of a checkpoint, verified first, to `output`."""
     if dtype is not None and dtype not in WORDS:
         raise FullshardError(f"dtype is one of {', '.join(WORDS)}, not {dtype!r}")
-    if output.exists():
+    with refusing(f"write {output}"):
+        there = output.exists()
+    if there:
         raise FullshardError(f"{output} exists already; write elsewhere, or remove it first")
     place = find(where)
     refuse_damaged(place)
@@ -59,14 +71,17 @@ def weights(checkpoint: Checkpoint, like: dict[str, str], dtype: str | None) -> 
     names = [n.removeprefix("model.") for n in checkpoint.manifest.tensors if n.startswith("model.")]
     if not names:
         raise FullshardError(f"{checkpoint.place} holds no weights")
-    sources = []
+    sources: list[Source] = []
     for name in names:
         if ".lora_" in name:
             continue
         record = checkpoint.manifest.tensors[f"model.{name}"]
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        wanted = (WORDS[dtype] if dtype else like.get(plain, record.dtype)) if record.dtype in FLOATS else record.dtype
+        other = WORDS[dtype] if dtype else like.get(plain, record.dtype)
+        wanted = other if record.dtype in FLOATS and other in FLOATS else record.dtype
         sources.append(Source(plain, wanted, record.shape, partial(_read, checkpoint, name, wanted)))
+    if not sources or len({s.name for s in sources}) < len(sources):
+        raise FullshardError(f"{checkpoint.place} has no weights, or several of one name once wrappers are cut off; rename them")
     return sources
 
 
@@ -78,26 +93,58 @@ def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
         return checkpoint.raw(f"model.{name}")
     values: NDArray[np.float64] = np.asarray(checkpoint.tensor(f"model.{name}"), dtype=np.float64)
     if adapted:
-        lora = _lora(checkpoint)
-        a = np.asarray(checkpoint.tensor(f"model.{down}"), dtype=np.float64)
-        b = np.asarray(checkpoint.tensor(f"model.{down.replace('lora_A', 'lora_B')}"), dtype=np.float64)
-        values = values + (b @ a) * (lora["alpha"] / lora["rank"])
+        values = _merged(checkpoint, name, values, down, down.replace("lora_A", "lora_B"))
     return narrow(values, dtype)
 
 
+def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], down: str, up: str) -> NDArray[np.float64]:
+    """A weight and its adapter."""
+    lora, found = _lora(checkpoint), checkpoint.manifest.tensors
+    shapes = [found[n].shape for n in (f"model.{up}", f"model.{down}") if n in found]
+    rank = shapes[-1][0] if shapes[-1] else 0
+    if (
+        values.ndim != 2
+        or shapes != [(values.shape[0], rank), (rank, values.shape[1])]
+        or found[f"model.{name}"].dtype not in FLOATS
+    ):
+        raise FullshardError(f"{checkpoint.place}: the adapter of {name} does not fit it; use another checkpoint")
+    a = np.asarray(checkpoint.tensor(f"model.{down}"), dtype=np.float64)
+    b = np.asarray(checkpoint.tensor(f"model.{up}"), dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values + (b @ a) * (lora["alpha"] / lora["rank"])
+
+
 def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
-    lora = (checkpoint.manifest.recipe or {}).get("lora")
+    lora = _table(checkpoint.manifest.recipe, "lora")
     if not lora:
         raise FullshardError(f"{checkpoint.place} does not say how its adapters are scaled: it has no recipe")
-    return dict(lora)
+    sound = all(_is_number(lora.get(key)) for key in ("rank", "alpha", "dropout")) and lora["rank"] > 0
+    if not sound or not isinstance(lora.get("targets"), list | str):
+        raise FullshardError(f"{checkpoint.place} does not say how its adapters are scaled: its recipe's lora makes no sense")
+    return lora
+
+
+def _table(recipe: dict[str, Any] | None, key: str) -> dict[str, Any]:
+    """A table of the recipe that a manifest holds; what is no table is none."""
+    found = (recipe or {}).get(key)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _model_name(checkpoint: Checkpoint) -> str:
+    name = _table(checkpoint.manifest.recipe, "model").get("name")
+    return name if isinstance(name, str) and name.isprintable() else ""
 
 
 # -- Hugging Face -------------------------------------------------------------------------------------------
 
 
 def export_hugging_face(checkpoint: Checkpoint, output: Path, config: Path | None, dtype: str | None) -> None:
-    model = (checkpoint.manifest.recipe or {}).get("model", {}).get("name", "")
-    origin = config or (Path(model) if model and Path(model).is_dir() else None)
+    model = _model_name(checkpoint)
+    origin = config or (Path(model) if is_directory(model) else None)
     like = {n: e.dtype for n, e in Files(origin).entries.items()} if origin and any(origin.glob("*.safetensors")) else {}
     sources = weights(checkpoint, like, dtype)
     made = None if origin else _config_of(model, sources, dtype)
@@ -132,7 +179,9 @@ def _copy(origin: Path, directory: Path, dtype: str | None) -> None:
         if not any(path.match(pattern) for pattern in NOT_COPIED):
             shutil.copyfile(path, directory / path.name)
     if dtype:
-        config = json.loads((directory / "config.json").read_text())
+        config = parse_json(read_small(directory / "config.json", 1 << 26), str(origin / "config.json"))
+        if not isinstance(config, dict):
+            raise FullshardError(f"{origin / 'config.json'} is no table; give --config DIR, the directory of the original model")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = _torch_word(dtype)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -172,7 +221,7 @@ def _config_of(model: str, sources: Sequence[Source], dtype: str | None) -> dict
 
 def _export_peft(checkpoint: Checkpoint, output: Path, dtype: str | None) -> None:
     """The adapters alone, as `PeftModel.from_pretrained` reads them."""
-    lora, recipe = _lora(checkpoint), checkpoint.manifest.recipe or {}
+    lora = _lora(checkpoint)
     tensors = {n.removeprefix("model."): t for n, t in checkpoint.manifest.tensors.items() if ".lora_" in n}
     adapters = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     if not adapters:
@@ -185,7 +234,7 @@ def _export_peft(checkpoint: Checkpoint, output: Path, dtype: str | None) -> Non
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": recipe.get("model", {}).get("name"),
+        "base_model_name_or_path": _model_name(checkpoint) or None,
         "r": lora["rank"],
         "lora_alpha": lora["alpha"],
         "lora_dropout": lora["dropout"],
@@ -205,16 +254,23 @@ def _export_torch(checkpoint: Checkpoint, output: Path, dtype: str | None) -> No
     """One file that `torch.load(…, weights_only=True)` reads as a state dict."""
     sources = weights(checkpoint, {}, dtype)
     partial_file = output.with_name(f".{output.name}.partial")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    missing = missing_directories(output.parent)
     try:
-        with zipfile.ZipFile(partial_file, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("archive/data.pkl", state_dict_pickle([(s.name, s.dtype, s.shape) for s in sources]))
-            archive.writestr("archive/byteorder", "little")
-            for i, source in enumerate(sources):
-                with archive.open(f"archive/data/{i}", "w", force_zip64=True) as file:
-                    file.write(source.read())
-            archive.writestr("archive/version", "3\n")
-        partial_file.rename(output)
+        with refusing(f"write {output}"):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            _write_torch(partial_file, sources)
+            partial_file.rename(output)
     except BaseException:
         partial_file.unlink(missing_ok=True)
+        remove_empty(missing)
         raise
+
+
+def _write_torch(path: Path, sources: Sequence[Source]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", state_dict_pickle([(s.name, s.dtype, s.shape) for s in sources]))
+        archive.writestr("archive/byteorder", "little")
+        for i, source in enumerate(sources):
+            with archive.open(f"archive/data/{i}", "w", force_zip64=True) as file:
+                file.write(source.read())
+        archive.writestr("archive/version", "3\n")

@@ -9,19 +9,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from fullshard.checkpoint.safetensors import ITEM_BYTES, Box
+from fullshard.checkpoint.opening import is_name, quoted
+from fullshard.checkpoint.safetensors import ITEM_BYTES, Box, is_count, is_shape
 from fullshard.errors import FullshardError
+from fullshard.reading import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"
 VERSION = 1
 LARGEST = 1 << 30  # bytes of a manifest: a thousand ranks with ten thousand tensors need a third of it
+LATEST = 253_402_300_800  # seconds since 1970: the year 10000, which no calendar here knows
+MOST_COMPARED = 10**9  # numbers that are compared to find chunks that overlap
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{32})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
@@ -118,18 +123,20 @@ class Manifest:
         if not first or first[1].decode() != checksum(memoryview(data)[first.end() :]):
             raise ManifestError(f"{where} is damaged: its checksum does not match; use another checkpoint")
         try:
-            tree = json.loads(data)
-        except (ValueError, RecursionError):
-            raise ManifestError(f"{where} is damaged: it is not JSON; use another checkpoint") from None
+            tree = parse_json(data, "it")
+        except FullshardError as error:
+            raise ManifestError(f"{where} is damaged: {error}; use another checkpoint") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise ManifestError(f"{where} is not the manifest of a checkpoint")
-        version = tree.get("version")
-        if not isinstance(version, int) or not 1 <= version <= VERSION:
-            raise ManifestError(f"{where} is of version {version!r}, this fullshard reads up to {VERSION}; use a newer one")
+        version: Any = tree.get("version")
+        if not is_count(version) or not 1 <= version <= VERSION:
+            said = version if is_count(version) else quoted(version)
+            raise ManifestError(f"{where} is of version {said}, this fullshard reads up to {VERSION}; use a newer one")
         try:
             return cls(**_fields(tree))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ManifestError(f"{where} makes no sense: {error}; use another checkpoint") from None
+            said = error if type(error) is ValueError else f"a part of it is missing, or of another kind ({type(error).__name__})"
+            raise ManifestError(f"{where} makes no sense: {said}; use another checkpoint") from None
 
 
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -163,65 +170,87 @@ def _tensor_dict(t: TensorRecord) -> dict[str, Any]:
 def _fields(tree: dict[str, Any]) -> dict[str, Any]:
     files = {name: _file(name, value) for name, value in tree["files"].items()}
     tensors = {name: _tensor(name, value, files) for name, value in tree["tensors"].items()}
-    _need(_is_count(tree["step"]), "its step is no count")
-    _need(tree["cursor"] is None or _is_count(tree["cursor"]), "its cursor is no count")
+    _need(is_count(tree["step"]), "its step is no count")
+    _need(tree["cursor"] is None or is_count(tree["cursor"]), "its cursor is no count")
+    _need(_is_number(tree["created"]) and 0 <= tree["created"] < LATEST, "its date is none")
     for key in ("state", "metrics"):
         _need(isinstance(tree[key], dict), f"its {key} is no table")
+    _need(all(is_name(k) and _is_number(v) for k, v in tree["metrics"].items()), "its metrics are no numbers")
     _need(isinstance(tree["state"].get("extra", {}), dict), "its extra is no table")
     for key in ("plan", "recipe"):
         _need(tree[key] is None or isinstance(tree[key], dict), f"its {key} is no table")
+    for key in ("state", "plan", "recipe"):
+        field_text(key, tree[key]).encode()  # what is read can be written again: no NaN, no half of a surrogate pair
+    _need(not _bytes_overlap(tensors), "two chunks lie in the same bytes of a file")
     kept = {k: tree[k] for k in ("step", "cursor", "plan", "recipe", "state", "metrics")}
     return kept | {"created": float(tree["created"]), "files": files, "tensors": tensors}
 
 
 def _file(name: str, value: Any) -> FileRecord:
     # A plain name: no separator, no leading dot, so that no path leaves the checkpoint.
-    _need(bool(_FILE_NAME.fullmatch(name)) and name != MANIFEST, f"{name!r} is no name for a file of a checkpoint")
-    _need(_is_count(value["bytes"]), f"{name} has no size")
+    plain = bool(_FILE_NAME.fullmatch(name)) and name != MANIFEST
+    _need(plain, f"{quoted(name)} is no name for a file of a checkpoint")
+    _need(is_count(value["bytes"]), f"{name} has no size")
     _need(isinstance(value["xxh3_128"], str), f"{name} has no checksum")
-    _need(value.get("node") is None or _is_count(value["node"]), f"{name} has no node")
+    _need(value.get("node") is None or is_count(value["node"]), f"{name} has no node")
     return FileRecord(value["bytes"], value["xxh3_128"], value.get("node"))
 
 
 def _tensor(name: str, value: Any, files: Mapping[str, FileRecord]) -> TensorRecord:
-    shape, dtype = _counts(value["shape"], name), value["dtype"]
-    _need(dtype in ITEM_BYTES, f"{name} is of the unknown dtype {dtype!r}")
-    chunks = tuple(Chunk(c["file"], c["offset"], _counts(c["start"], name), _counts(c["shape"], name)) for c in value["chunks"])
+    _need(is_name(name), f"{quoted(name)} is no name for a tensor")
+    shape, dtype = _shape(value["shape"], name), value["dtype"]
+    _need(dtype in ITEM_BYTES, f"{name} is of the unknown dtype {quoted(dtype)}")
+    chunks = tuple(Chunk(c["file"], c["offset"], _shape(c["start"], name), _shape(c["shape"], name)) for c in value["chunks"])
     for chunk in chunks:
-        _need(chunk.file in files, f"{name} lies in {chunk.file!r}, which is not listed")
+        _need(chunk.file in files, f"{name} lies in {quoted(chunk.file)}, which is not listed")
         size = math.prod(chunk.shape) * ITEM_BYTES[dtype]
-        fits = _is_count(chunk.offset) and chunk.offset + size <= files[chunk.file].nbytes
+        fits = is_count(chunk.offset) and chunk.offset + size <= files[chunk.file].nbytes
         _need(fits, f"a chunk of {name} lies outside {chunk.file}")
         _need(len(chunk.start) == len(chunk.shape) == len(shape), f"a chunk of {name} has another number of dims")
         inside = all(a + n <= whole for a, n, whole in zip(chunk.start, chunk.shape, shape, strict=True))
         _need(inside, f"a chunk of {name} lies outside the tensor")
     _need(sum(math.prod(c.shape) for c in chunks) == math.prod(shape), f"the chunks of {name} do not add up to it")
-    _need(not _overlap(chunks), f"chunks of {name} overlap")
+    _need(not boxes_overlap([(c.start, c.shape) for c in chunks]), f"chunks of {name} overlap")
     return TensorRecord(shape, dtype, chunks)
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element; chunk by chunk against those that begin later in the first dim."""
-    if len(chunks) < 2:
+def boxes_overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether two of (start, shape) share an element; each against those that begin later in the dim that is cut most."""
+    if len(boxes) < 2:
         return False
-    starts = np.array([c.start for c in chunks], dtype=np.int64)
-    stops = starts + np.array([c.shape for c in chunks], dtype=np.int64)
-    order = np.argsort(starts[:, 0], kind="stable")
+    starts = np.array([start for start, _ in boxes], dtype=np.int64)
+    stops = starts + np.array([shape for _, shape in boxes], dtype=np.int64)
+    dim = max(range(starts.shape[1]), key=lambda d: len(np.unique(starts[:, d])))
+    order = np.argsort(starts[:, dim], kind="stable")
     starts, stops = starts[order], stops[order]
-    for i in range(len(chunks) - 1):
-        near = slice(i + 1, int(np.searchsorted(starts[:, 0], stops[i, 0], side="left")))
+    ends = np.searchsorted(starts[:, dim], stops[:, dim], side="left")
+    compared = int(np.maximum(ends - np.arange(len(boxes)), 0).sum()) * starts.shape[1]
+    _need(compared <= MOST_COMPARED, "a tensor is cut into too many chunks")
+    for i, end in enumerate(ends[:-1]):
+        near = slice(i + 1, int(end))
         if np.any(np.all((starts[near] < stops[i]) & (stops[near] > starts[i]), axis=1)):
             return True
     return False
 
 
-def _counts(values: Any, name: str) -> tuple[int, ...]:
-    _need(isinstance(values, list) and len(values) <= 32 and all(map(_is_count, values)), f"{name} has an odd shape")
+def _bytes_overlap(tensors: Mapping[str, TensorRecord]) -> bool:
+    """Whether a byte of a file belongs to two chunks, by which a small file could claim large tensors."""
+    extents: dict[str, list[tuple[int, int]]] = {}
+    for t in tensors.values():
+        for c in t.chunks:
+            extents.setdefault(c.file, []).append((c.offset, c.offset + math.prod(c.shape) * t.item_bytes))
+    ordered = [sorted(e for e in found if e[0] < e[1]) for found in extents.values()]
+    return any(a[1] > b[0] for found in ordered for a, b in pairwise(found))
+
+
+def _shape(values: Any, name: str) -> tuple[int, ...]:
+    _need(isinstance(values, list) and is_shape(values), f"{name} has an odd shape")
     return tuple(values)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number that is printed in a line."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _need(holds: bool, otherwise: str) -> None:

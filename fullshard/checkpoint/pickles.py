@@ -1,26 +1,27 @@
-"""Files that torch pickled, read without torch and without running anything in them.
+"""What torch pickles, read without torch and without running anything in it, and the pickle of a state dict.
 
-A pickle is a program. Here its names resolve to inert classes that only remember what they were called with, and a
+A pickle is a program. Here its names resolve to inert stand-ins that only remember what they were called with, and a
 name that no checkpoint needs ends the reading. Tensors stay in the file until their bytes are asked for.
 """
 
-import io
 import math
-import pickle
 import re
-import zipfile
-from collections import OrderedDict
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from fullshard.checkpoint.safetensors import ITEM_BYTES
+from fullshard.checkpoint.opening import quoted, read_range
+from fullshard.checkpoint.safetensors import ITEM_BYTES, is_shape
+from fullshard.checkpoint.unpickler import DamagedError, Inert, Name, Unpickler, key
 from fullshard.errors import FullshardError
 
-LARGEST_PICKLE = 1 << 30  # bytes
+LARGEST_PICKLE = 1 << 28  # bytes: the metadata of a million chunks
+PIECE = 1 << 24  # bytes that are held at a time while a checksum is made
 
 STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -30,11 +31,7 @@ STORAGES = {
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-PLAIN = {
-    ("collections", "OrderedDict"): OrderedDict, ("collections", "defaultdict"): dict, ("torch", "Size"): tuple,
-    ("builtins", "set"): set, ("__builtin__", "set"): set, ("builtins", "list"): list, ("builtins", "dict"): dict,
-    ("builtins", "int"): int, ("builtins", "float"): float, ("builtins", "tuple"): tuple,
+    "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
 INERT = re.compile(
     r"torch\.(device|strided|contiguous_format|preserve_format|channels_last|_C\..*|_tensor\..*|_utils\._rebuild_\w+)"
@@ -43,17 +40,47 @@ INERT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class FileStorage:
-    """A stretch of a file."""
+# -- tensors ------------------------------------------------------------------------------------------------
 
-    path: Path
-    start: int
-    nbytes: int
+
+class Member:
+    """The bytes of a storage in a file, and the CRC32 that the archive carries of them; None where it carries none."""
+
+    def __init__(self, path: Path, start: int, nbytes: int, crc: int | None):
+        self.path, self.start, self.nbytes, self.crc = path, start, nbytes, crc
+        self.checked = crc is None
+
+    def read(self, first: int, count: int) -> bytearray:
+        """Some of the bytes. All of them are compared with the checksum before any is given."""
+        if count == self.nbytes:
+            data = read_range(self.path, self.start, count)
+            self._compare(zlib.crc32(data))
+            return data
+        self.check()
+        return read_range(self.path, self.start + first, count)
+
+    def check(self) -> None:
+        """Compare the bytes with their checksum, once."""
+        crc = 0
+        for start in range(0, 0 if self.checked else self.nbytes, PIECE):
+            crc = zlib.crc32(read_range(self.path, self.start + start, min(PIECE, self.nbytes - start)), crc)
+        self._compare(crc)
+
+    def _compare(self, crc: int) -> None:
+        if not self.checked and crc != self.crc:
+            raise FullshardError(f"{self.path} is damaged: a checksum (CRC32) does not match; fetch it again")
+        self.checked = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileStorage:
+    """A stretch of a file, and what its elements are."""
+
+    member: Member
     dtype: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor that is still in its file."""
 
@@ -67,187 +94,138 @@ class FileTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def read(self) -> bytes:
+    @property
+    def path(self) -> Path:
+        return self.storage.member.path
+
+    def read(self) -> bytes | bytearray:
         """Its bytes, row-major."""
         item = ITEM_BYTES[self.dtype]
         if not self.numel:
             return b""
-        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        data = read_range(self.storage.path, self.storage.start + self.offset * item, span * item)
-        if span == self.numel and self.stride == contiguous(self.shape):
+        count = span(self.shape, self.stride)
+        data = self.storage.member.read(self.offset * item, count * item)
+        if count == self.numel and self.stride == contiguous(self.shape):
             return data
         flat = np.frombuffer(data, dtype=f"V{item}")
-        return np.lib.stride_tricks.as_strided(flat, self.shape, [s * item for s in self.stride]).tobytes()
+        # A dim of one element may have any stride, also one that no number of the machine's holds.
+        steps = [s * item if n > 1 else 0 for n, s in zip(self.shape, self.stride, strict=True)]
+        return np.lib.stride_tricks.as_strided(flat, self.shape, steps).tobytes()
 
-    def part(self, first: int, count: int) -> bytes:
+    def part(self, first: int, count: int) -> bytes | bytearray:
         """Elements `first` … `first + count` of a flat tensor."""
         item = ITEM_BYTES[self.dtype]
         if len(self.shape) != 1 or self.stride != (1,) or not 0 <= first <= first + count <= self.numel:
-            raise FullshardError(f"{self.storage.path}: a flat tensor was expected, of at least {first + count} elements")
-        return read_range(self.storage.path, self.storage.start + (self.offset + first) * item, count * item)
+            raise FullshardError(f"{self.path}: a flat tensor was expected, of at least {first + count} elements")
+        return self.storage.member.read((self.offset + first) * item, count * item)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def read_range(path: Path, start: int, count: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        data = file.read(count)
-    if len(data) != count:
-        raise FullshardError(f"{path} is cut off; fetch it again")
-    return data
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
-class Inert:
-    """Stands for an object of a class that is not imported: `args` it was made with, `state` it was given."""
-
-    path = ""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
-        made = super().__new__(cls)
-        made.args, made.state = args, {}
-        return made
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        return
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        return
-
-    def append(self, value: Any) -> None:
-        return
+# -- names --------------------------------------------------------------------------------------------------
 
 
-class Unpickler(pickle.Unpickler):
-    """Resolves names to plain containers, words for dtypes, and inert classes; refuses the rest."""
-
-    def __init__(self, file: IO[bytes], where: str, storages: "Archive | None" = None):
-        super().__init__(file)
-        self.where, self.storages = where, storages
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in PLAIN:
-            return PLAIN[(module, name)]
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return STORAGES[name]
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return self._tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, *_: data
-        if INERT.fullmatch(f"{module}.{name}"):
-            return type(name, (Inert,), {"path": f"{module}.{name}"})
-        raise FullshardError(f"{self.where} names {module}.{name}, which no checkpoint needs; it is not read")
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self.storages is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise FullshardError(f"{self.where} refers to something outside itself; it is not read")
-        return self.storages.storage(str(pid[2]), pid[1] if isinstance(pid[1], str) else "U8")
-
-    def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> FileTensor:
-        numbers = (offset, *shape, *stride)
-        if not isinstance(storage, FileStorage) or not all(isinstance(n, int) and 0 <= n < 1 << 60 for n in numbers):
-            raise FullshardError(f"{self.where} has a tensor that makes no sense")
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        if len(shape) > 32 or (offset + span) * ITEM_BYTES[storage.dtype] > storage.nbytes:
-            raise FullshardError(f"{self.where} has a tensor that reaches beyond its bytes")
-        return FileTensor(storage, storage.dtype, offset, tuple(shape), tuple(stride))
-
-
-def unpickle(file: IO[bytes], where: str, storages: "Archive | None" = None) -> Any:
+def unpickle(data: bytes | bytearray, where: str, storage: Callable[[str, str], FileStorage] | None = None) -> Any:
+    """What a pickle holds. `storage(key, dtype)` finds the bytes of tensors, where the file has any."""
     try:
-        return Unpickler(file, where, storages).load()
-    except FullshardError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise FullshardError(f"{where} cannot be read: {type(error).__name__}: {error}") from None
+        return Unpickler(data, partial(_resolve, where), partial(_persistent, where, storage)).load()
+    except DamagedError as error:
+        raise FullshardError(f"{where} cannot be read: its pickle is damaged, or none of torch's: {error}") from None
 
 
-class Archive:
-    """One file of `torch.save`, or such a file inside another one, from `start` on."""
-
-    def __init__(self, path: Path, start: int = 0, length: int | None = None):
-        self.path, self.start = path, start
-        size = path.stat().st_size
-        self.length = size - start if length is None else length
-        if not 0 <= start <= start + self.length <= size:
-            raise FullshardError(f"{path} is cut off; fetch it again")
-        self.members: dict[str, tuple[int, int]] = {}
-
-    def load(self) -> Any:
-        """What was saved, its tensors still in the file."""
-        with self.path.open("rb") as raw:
-            window = _Window(raw, self.start, self.length)
-            try:
-                archive = zipfile.ZipFile(window)
-            except (zipfile.BadZipFile, ValueError, OSError):
-                hint = "if it is from before torch 1.6, load and save it with a newer torch"
-                raise FullshardError(f"{self.path} is no file of torch.save; {hint}") from None
-            root = self._index(archive, window)
-            info = archive.getinfo(f"{root}data.pkl")
-            if info.file_size > LARGEST_PICKLE:
-                raise FullshardError(f"{self.path}: its pickle of {info.file_size} bytes is too large")
-            return unpickle(io.BytesIO(archive.read(info)), str(self.path), self)
-
-    def _index(self, archive: zipfile.ZipFile, window: "_Window") -> str:
-        names = [n for n in archive.namelist() if n.endswith("data.pkl")]
-        if len(names) != 1:
-            raise FullshardError(f"{self.path} is no file of torch.save")
-        root = names[0].removesuffix("data.pkl")
-        order = f"{root}byteorder"
-        if order in archive.namelist() and archive.read(order) != b"little":
-            raise FullshardError(f"{self.path} was written on a big-endian machine; save it again on another")
-        for info in archive.infolist():
-            if info.filename.startswith(f"{root}data/"):
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise FullshardError(f"{self.path} is compressed; save it with torch.save")
-                window.seek(info.header_offset)
-                head = window.read(30)
-                at = info.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-                self.members[info.filename.removeprefix(f"{root}data/")] = (self.start + at, info.file_size)
-        return root
-
-    def storage(self, key: str, dtype: str) -> FileStorage:
-        if key not in self.members:
-            raise FullshardError(f"{self.path} lacks the bytes of a tensor; fetch it again")
-        start, nbytes = self.members[key]
-        return FileStorage(self.path, start, nbytes, dtype)
+def _resolve(where: str, module: str, name: str) -> Any:
+    path = f"{module}.{name}"
+    if path in PLAIN:
+        return Name(path, PLAIN[path])
+    if module in ("torch", "torch.storage") and name in STORAGES:
+        return STORAGES[name]
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    if path in REBUILT:
+        return Name(path, partial(REBUILT[path], where))
+    if len(path) < 200 and INERT.fullmatch(path):
+        return Name(path, lambda *args: Inert(path, args))
+    raise FullshardError(f"{where} names {quoted(path)[1:-1]}, which no checkpoint needs; it is not read")
 
 
-class _Window(io.RawIOBase):
-    """A stretch of a file, as a file."""
+def _persistent(where: str, storage: Callable[[str, str], FileStorage] | None, pid: Any) -> FileStorage:
+    known = isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[2], str)
+    if storage is None or not known:
+        raise FullshardError(f"{where} refers to something outside itself; it is not read")
+    return storage(pid[2], pid[1] if isinstance(pid[1], str) and pid[1] in ITEM_BYTES else "U8")
 
-    def __init__(self, file: IO[bytes], start: int, length: int):
-        self.file, self.start, self.length, self.at = file, start, length, 0
 
-    def seekable(self) -> bool:
-        return True
+def _tensor(where: str, storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, dtype: str | None = None) -> FileTensor:
+    sound = isinstance(storage, FileStorage) and is_shape(shape) and is_shape(stride) and is_shape((offset,))
+    if not sound or len(shape) != len(stride):
+        raise FullshardError(f"{where} has a tensor that makes no sense")
+    word = dtype or storage.dtype
+    if (offset + span(shape, stride)) * ITEM_BYTES[word] > storage.member.nbytes:
+        raise FullshardError(f"{where} has a tensor that reaches beyond its bytes")
+    return FileTensor(storage, word, offset, tuple(shape), tuple(stride))
 
-    def readable(self) -> bool:
-        return True
 
-    def tell(self) -> int:
-        return self.at
+def _tensor_of_dtype(where: str, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+                     *_: Any) -> FileTensor:  # fmt: skip
+    """A tensor whose dtype has no storage class of its own, as fp8."""
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise FullshardError(f"{where} has a tensor of a dtype that is not known")
+    return _tensor(where, storage, offset, shape, stride, dtype=dtype)
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = max(0, {0: 0, 1: self.at, 2: self.length}[whence] + offset)
-        return self.at
 
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self.length - self.at)
-        self.file.seek(self.start + self.at)
-        data = self.file.read(left if count is None or count < 0 else min(count, left))
-        self.at += len(data)
-        return data
+def _subclass(where: str, make: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor with attributes is the tensor; one of a class of its own stays as it was written."""
+    plain = isinstance(make, Name) and make.path in REBUILT and isinstance(args, tuple)
+    if plain and isinstance(kind, Name) and not kind.path.endswith(".DTensor"):
+        return make.make(*args)
+    return Inert("torch._tensor._rebuild_from_type_v2", (make, kind, args, state))
+
+
+REBUILT: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": lambda where, data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda where, data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _subclass,
+}
+
+
+def _pairs(found: Any = (), *_: Any) -> dict[Any, Any]:
+    """What an OrderedDict is made of."""
+    return dict(found) if isinstance(found, dict) else {key(k): v for k, v in _items(found)}
+
+
+def _items(found: Any = ()) -> list[Any]:
+    if not isinstance(found, list | tuple | set | frozenset):
+        raise TypeError("no collection")
+    return list(found)
+
+
+def _number(found: Any = 0) -> int | float:
+    if not isinstance(found, int | float):
+        raise TypeError("no number")
+    return found
+
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _pairs,
+    "collections.defaultdict": lambda kind=None, found=(): _pairs(found),
+    "torch.Size": lambda found=(): tuple(_items(found)),
+    "builtins.set": lambda found=(): set(map(key, _items(found))),
+    "__builtin__.set": lambda found=(): set(map(key, _items(found))),
+    "builtins.list": _items,
+    "builtins.tuple": lambda found=(): tuple(_items(found)),
+    "builtins.dict": _pairs,
+    "builtins.int": _number,
+    "builtins.float": _number,
+}
 
 
 # -- writing ------------------------------------------------------------------------------------------------

@@ -6,15 +6,19 @@ Both give the same few verbs over plain files. What is written is durable when t
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import direct
+from fullshard.checkpoint.opening import open_plain, refusing
 from fullshard.direct import read_exactly
 from fullshard.errors import FullshardError
 
 PUT = 1 << 26  # bytes that an object store is given at once
+# Options of clients: S3's waits a minute for each of five attempts at an address that does not answer.
+CLIENTS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5}}}
 Piece = tuple[int, memoryview]  # where in the file, and where to
 Upload = tuple[str, str]  # the file's key, and the upload's id
 
@@ -35,7 +39,7 @@ class Place(ABC):
 
     @abstractmethod
     def read(self, name: str, pieces: Sequence[Piece]) -> None:
-        """Fill each piece; raises FileNotFoundError or EOFError."""
+        """Fill each piece; raises FileNotFoundError, EOFError, or a sentence where the place refuses."""
 
     @abstractmethod
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
@@ -89,7 +93,8 @@ class Local(Place):
         return Local(self.path / name)
 
     def files(self) -> dict[str, int]:
-        return {e.name: e.stat().st_size for e in self._entries() if e.is_file(follow_symlinks=False)}
+        with refusing(f"read {self}"):
+            return {e.name: size for e in self._entries() if (size := _plain_size(e)) is not None}
 
     def directories(self) -> list[str]:
         return sorted(e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
@@ -101,16 +106,17 @@ class Local(Place):
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
-            with os.scandir(self.path) as found:
+            with refusing(f"read {self}", but=(FileNotFoundError, NotADirectoryError)), os.scandir(self.path) as found:
                 return list(found)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str, pieces: Sequence[Piece]) -> None:
-        file = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+        file = open_plain(self.path / name, os.O_NOFOLLOW, but=(FileNotFoundError,))
         try:
-            for offset, into in pieces:
-                read_exactly(file, into, offset)
+            with refusing(f"read {self.path / name}"):
+                for offset, into in pieces:
+                    read_exactly(file, into, offset)
         finally:
             os.close(file)
 
@@ -134,6 +140,14 @@ class Local(Place):
         return found.f_bavail * found.f_frsize
 
 
+def _plain_size(entry: os.DirEntry[str]) -> int | None:
+    """Bytes of a plain file; None for what is none, or has gone since it was listed."""
+    try:
+        return entry.stat().st_size if entry.is_file(follow_symlinks=False) else None
+    except FileNotFoundError:
+        return None
+
+
 class Remote(Place):
     """A prefix of an object store. A put object is there whole or not at all, and there is no rename."""
 
@@ -146,11 +160,25 @@ class Remote(Place):
     def child(self, name: str) -> "Remote":
         return Remote(self.filesystem, f"{self.path}/{name}", self.scheme)
 
+    @contextmanager
+    def _asked(self, but: type[OSError] = FileNotFoundError) -> Iterator[None]:
+        """Turn what a store's client raises into a sentence, all `but` some: each client has exceptions of its own."""
+        try:
+            yield
+        except (but, FullshardError):
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())[:300] or type(error).__name__
+            raise FullshardError(f"cannot reach {self}: {said}; check the URL, the network and the credentials") from None
+
     def _entries(self, kind: str) -> list[tuple[str, int]]:
         self.filesystem.invalidate_cache()  # another process may have written
         try:
-            found = self.filesystem.ls(self.path, detail=True)
-        except FileNotFoundError:
+            with self._asked():
+                found = self.filesystem.ls(self.path, detail=True)
+        except FileNotFoundError as error:
+            if "bucket does not exist" in str(error):  # S3's own words
+                raise FullshardError(f"cannot reach {self}: the bucket does not exist; make it, or write another URL") from None
             return []
         # Object stores may list the prefix itself as an entry of its own.
         below = [e for e in found if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
@@ -164,20 +192,21 @@ class Remote(Place):
 
     def read(self, name: str, pieces: Sequence[Piece]) -> None:
         for offset, into in pieces:
-            data = self.filesystem.cat_file(f"{self.path}/{name}", start=offset, end=offset + len(into)) if len(into) else b""
+            with self._asked():
+                data = self.filesystem.cat_file(f"{self.path}/{name}", start=offset, end=offset + len(into)) if len(into) else b""
             if len(data) != len(into):
                 raise EOFError(name)
             into[:] = data
 
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
         whole = memoryview(data)[: len(data) if length is None else length]
-        with self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+        with self._asked(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
             for start in range(0, len(whole), PUT):
                 file.write(whole[start : start + PUT])
 
     def write_made(self, name: str, length: int, make: direct.Make) -> None:
         memory = memoryview(bytearray(min(PUT, length)))
-        with self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+        with self._asked(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
             for start in range(0, length, PUT):
                 part = memory[: min(PUT, length - start)]
                 make(start, part)
@@ -185,14 +214,16 @@ class Remote(Place):
 
     def remove_file(self, name: str) -> None:
         try:
-            self.filesystem.rm_file(f"{self.path}/{name}")
+            with self._asked():
+                self.filesystem.rm_file(f"{self.path}/{name}")
         except FileNotFoundError:
             return
 
     def remove(self) -> None:
         self.filesystem.invalidate_cache()
         try:
-            self.filesystem.rm(self.path, recursive=True)
+            with self._asked():
+                self.filesystem.rm(self.path, recursive=True)
         except FileNotFoundError:
             return
 
@@ -200,12 +231,14 @@ class Remote(Place):
         if not hasattr(self.filesystem, "list_multipart_uploads"):  # S3 alone leaves them lying
             return []
         bucket, _, prefix = self.path.partition("/")
-        found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        with self._asked():
+            found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         return [(u["Key"], u["UploadId"]) for u in found.get("Uploads") or []]
 
     def abort(self, upload: Upload) -> None:
         bucket = self.path.partition("/")[0]
-        self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload[0], UploadId=upload[1])
+        with self._asked():
+            self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload[0], UploadId=upload[1])
 
     def free(self) -> int | None:
         return None
@@ -225,7 +258,9 @@ def open_place(where: str | Path) -> Place:
         raise FullshardError(f"{text} needs fsspec: pip install 'fullshard[checkpoint]'") from None
     try:
         # No cache of instances: a process that forks would share its parent's connections.
-        filesystem = fsspec.filesystem(scheme, skip_instance_cache=True)
-    except (ImportError, ValueError) as error:
-        raise FullshardError(f"cannot open {text}: {error}") from None
-    return Remote(filesystem, str(filesystem._strip_protocol(text)), scheme)
+        filesystem = fsspec.filesystem(scheme, skip_instance_cache=True, **CLIENTS.get(scheme, {}))
+        path = str(filesystem._strip_protocol(text))
+    except Exception as error:  # each client has exceptions of its own
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise FullshardError(f"cannot open {text}: {said}") from None
+    return Remote(filesystem, path, scheme)

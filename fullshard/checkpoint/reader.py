@@ -27,6 +27,7 @@ class Checkpoint:
 
     def __init__(self, place: Place, manifest: Manifest | None = None):
         self.place, self.manifest = place, manifest or read_manifest(place)
+        self._sizes: dict[str, int] | None = None
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
         """The part of a tensor that `box` cuts out, row-major, into `into`; `into` is its very size."""
@@ -59,6 +60,15 @@ class Checkpoint:
         except EOFError:
             raise FullshardError(f"{self.place}/{chunk.file} is cut off; use another checkpoint") from None
 
+    def _refuse_other_size(self, file: str) -> None:
+        """Before memory is taken on the manifest's word: files are as large as it says, and no byte belongs to two chunks."""
+        self._sizes = self.place.files() if self._sizes is None else self._sizes
+        want = self.manifest.files[file].nbytes
+        if file not in self._sizes:
+            raise FullshardError(self._lacks(file))
+        if self._sizes[file] != want:
+            raise FullshardError(f"{self.place}/{file} has {self._sizes[file]} bytes instead of {want}; use another checkpoint")
+
     def _lacks(self, file: str) -> str:
         node = self.manifest.files[file].node
         if node is None:
@@ -76,6 +86,8 @@ class Checkpoint:
     def raw(self, name: str) -> bytearray:
         """The bytes of a whole tensor."""
         record = self.manifest.tensors[name]
+        for chunk in record.chunks:
+            self._refuse_other_size(chunk.file)
         data = bytearray(record.nbytes)
         if data:
             self.read(name, [(0, n) for n in record.shape], memoryview(data))

@@ -14,13 +14,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.opening import is_name, open_plain, quoted, read_small, refusing
 from fullshard.errors import FullshardError
+from fullshard.reading import parse_json
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 LARGEST_HEADER = 100_000_000  # bytes: the format's own limit
+MOST_DIMS = 32
 
 Box = Sequence[tuple[int, int]]  # start and stop in each dim
 
@@ -38,13 +41,27 @@ class Entry:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value that a file gave is a whole number that can count bytes."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def is_shape(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= MOST_DIMS and all(map(is_count, value))
+
 
 class Files:
     """The tensors of a directory of safetensors files. `bytes_read` counts what was read of them."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        paths = sorted(directory.glob("*.safetensors"))
+        with refusing(f"read {directory}"):
+            paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise FullshardError(f"{directory} has no .safetensors files; save the model with save_pretrained first")
         _refuse_missing_shards(directory, {p.name for p in paths})
@@ -58,12 +75,12 @@ class Files:
 
     @property
     def nbytes(self) -> int:
-        return sum(math.prod(e.shape) * e.item_bytes for e in self.entries.values())
+        return sum(e.nbytes for e in self.entries.values())
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
         """The part of a tensor that `box` cuts out, row by row, into `into`."""
         entry, done = self.entries[name], 0
-        file = os.open(entry.file, os.O_RDONLY)
+        file = open_plain(entry.file)
         try:
             for offset, length in runs(entry.shape, box, entry.item_bytes):
                 _read_whole(file, into[done : done + length], entry.start + offset, entry.file)
@@ -88,10 +105,10 @@ def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int,
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one file; refuses a file whose header and size disagree."""
-    file = os.open(path, os.O_RDONLY)
+    file = open_plain(path)
     try:
         read = lambda offset, into: _read_whole(file, into, offset, path)
-        return parse_header(str(path), path.stat().st_size, read)
+        return parse_header(str(path), os.fstat(file).st_size, read)
     finally:
         os.close(file)
 
@@ -105,13 +122,34 @@ def parse_header(path: str, size: int, read: Callable[[int, memoryview], None]) 
         raise FullshardError(f"{path} is not a safetensors file, or cut off: its header does not fit into its {size} bytes")
     text = bytearray(length)
     read(8, memoryview(text))
-    try:
-        header = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
+    header = _parse(path, text)
     if not isinstance(header, dict):
         raise FullshardError(f"{path} is damaged: its header is no table; fetch it again")
-    return {name: _entry(Path(path), name, value, 8 + length, size) for name, value in header.items() if name != "__metadata__"}
+    found = {name: _entry(Path(path), name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    _refuse_gaps(path, [(e.start, e.nbytes) for e in found.values()], 8 + length, size)
+    return found
+
+
+def _parse(path: str, text: bytearray) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise FullshardError(f"{path} is damaged: its header has a key twice; fetch it again")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError):  # the syntax, UTF-8, or an integer of more digits than Python converts
+        raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
+
+
+def _refuse_gaps(path: str, extents: Iterable[tuple[int, int]], at: int, size: int) -> None:
+    """Tensors cover the file, one after the other, as the format demands: none of their bytes is another's."""
+    for start, nbytes in sorted(extents):
+        if start != at:
+            raise FullshardError(f"{path} is damaged: its tensors overlap, or bytes of it belong to none; fetch it again")
+        at += nbytes
+    if at != size:
+        raise FullshardError(f"{path} is damaged or cut off: its header is of a file of {at} bytes, not {size}; fetch it again")
 
 
 def make_header(
@@ -123,6 +161,8 @@ def make_header(
     at, starts = 0, []
     for name, dtype, shape in tensors:
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        if name in header or name == "__metadata__":
+            raise FullshardError(f"two tensors of one file would be called {quoted(name)}; rename one of them")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         starts.append(at)
         at += nbytes
@@ -131,34 +171,36 @@ def make_header(
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
 
 
-def _entry(path: Path, name: str, value: Any, base: int, size: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     try:
-        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        sound = is_name(name) and dtype in ITEM_BYTES and is_shape(shape) and is_shape((start, stop))
         whole = sound and math.prod(shape) * ITEM_BYTES[dtype] == stop - start
     except (KeyError, TypeError, ValueError):
-        raise FullshardError(f"{path} is damaged: its header says nothing readable about {name}; fetch it again") from None
-    if not whole or base + stop > size:
-        raise FullshardError(f"{path} is damaged or cut off: {name} does not fit into its {size} bytes; fetch it again")
-    return Entry(path, dtype, shape, base + start)
+        whole = False
+    if not whole:
+        raise FullshardError(f"{path} is damaged: its header makes no sense about {quoted(name)}; fetch it again")
+    return Entry(path, dtype, tuple(shape), base + start)
 
 
 def _refuse_missing_shards(directory: Path, found: set[str]) -> None:
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    if not index.exists():
         return
-    try:
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError):
-        raise FullshardError(f"{index} is damaged; fetch it again") from None
+    tree = parse_json(read_small(index, LARGEST_HEADER), str(index))
+    table = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise FullshardError(f"{index} is damaged: it has no weight_map that names files; fetch it again")
+    wanted = set(table.values())
     if missing := sorted(wanted - found):
-        raise FullshardError(f"{directory} lacks {missing[0]} (of {len(wanted)} files); fetch it again")
+        raise FullshardError(f"{directory} lacks {quoted(missing[0])[1:-1]} (of {len(wanted)} files); fetch it again")
 
 
 def _read_whole(file: int, into: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(file, [into[done:]], offset + done)
+        with refusing(f"read {path}"):
+            count = os.preadv(file, [into[done:]], offset + done)
         if count == 0:
             raise FullshardError(f"{path} ended while it was read; fetch it again")
         done += count

@@ -45,8 +45,10 @@ def file_problems(place: Place, name: str, record: FileRecord, present: dict[str
         return [f"{place}/{name} has {present[name]} bytes instead of {record.nbytes}"]
     try:
         same = file_checksum(place, name, record.nbytes) == record.checksum
-    except (OSError, EOFError) as error:
-        return [f"{place}/{name} cannot be read: {error}"]
+    except FullshardError as error:
+        return [str(error)]
+    except (FileNotFoundError, EOFError):
+        return [f"{place}/{name} ended while it was read"]
     return [] if same else [f"{place}/{name} is damaged: its checksum does not match"]
 
 
@@ -66,6 +68,8 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
         own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
     except FullshardError as error:
         return [str(error)]
+    except (FileNotFoundError, EOFError):
+        return [f"{place}/{name} ended while it was read"]
     said = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
     chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
     listed = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}

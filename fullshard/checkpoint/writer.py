@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import xxhash
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.direct import sync_directory
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from fullshard.checkpoint.opening import refusing
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, make_header
 from fullshard.errors import FullshardError
@@ -74,14 +76,28 @@ def write_checkpoint(shelf: Place, sources: Sequence[Source], *, step: int, limi
         raise FullshardError(f"{shelf} is no directory of this machine; write to one, and copy it there")
     if commit.is_checkpoint(shelf.child(commit.checkpoint_name(step))):
         raise FullshardError(f"{shelf} has a checkpoint of step {step} already; write to another directory")
-    made = commit.draft(shelf, step, commit.new_nonce())
+    made, missing = commit.draft(shelf, step, commit.new_nonce()), missing_directories(shelf.path)
     try:
-        with commit.begin(made):
+        with refusing(f"write {made.target}"), commit.begin(made):
             commit.commit(made, _fill(Path(str(made.staging)), sources, limit, step, about).to_bytes())
     except BaseException:
         commit.abandon(made)
+        remove_empty(missing)
         raise
     return made.target
+
+
+def missing_directories(path: Path) -> list[Path]:
+    """This directory and those above it that do not exist yet, the innermost first."""
+    with refusing(f"write {path}"):
+        return [p for p in (path, *path.parents) if not p.exists()]
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Undo what was made on the way to something that was not finished."""
+    for path in directories:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def _fill(directory: Path, sources: Sequence[Source], limit: int, step: int, about: dict[str, Any]) -> Manifest:
@@ -104,12 +120,15 @@ def write_whole_directory(path: Path, fill: Callable[[Path], None]) -> None:
     if path.exists():
         raise FullshardError(f"{path} exists already; write to another directory, or remove it first")
     staging = path.with_name(f".{path.name}.{commit.new_nonce()}.partial")
+    missing = missing_directories(path.parent)
     try:
-        os.makedirs(staging)
-        fill(staging)
-        sync_directory(staging)
-        os.rename(staging, path)
+        with refusing(f"write {path}"):
+            os.makedirs(staging)
+            fill(staging)
+            sync_directory(staging)
+            os.rename(staging, path)
+            sync_directory(path.parent)
     except BaseException:
         Local(staging).remove()
+        remove_empty(missing)
         raise
-    sync_directory(path.parent)

@@ -73,7 +73,8 @@ def show(
     found = open_checkpoint(path)
     names = [n for n in found.manifest.tensors if fnmatchcase(n, tensors)]
     if not names:
-        raise FullshardError(f"{found.place} has no tensor called {tensors!r}, for example {next(iter(found.manifest.tensors))}")
+        example = next(iter(found.manifest.tensors), "none at all")
+        raise FullshardError(f"{found.place} has no tensor called {tensors!r}; it has, for example, {example}")
     read = {n: statistics(found, n) if values else None for n in names}
     if as_json:
         rows = {n: {"shape": found.manifest.tensors[n].shape, "dtype": found.manifest.tensors[n].dtype} for n in names}
@@ -239,7 +240,12 @@ def import_(
 
     Example: fullshard checkpoint import global_step100 -o imported
     """
+    from fullshard.checkpoint.commit import read_manifest
     from fullshard.checkpoint.importing import import_weights
     from fullshard.checkpoint.place import Local
 
-    typer.echo(str(import_weights(source, Local(output), step, prefix)))
+    made = import_weights(source, Local(output), step, prefix)
+    if unchecked := read_manifest(made).state.get("unchecked"):
+        said = f"{unchecked[0]} and {len(unchecked) - 1} more carry" if len(unchecked) > 1 else f"{unchecked[0]} carries"
+        typer.echo(f"{said} no checksums (torch.serialization.set_crc32_options): damage to it cannot be found", err=True)
+    typer.echo(str(made))

@@ -6,29 +6,14 @@ import multiprocessing
 import platform
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 
 import fullshard
-from tests.fuzz.harness import Finding, Tally, judge
+from tests.fuzz.batches import batches, carry_out
+from tests.fuzz.harness import Finding, Tally
 from tests.fuzz.targets import TARGETS
-
-Batch = tuple[str, int, int, int]  # target, seed, first case, number of cases
-BATCH = 50  # cases that a worker takes at a time
-
-
-def carry_out(batch: Batch) -> tuple[str, Tally, list[Finding]]:
-    name, seed, first, count = batch
-    tally = Tally()
-    found = [judge(TARGETS[name], seed, case, tally) for case in range(first, first + count)]
-    return name, tally, [f for f in found if f]
-
-
-def batches(names: list[str], seed: int, first: int, cases: int) -> list[Batch]:
-    """The cases dealt out evenly, target after target, so that an early end leaves none out."""
-    each = -(-cases // len(names))
-    starts = range(first, first + each, BATCH)
-    return [(name, seed, start, min(BATCH, first + each - start)) for start in starts for name in names]
 
 
 def main() -> None:
@@ -47,8 +32,10 @@ def main() -> None:
     tallies: dict[str, Tally] = {}
     findings: list[Finding] = []
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        for name, part, found in pool.imap_unordered(carry_out, work):
+    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
+        # A worker that dies, of a signal or of a case that is stuck, breaks the pool: an error, not a wait without end.
+        for done in as_completed([pool.submit(carry_out, batch) for batch in work]):
+            name, part, found = done.result()
             tally = tallies.setdefault(name, Tally())
             tally.cases, tally.refused = tally.cases + part.cases, tally.refused + part.refused
             tally.largest = max(tally.largest, part.largest)
@@ -56,6 +43,7 @@ def main() -> None:
             for finding in found:
                 print(finding, flush=True)
             if time.monotonic() - began > given.minutes * 60:
+                pool.shutdown(wait=False, cancel_futures=True)
                 break
     result = {
         "date": datetime.now(UTC).date().isoformat(),

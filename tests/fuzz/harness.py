@@ -20,6 +20,7 @@ from fullshard.errors import FullshardError
 SECONDS = 10  # that a case may take
 STUCK = 60  # seconds after which a case that no signal interrupts ends the process with its stack
 LONGEST_SENTENCE = 2000  # characters
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # directories of cases: a disk would take most of the time
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Tally:
 
 def judge(target: Target, seed: int, case: int, tally: Tally) -> Finding | None:
     """Carry out one case."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         made = target.make(Random(f"{seed}:{target.name}:{case}"), Path(directory))
         what, took = _carry_out(target, made, tally)
     tally.cases += 1

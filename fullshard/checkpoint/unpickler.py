@@ -1,0 +1,261 @@
+"""A pickle carried out without Python's `pickle`: plain containers, and names that the caller resolves.
+
+Knows the opcodes that `torch.save` and DCP write. What a pickle claims decides no allocation: lengths are held against
+its bytes, the objects that it makes against its size, and the memo is a table.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LONGEST_INTEGER = 16  # bytes: states of random generators have 128 bits
+FEWEST_BYTES = 2  # of a pickle for each object that it makes; honest ones take more
+DEEPEST = 1000  # marks inside each other; Python's own pickler goes no deeper
+SPARE = 1000  # objects that any pickle may make
+
+
+class DamagedError(Exception):
+    """A pickle that cannot be carried out; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a pickle calls by name. `make` is ours: no callable comes out of a pickle."""
+
+    path: str
+    make: Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """Stands for an object of a class that is not imported: `args` it was made with, `state` it was given."""
+
+    path: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+class Unpickler:
+    """The stack machine. `resolve(module, name)` gives a `Name` or a plain value; `persistent` what an id stands for."""
+
+    def __init__(self, data: bytes | bytearray, resolve: Callable[[str, str], Any], persistent: Callable[[Any], Any]):
+        self.data, self.resolve, self.persistent = data, resolve, persistent
+        self.at, self.left = 0, len(data) // FEWEST_BYTES + SPARE
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def load(self) -> Any:
+        """What was pickled; raises DamagedError, or what `resolve` and `persistent` raise."""
+        try:
+            while (code := self.data[self.at]) != STOP:
+                self.at += 1
+                OPCODES[code](self)
+            return self.stack.pop()
+        except KeyError:
+            raise DamagedError("it has an opcode or refers to an object that is not known") from None
+        except IndexError:
+            raise DamagedError("it ends early") from None
+        except (TypeError, ValueError, struct.error) as error:
+            raise DamagedError(f"it makes no sense ({type(error).__name__})") from None
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:
+            raise DamagedError("it ends early")
+        self.at += count
+        return bytes(self.data[self.at - count : self.at])
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise DamagedError("it ends early")
+        found = self.take(end - self.at).decode()
+        self.at += 1
+        return found
+
+    def made(self, value: Any, cost: int = 1) -> None:
+        """Push a new object."""
+        self.left -= cost
+        if self.left < 0:
+            raise DamagedError("it makes more objects than a pickle of its size holds")
+        self.stack.append(value)
+
+    def marked(self) -> list[Any]:
+        """What lies above the last mark."""
+        found, self.stack = self.stack, self.marks.pop()
+        return found
+
+
+# -- values -------------------------------------------------------------------------------------------------
+
+Opcode = Callable[[Unpickler], None]
+
+
+def _constant(value: Any) -> Opcode:
+    return lambda m: m.stack.append(value)
+
+
+def _integer(width: int, signed: bool = False) -> Opcode:
+    return lambda m: m.stack.append(int.from_bytes(m.take(width), "little", signed=signed))
+
+
+def _sized(width: int, make: Callable[[bytes], Any]) -> Opcode:
+    """A value whose length comes before it, in `width` bytes."""
+    return lambda m: m.made(make(m.take(m.number(width))))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _long(data: bytes) -> int:
+    if len(data) > LONGEST_INTEGER:
+        raise DamagedError(f"it has an integer of {len(data)} bytes")
+    return int.from_bytes(data, "little", signed=True)
+
+
+# -- containers ---------------------------------------------------------------------------------------------
+
+
+def key(value: Any) -> Any:
+    """A key that is hashed without recursion: a chain of tuples can be deeper than the stack, and large integers
+    can share one hash."""
+    inside = value if isinstance(value, tuple) else (value,)
+    plain = all(not isinstance(v, tuple | list | dict | set | frozenset | bytearray) for v in inside)
+    if not plain or len(inside) > 32 or any(isinstance(v, int) and v.bit_length() > 63 for v in inside):
+        raise DamagedError("it has a table or set with keys that are neither text nor numbers")
+    return value
+
+
+def _tuple(count: int) -> Opcode:
+    def carry_out(m: Unpickler) -> None:
+        if len(m.stack) < count:
+            raise DamagedError("it ends early")
+        found = tuple(m.stack[len(m.stack) - count :])
+        del m.stack[len(m.stack) - count :]
+        m.made(found)
+
+    return carry_out
+
+
+def _set_items(m: Unpickler, found: list[Any]) -> None:
+    target = m.stack[-1]
+    if isinstance(target, dict):
+        target.update(zip(map(key, found[::2]), found[1::2], strict=True))
+    elif not isinstance(target, Inert):  # what a class of its own holds is not looked at
+        raise DamagedError("it puts keys into what is no table")
+
+
+def _append(m: Unpickler, found: list[Any]) -> None:
+    target = m.stack[-1]
+    if isinstance(target, list):
+        target += found
+    elif not isinstance(target, Inert):
+        raise DamagedError("it appends to what is no list")
+
+
+def _add(m: Unpickler) -> None:
+    found, target = m.marked(), m.stack[-1]
+    if not isinstance(target, set):
+        raise DamagedError("it adds to what is no set")
+    target.update(map(key, found))
+
+
+def _pop(m: Unpickler) -> None:
+    if m.stack:
+        m.stack.pop()
+    else:
+        m.marked()
+
+
+def _mark(m: Unpickler) -> None:
+    if len(m.marks) == DEEPEST:
+        raise DamagedError(f"it is nested deeper than {DEEPEST} levels")
+    m.marks.append(m.stack)
+    m.stack = []
+
+
+# -- names and objects --------------------------------------------------------------------------------------
+
+
+def _named(m: Unpickler, module: Any, name: Any) -> None:
+    if not (isinstance(module, str) and isinstance(name, str)):
+        raise DamagedError("it has a name that is no text")
+    m.made(m.resolve(module, name))
+
+
+def _global(m: Unpickler) -> None:
+    module = m.line()
+    _named(m, module, m.line())
+
+
+def _stack_global(m: Unpickler) -> None:
+    name, module = m.stack.pop(), m.stack.pop()
+    _named(m, module, name)
+
+
+def _call(m: Unpickler, args: Any) -> None:
+    called = m.stack.pop()
+    if not isinstance(called, Name) or not isinstance(args, tuple):
+        raise DamagedError("it calls what is no class")
+    found = called.make(*args)
+    m.made(found, 1 + len(found) // 8 if isinstance(found, list | tuple | dict | set) else 1)  # it may be a copy
+
+
+def _call_with_keywords(m: Unpickler) -> None:
+    m.stack.pop()
+    _call(m, m.stack.pop())
+
+
+def _build(m: Unpickler) -> None:
+    state, target = m.stack.pop(), m.stack[-1]
+    if isinstance(target, Inert):
+        target.state = state
+    elif not isinstance(target, dict):  # an OrderedDict may carry attributes, as a state dict does
+        raise DamagedError("it gives attributes to what has none")
+
+
+def _remember(m: Unpickler, index: int) -> None:
+    m.memo[index] = m.stack[-1]
+
+
+def _skip(what: object) -> None:
+    return
+
+
+def _skip_frame(m: Unpickler) -> None:
+    if m.number(8) > len(m.data) - m.at:
+        raise DamagedError("it ends early")
+
+
+STOP = ord(".")
+OPCODES: dict[int, Opcode] = {
+    0x80: lambda m: _skip(m.take(1)),  # PROTO
+    0x95: _skip_frame,
+    ord("N"): _constant(None), 0x88: _constant(True), 0x89: _constant(False),
+    ord("K"): _integer(1), ord("M"): _integer(2), ord("J"): _integer(4, signed=True),
+    0x8A: _sized(1, _long), 0x8B: _sized(4, _long),
+    ord("G"): lambda m: m.stack.append(struct.unpack(">d", m.take(8))[0]),
+    ord("X"): _sized(4, _text), 0x8C: _sized(1, _text), 0x8D: _sized(8, _text),
+    ord("T"): _sized(4, _text), ord("U"): _sized(1, _text),  # strings of Python 2
+    ord("B"): _sized(4, bytes), ord("C"): _sized(1, bytes), 0x8E: _sized(8, bytes), 0x96: _sized(8, bytearray),
+    ord("]"): lambda m: m.made([]), ord("}"): lambda m: m.made({}), 0x8F: lambda m: m.made(set(), cost=4),
+    ord(")"): _constant(()), 0x85: _tuple(1), 0x86: _tuple(2), 0x87: _tuple(3),
+    ord("t"): lambda m: m.made(tuple(m.marked())),
+    0x91: lambda m: m.made(frozenset(map(key, m.marked()))),
+    ord("a"): lambda m: _append(m, [m.stack.pop()]), ord("e"): lambda m: _append(m, m.marked()),
+    ord("s"): lambda m: _set_items(m, [m.stack.pop(-2), m.stack.pop()]), ord("u"): lambda m: _set_items(m, m.marked()),
+    0x90: _add,
+    ord("("): _mark, ord("0"): _pop, ord("1"): lambda m: _skip(m.marked()),
+    ord("2"): lambda m: m.stack.append(m.stack[-1]),
+    ord("c"): _global, 0x93: _stack_global, ord("Q"): lambda m: m.made(m.persistent(m.stack.pop())),
+    ord("R"): lambda m: _call(m, m.stack.pop()), 0x81: lambda m: _call(m, m.stack.pop()), 0x92: _call_with_keywords,
+    ord("b"): _build,
+    ord("q"): lambda m: _remember(m, m.number(1)), ord("r"): lambda m: _remember(m, m.number(4)),
+    0x94: lambda m: _remember(m, len(m.memo)),
+    ord("h"): lambda m: m.stack.append(m.memo[m.number(1)]), ord("j"): lambda m: m.stack.append(m.memo[m.number(4)]),
+}  # fmt: skip
