@@ -7,8 +7,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from fullshard.data.chat import CUSTOMS, conversation, open_template, wanted_fields
+from fullshard.data.chat import CUSTOMS, conversation, wanted_fields
 from fullshard.data.sources import Located, Record, Source, records
+from fullshard.data.templates import open_template
 from fullshard.data.tokenizer import Document, Marked, Tokenizer, open_tokenizer
 from fullshard.data.tokens import SHARD_TOKENS, TokenFile, TokenWriter
 from fullshard.errors import FullshardError, nearest

@@ -19,7 +19,7 @@ SHOWN = {"fullshard.train.loop", "fullshard.planner.estimate", "fullshard.planne
 FACE = 4  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
     {
-        *("errors", "text", "plan", "description", "strategies", "optimizer", "presets"),
+        *("errors", "text", "reading", "plan", "description", "strategies", "optimizer", "presets"),
         *("costs", "kernels", "hardware", "measured", "cluster", "pieces", "direct", "slurm"),
     },
     {"planner", "tiers", "checkpoint", "data"},
