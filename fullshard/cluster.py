@@ -77,6 +77,7 @@ Quantity = Literal[
     "disk_read",
     "disk_write",
     "disk_both",
+    "disk",
 ]
 
 
@@ -101,6 +102,7 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "disk_read": ("disk read", lambda d, h: h.disk_read, lambda x: rate_text(x, "B/s")),
     "disk_write": ("disk write", lambda d, h: h.disk_write, lambda x: rate_text(x, "B/s")),
     "disk_both": ("disk, both at once", lambda d, h: _in_turn(h.disk_read, h.disk_write), lambda x: rate_text(x, "B/s")),
+    "disk": ("disk space", lambda d, h: h.disk, bytes_text),
 }
 
 
@@ -220,6 +222,12 @@ class Cluster:
         )
         device = dataclasses.replace(self.device, launch=share * self.device.launch)
         return dataclasses.replace(self, device=device, measured=measured)
+
+    def with_disk(self, nbytes: int) -> Self:
+        """The cluster if a device's share of its disk had so many bytes."""
+        host = dataclasses.replace(self.node.host, disk=nbytes)
+        measured = self.measured and dataclasses.replace(self.measured, disk=None)
+        return dataclasses.replace(self, node=dataclasses.replace(self.node, host=host), measured=measured)
 
     # -- the other forms of a cluster ---------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fullshard.planner.timeline import timeline
 from fullshard.presets import PRESETS
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
+from fullshard.train.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.train.recipe import Recipe, changed
 
 
@@ -60,6 +61,8 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         )
     on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     on_torch.refuse_optimizer(make_optimizer(recipe))
+    if directory := disk_of(recipe, plan):
+        refuse_full_disk(directory, _filed(recipe, plan, model, expected), ranks)
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
     data, valid = open_data(recipe, model)
@@ -132,6 +135,15 @@ def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: 
     return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
+def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None) -> int:
+    """Bytes of a rank's files; those of activations as far as they are known."""
+    from fullshard import on_torch
+
+    if expected is not None:
+        return expected.disk.allocated_bytes
+    return filed_bytes(plan, on_torch.describe(model, title=recipe.model.name), make_optimizer(recipe))
+
+
 def _traced(description: Description, compute: str) -> bool:
     return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
 
@@ -143,6 +155,8 @@ def _cluster(recipe: Recipe, ranks: int) -> Cluster:
     found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else on_torch.local_cluster(ranks)
     if found.devices != ranks:
         found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
+    if recipe.disk.path is not None:
+        found = found.with_disk(max(1, free_disk(recipe.disk.path, ranks)))
     return found
 
 
