@@ -22,6 +22,11 @@ def _readable(sentence: str) -> str:
     return sentence.translate(ESCAPED)
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception of somebody else's says, short enough for a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(word: str, known: list[str]) -> str:
     """`; did you mean 'x'?` when a known word is close, and nothing otherwise."""
     import difflib

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.on_torch import models
 from fullshard.presets import PRESETS
 
@@ -43,11 +43,6 @@ def load_model(spec: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise FullshardError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, short enough for a sentence of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _callable(spec: str) -> Callable[[], object]:

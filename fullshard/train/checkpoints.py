@@ -1,6 +1,5 @@
 """A run's checkpoints: when one is due, what it says besides the state, and how a run goes on from one."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from fullshard.checkpoint.retention import Kept
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.presets import PRESETS, LlamaSize
+from fullshard.reading import parse_json, read_text
 from fullshard.train.metrics import Metrics
 from fullshard.train.prepare import Prepared
 from fullshard.train.progress import Bar
@@ -175,8 +175,8 @@ def resumable(directory: Path, ranks: int | None) -> str:
     from fullshard.train.prepare import prepare
 
     try:
-        tree = json.loads((directory / "recipe.json").read_text())
-    except (OSError, ValueError):
+        tree = parse_json(read_text(directory / "recipe.json", "recipe"))
+    except FullshardError:
         raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
     prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
     shelf = shelf_of(prepared.recipe, directory)

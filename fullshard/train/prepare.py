@@ -1,6 +1,5 @@
 """From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search import find_plan
 from fullshard.planner.timeline import timeline
 from fullshard.presets import PRESETS
+from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
 from fullshard.train.disk_space import filed_bytes, free_disk, refuse_full_disk
@@ -177,9 +177,11 @@ def weights_of(recipe: Recipe) -> Path | None:
 def _refuse_scaled_positions(preset: str, directory: Path) -> None:
     """A preset rotates by its theta alone; with weights that were trained otherwise it would give other logits."""
     config = directory / "config.json"
-    found = json.loads(config.read_text()) if config.is_file() else {}
+    found = parse_json(read_text(config, "config"), str(config)) if is_plain_file(config) else {}
+    if not isinstance(found, dict):
+        raise FullshardError(f"{config} is no Hugging Face config: it is not a JSON object")
     scaling = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
 
 
