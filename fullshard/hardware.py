@@ -15,6 +15,7 @@ Kind = Literal["cuda", "cpu", "tpu"]
 Topology = Literal["switch", "mesh", "torus2", "torus3"]
 
 GiB = 1 << 30
+SMALLEST, LARGEST = 1e-30, 1e24  # of any number, in its own unit: no machine has others
 Tera = 1e12
 DISK = 10**12  # bytes that a device's share of a disk is assumed to have
 ADAMW_BYTES = 28  # fp32 AdamW reads parameter, gradient and two moments, and writes all but the gradient
@@ -125,6 +126,8 @@ def check_positive(part: object, where: str) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ClusterError(f"{where}: {f.name} must be a number above zero, not {value!r}")
+        if not SMALLEST <= value <= LARGEST:
+            raise ClusterError(f"{where}: {f.name} must be a number from {SMALLEST:g} to {LARGEST:g}")
         if hint in (int, int | None) and not isinstance(value, int):
             raise ClusterError(f"{where}: {f.name} must be a whole number, not {value!r}")
 
