@@ -3,6 +3,7 @@
 Nothing here imports torch or jax at the top: `--help` must be quick, and presets need neither.
 """
 
+import io
 import os
 import signal
 import sys
@@ -47,20 +48,42 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """The entry point: a refusal, ours or the parser's, is one sentence on stderr and exit code 2."""
+    """The entry point: a refusal, ours, the parser's or the system's, is one sentence on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
-        sys.exit(app(given_arguments(), standalone_mode=False))
-    except FullshardError as error:
-        _refuse(str(error))
+        _refuse_empty(arguments := given_arguments() or sys.argv[1:])
+        sys.exit(app(arguments, standalone_mode=False))
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
         if type(error).__name__ == "Abort":
             sys.exit(128 + signal.SIGINT)  # Ctrl-C
-        if not hasattr(error, "format_message"):
-            raise
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(2)  # the help has been printed
-        _refuse(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+        if (sentence := refusal(error)) is None:
+            raise
+        _refuse(sentence)
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """An empty path is the directory that one is in, which nobody means who has left a shell's variable unset."""
+    for before, given in zip(["", *arguments], arguments, strict=False):
+        if not given and before != "--prefix":
+            raise FullshardError(f"an empty argument follows {before or 'the command'}; write its value, or leave it out")
+
+
+def refusal(error: Exception) -> str | None:
+    """What is wrong with the input, in a sentence; None of an exception that tells of a fault here."""
+    if isinstance(error, FullshardError):
+        return str(error)
+    if hasattr(error, "format_message"):
+        said = error.format_message().strip().rstrip(".").replace("\n", " ")
+        return str(FullshardError(f"{said}; see --help"))  # which shortens what was typed
+    if isinstance(error, OSError) and error.strerror:
+        where = f" {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes | os.PathLike) else ""
+        return str(FullshardError(f"the system refused{where}: {error.strerror}"))
+    return None
 
 
 def _refuse(sentence: str) -> None:

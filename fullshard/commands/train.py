@@ -43,12 +43,13 @@ def train(
     from fullshard.train.checkpoints import refuse_resume
     from fullshard.train.metrics import refuse_sinks
     from fullshard.train.prepare import prepare
-    from fullshard.train.run import execute, refuse_run
+    from fullshard.train.run import execute, refuse_path, refuse_run
 
     refuse_sinks(loaded)
     for option, given in (("ranks", ranks is not None), ("dry-run", dry)):
         if inside and given:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
+    refuse_path(run)
     prepared = prepare(loaded, _world() if inside else ranks)
     if resume is None:
         refuse_run(run)  # before any rank can have made it: ranks wait for each other only later
