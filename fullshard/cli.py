@@ -3,9 +3,11 @@
 Nothing here imports torch or jax at the top: `--help` must be quick, and presets need neither.
 """
 
+import io
+import os
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,30 +48,45 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """The entry point: a refusal, ours or the parser's, is one sentence on stderr and its exit code."""
-    arguments = given_arguments()
+    """The entry point: a refusal, ours, the parser's or the system's, is one sentence on stderr and its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
+        _refuse_empty(arguments := given_arguments() or sys.argv[1:])
         sys.exit(app(arguments, standalone_mode=False))
-    except FullshardError as error:
-        refused: Exception = error
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
         if type(error).__name__ == "Abort":
             sys.exit(128 + signal.SIGINT)  # Ctrl-C
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(REFUSED)  # the help has been printed
-        if not (hasattr(error, "format_message") or inside_ranks()):
+        refused = refusal(error)
+        if inside_ranks():  # in the middle of a run, what the system refuses is no input
+            end_rank(error if isinstance(error, OSError) or refused is None else refused)
+        if refused is None:
             raise
-        refused = _usage(error) if hasattr(error, "format_message") else error
-    if inside_ranks():
-        end_rank(refused)
     typer.echo(f"error: {refused}", err=True)
-    sys.exit(getattr(refused, "exit_code", REFUSED))
+    sys.exit(refused.exit_code)
 
 
-def _usage(error: Any) -> FullshardError:
-    """What the parser has to say, as a sentence."""
-    return FullshardError(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+def _refuse_empty(arguments: list[str]) -> None:
+    """An empty path is the directory that one is in, which nobody means who has left a shell's variable unset."""
+    for before, given in zip(["", *arguments], arguments, strict=False):
+        if not given and before != "--prefix":
+            raise FullshardError(f"an empty argument follows {before or 'the command'}; write its value, or leave it out")
+
+
+def refusal(error: Exception) -> FullshardError | None:
+    """What is wrong with the input, in a sentence; None of an exception that tells of a fault here."""
+    if isinstance(error, FullshardError):
+        return error
+    if hasattr(error, "format_message"):
+        return FullshardError(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+    if isinstance(error, OSError) and error.strerror:
+        where = f" {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes | os.PathLike) else ""
+        return FullshardError(f"the system refused{where}: {error.strerror}")
+    return None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from fullshard.errors import nearest
+from fullshard.errors import FullshardError, nearest
 from fullshard.hardware import (
     DEVICES,
     NETWORKS,
@@ -32,6 +32,7 @@ from fullshard.hardware import (
     check_positive,
 )
 from fullshard.measured import Attention, Gemm, Measured
+from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.text import bytes_text, rate_text, seconds_text, table
 
 __all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "Peak"]
@@ -77,6 +78,7 @@ Quantity = Literal[
     "disk_read",
     "disk_write",
     "disk_both",
+    "disk",
 ]
 
 
@@ -101,6 +103,7 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "disk_read": ("disk read", lambda d, h: h.disk_read, lambda x: rate_text(x, "B/s")),
     "disk_write": ("disk write", lambda d, h: h.disk_write, lambda x: rate_text(x, "B/s")),
     "disk_both": ("disk, both at once", lambda d, h: _in_turn(h.disk_read, h.disk_write), lambda x: rate_text(x, "B/s")),
+    "disk": ("disk space", lambda d, h: h.disk, bytes_text),
 }
 
 
@@ -221,6 +224,12 @@ class Cluster:
         device = dataclasses.replace(self.device, launch=share * self.device.launch)
         return dataclasses.replace(self, device=device, measured=measured)
 
+    def with_disk(self, nbytes: int) -> Self:
+        """The cluster if a device's share of its disk had so many bytes."""
+        host = dataclasses.replace(self.node.host, disk=nbytes)
+        measured = self.measured and dataclasses.replace(self.measured, disk=None)
+        return dataclasses.replace(self, node=dataclasses.replace(self.node, host=host), measured=measured)
+
     # -- the other forms of a cluster ---------------------------------------------------------------
 
     @classmethod
@@ -240,14 +249,14 @@ class Cluster:
     def load(cls, name_or_path: str | Path) -> Self:
         """A preset such as `64xh100`, or the JSON file of a cluster."""
         path = Path(name_or_path)
-        if isinstance(name_or_path, str) and not path.is_file() and not re.search(r"[/\\]|\.json$", name_or_path):
+        if isinstance(name_or_path, str) and not is_plain_file(path) and not re.search(r"[/\\]|\.json$", name_or_path):
             return cls.named(name_or_path)
         try:
-            return cls.from_json(path.read_text())
-        except OSError as error:
-            raise ClusterError(f"cannot read cluster {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ClusterError(f"{path} is not a text file; write the path of a cluster's JSON") from None
+            text = read_text(path, "cluster")
+        except FullshardError as error:
+            raise ClusterError(error) from None
+        try:
+            return cls.from_json(text)
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
 
@@ -260,9 +269,10 @@ class Cluster:
     @classmethod
     def from_json(cls, text: str) -> Self:
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ClusterError(f"not JSON: {error}") from None
+            data = parse_json(text)
+        except FullshardError as error:
+            raise ClusterError(error) from None
+        return cls.from_dict(data)
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}

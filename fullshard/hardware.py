@@ -15,7 +15,9 @@ Kind = Literal["cuda", "cpu", "tpu"]
 Topology = Literal["switch", "mesh", "torus2", "torus3"]
 
 GiB = 1 << 30
+SMALLEST, LARGEST = 1e-30, 1e24  # of any number, in its own unit: no machine has others
 Tera = 1e12
+DISK = 10**12  # bytes that a device's share of a disk is assumed to have
 ADAMW_BYTES = 28  # fp32 AdamW reads parameter, gradient and two moments, and writes all but the gradient
 
 
@@ -85,7 +87,8 @@ class Host:
     """One device's share of the machine it sits in, in bytes, bytes a second and seconds.
 
     `pcie_up` is towards the device, `pcie_down` towards the host, `pcie_both` the sum of the two ways at once.
-    `dram` counts reads and writes; `adamw` is seconds a parameter of an fp32 AdamW update by these cores.
+    `dram` counts reads and writes; `adamw` is seconds a parameter of an fp32 AdamW update by these cores. `disk`: bytes
+    that a plan may put there; a file that does not tell has DISK.
     """
 
     memory: int
@@ -97,6 +100,7 @@ class Host:
     adamw: float
     disk_read: float
     disk_write: float
+    disk: int = DISK
 
     def __post_init__(self) -> None:
         check_positive(self, "host")
@@ -122,6 +126,8 @@ def check_positive(part: object, where: str) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ClusterError(f"{where}: {f.name} must be a number above zero, not {value!r}")
+        if not SMALLEST <= value <= LARGEST:
+            raise ClusterError(f"{where}: {f.name} must be a number from {SMALLEST:g} to {LARGEST:g}")
         if hint in (int, int | None) and not isinstance(value, int):
             raise ClusterError(f"{where}: {f.name} must be a whole number, not {value!r}")
 
@@ -155,9 +161,10 @@ def _link(kind: str, bandwidth: float, efficiency: float, topology: Topology = "
     return Link(kind, bandwidth, latency, efficiency, start, topology)
 
 
-def _host(memory: float, cores: int, pcie: tuple[float, float], dram: float, disk: tuple[float, float]) -> Host:
-    """`pcie`: one way, and both ways together; `disk`: read, write."""
-    return Host(int(memory), cores, pcie[0], pcie[0], pcie[1], dram, ADAMW_BYTES / dram, *disk)
+def _host(memory: float, cores: int, pcie: tuple[float, float], dram: float, disk: tuple[float, float, float]) -> Host:
+    """`pcie`: one way, and both ways together; `disk`: read, write, and its bytes."""
+    read, write, nbytes = disk
+    return Host(int(memory), cores, pcie[0], pcie[0], pcie[1], dram, ADAMW_BYTES / dram, read, write, int(nbytes))
 
 
 # Seconds a hop, and seconds before the first byte: those of NCCL's own tuner for large messages, where it has them.
@@ -173,6 +180,8 @@ LATENCY = {
 }
 # Sustained bytes a second of 16 lanes, one way and both together; Grace and its GPUs share a chip-to-chip NVLink.
 GEN4, GEN5, CHIP2CHIP = (25e9, 43e9), (55e9, 94e9), (200e9, 360e9)
+# Disks, assumed: bytes a second read and written, and bytes of one device's share. An NVMe drive of a server is 3.84 TB.
+NVME4, NVME5, CONSUMER, CLOUD = (3e9, 1.5e9, 3.84e12), (6e9, 3e9, 3.84e12), (3e9, 1.5e9, 1e12), (1e9, 0.5e9, 100e9)
 
 DEVICES = {
     d.name: d
@@ -192,18 +201,18 @@ DEVICES = {
     )
 }
 NODES = {
-    "a100": Node(8, _link("nvlink", 300e9, 0.78), _host(256e9, 16, GEN4, 51.2e9, (3e9, 1.5e9))),
-    "h100": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
-    "h100e": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
-    "h200": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, (6e9, 3e9))),
-    "b200": Node(8, _link("nvlink", 900e9, 0.75), _host(256e9, 14, GEN5, 89.6e9, (6e9, 3e9))),
-    "gb200": Node(72, _link("nvlink", 900e9, 0.75), _host(240e9, 36, CHIP2CHIP, 256e9, (6e9, 3e9))),
-    "mi300x": Node(8, _link("xgmi", 448e9, 0.7, "mesh"), _host(288e9, 24, GEN5, 115.2e9, (6e9, 3e9))),
-    "l40s": Node(8, _link("pcie", 31.5e9, 0.6), _host(128e9, 16, GEN4, 51.2e9, (3e9, 1.5e9))),
-    "rtx4090": Node(8, _link("pcie", 31.5e9, 0.4), _host(64e9, 8, GEN4, 51.2e9, (3e9, 1.5e9))),
-    "v5p": Node(8960, _link("ici", 600e9, 0.9, "torus3"), _host(112e9, 26, GEN4, 51.2e9, (1e9, 0.5e9))),
-    "v6e": Node(256, _link("ici", 400e9, 0.9, "torus2"), _host(180e9, 22, GEN5, 76.8e9, (1e9, 0.5e9))),
-    "cpu": Node(8, _link("loopback", 1e9, 0.8), _host(8e9, 1, (5e9, 6e9), 12e9, (1e9, 0.5e9))),
+    "a100": Node(8, _link("nvlink", 300e9, 0.78), _host(256e9, 16, GEN4, 51.2e9, NVME4)),
+    "h100": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, NVME5)),
+    "h100e": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, NVME5)),
+    "h200": Node(8, _link("nvlink", 450e9, 0.8), _host(256e9, 14, GEN5, 76.8e9, NVME5)),
+    "b200": Node(8, _link("nvlink", 900e9, 0.75), _host(256e9, 14, GEN5, 89.6e9, NVME5)),
+    "gb200": Node(72, _link("nvlink", 900e9, 0.75), _host(240e9, 36, CHIP2CHIP, 256e9, NVME5)),
+    "mi300x": Node(8, _link("xgmi", 448e9, 0.7, "mesh"), _host(288e9, 24, GEN5, 115.2e9, NVME5)),
+    "l40s": Node(8, _link("pcie", 31.5e9, 0.6), _host(128e9, 16, GEN4, 51.2e9, CONSUMER)),
+    "rtx4090": Node(8, _link("pcie", 31.5e9, 0.4), _host(64e9, 8, GEN4, 51.2e9, CONSUMER)),
+    "v5p": Node(8960, _link("ici", 600e9, 0.9, "torus3"), _host(112e9, 26, GEN4, 51.2e9, CLOUD)),
+    "v6e": Node(256, _link("ici", 400e9, 0.9, "torus2"), _host(180e9, 22, GEN5, 76.8e9, CLOUD)),
+    "cpu": Node(8, _link("loopback", 1e9, 0.8), _host(8e9, 1, (5e9, 6e9), 12e9, CLOUD)),
 }
 NETWORKS = {
     "a100": _link("infiniband", 25e9, 0.94),

@@ -94,6 +94,7 @@ class Measured:
     disk_read: float | None = None
     disk_write: float | None = None
     disk_both: float | None = None
+    disk: int | None = None
     gemms: tuple[Gemm, ...] = ()
     attention: tuple[Attention, ...] = ()
     collectives: tuple[Collective, ...] = ()

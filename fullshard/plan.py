@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, get_args
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.pieces import STAGING, TOLD
+from fullshard.reading import LARGEST_INTEGER, parse_json, read_text
 from fullshard.text import spans, table
 
 VERSION = 4  # 1 had no staging, 2 no cpu_share, 3 no backlog
@@ -306,9 +307,10 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Self:
         try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not JSON: {error}") from None
+            data = parse_json(text)
+        except FullshardError as error:
+            raise PlanError(error) from None
+        return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
@@ -316,11 +318,11 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         try:
-            return cls.from_json(Path(path).read_text())
-        except OSError as error:
-            raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise PlanError(f"{path} is not a text file; write the path of a plan's JSON") from None
+            text = read_text(path, "plan")
+        except FullshardError as error:
+            raise PlanError(error) from None
+        try:
+            return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
@@ -430,6 +432,8 @@ def _known(kind: type, where: str, data: object) -> dict[str, Any]:
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name} must be a positive integer, not {value!r}")
+    if value > LARGEST_INTEGER:
+        raise PlanError(f"{name} must be a positive integer of at most 64 bits, not one of {value.bit_length()}")
 
 
 def _share(name: str, value: object) -> float:

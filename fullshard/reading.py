@@ -13,7 +13,9 @@ from typing import Any
 from fullshard.errors import FullshardError
 
 MOST_BYTES = 64 << 20  # of a document: a plan of 100,000 units has 30 MB
+CHUNK = 1 << 20  # bytes: as much is set aside for a small file, too
 DEEPEST = 100  # objects, lists and tables inside each other
+TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 LARGEST_INTEGER = 2**63 - 1  # of TOML, which defines 64 bits
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -32,9 +34,7 @@ def read_text(path: str | Path, what: str, at_most: int = MOST_BYTES) -> str:
     try:
         return found.decode()
     except UnicodeDecodeError as error:
-        raise FullshardError(
-            f"{path} is not a text file: byte {error.start} is not UTF-8; write the path of a {what}"
-        ) from None
+        raise FullshardError(f"{path} is not a text file: byte {error.start} is not UTF-8; write the path of a {what}") from None
 
 
 def read_bytes(path: str | Path, what: str, at_most: int = MOST_BYTES) -> bytes:
@@ -50,7 +50,7 @@ def read_bytes(path: str | Path, what: str, at_most: int = MOST_BYTES) -> bytes:
 def _read(path: Path, what: str, at_most: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe waits for its writer otherwise
     with os.fdopen(_plain(descriptor, path, what), "rb") as file:
-        found = file.read(at_most + 1)
+        found = b"".join(iter(lambda: file.read(min(CHUNK, at_most + 1 - file.tell())), b""))
     if len(found) > at_most:
         raise FullshardError(f"cannot read {what} {path}: it has more than the {at_most:,} bytes that a {what} may have")
     return found
@@ -85,38 +85,38 @@ def is_directory(path: str | Path) -> bool:
 # -- documents --------------------------------------------------------------------------------------------
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes, where: str = "") -> Any:
     """The value of a JSON text; `where` names it in errors, as in `plan.json is not JSON: …`."""
     try:
         found = json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as error:
-        raise FullshardError(f"{where} is not JSON: byte {error.start} is not UTF-8") from None
+        raise _not("JSON", where, f"byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise FullshardError(f"{where} is not JSON: {_too_deep()}") from None
+        raise _not("JSON", where, TOO_DEEP) from None
     except ValueError as error:  # the syntax, or an integer of more digits than Python converts
-        raise FullshardError(f"{where} is not JSON: {_cause(error)}") from None
+        raise _not("JSON", where, _cause(error)) from None
     if not _shallow(found):
-        raise FullshardError(f"{where} is not JSON: {_too_deep()}")
+        raise _not("JSON", where, TOO_DEEP)
     return found
 
 
-def parse_toml(text: str, where: str) -> dict[str, Any]:
+def parse_toml(text: str, where: str = "") -> dict[str, Any]:
     """The table of a TOML text; `where` names it in errors."""
     try:
         found = tomllib.loads(text)
     except RecursionError:
-        raise FullshardError(f"{where} is not TOML: {_too_deep()}") from None
+        raise _not("TOML", where, TOO_DEEP) from None
     except ValueError as error:
-        raise FullshardError(f"{where} is not TOML: {_cause(error)}") from None
+        raise _not("TOML", where, _cause(error)) from None
     if not _shallow(found):
-        raise FullshardError(f"{where} is not TOML: {_too_deep()}")
+        raise _not("TOML", where, TOO_DEEP)
     if not _in_64_bits(found):  # hexadecimal ones have no limit of digits
-        raise FullshardError(f"{where} is not TOML: an integer does not fit in 64 bits")
+        raise _not("TOML", where, "an integer does not fit in 64 bits")
     return found
 
 
-def _too_deep() -> str:
-    return f"it is nested deeper than {DEEPEST} levels"
+def _not(kind: str, where: str, why: str) -> FullshardError:
+    return FullshardError(f"{f'{where} is ' if where else ''}not {kind}: {why}")
 
 
 def _cause(error: ValueError) -> str:

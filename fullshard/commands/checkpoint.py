@@ -139,7 +139,7 @@ def diff(
 @app.command("gc")
 def gc(
     path: Shelf,
-    keep: Annotated[int, typer.Option(metavar="N", help="Also remove all but the newest N.", show_default="all stay")] = 0,
+    keep: Annotated[int, typer.Option(metavar="N", min=0, help="Also remove all but the newest N.", show_default="all stay")] = 0,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Remove what killed runs left behind: partial checkpoints and files. What is being written stays."""
@@ -182,7 +182,7 @@ def average(
 def can_resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     ranks: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", help="For this many ranks.", show_default="as here")
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="For this many ranks.", show_default="as here")
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
@@ -233,7 +233,7 @@ def export(
 def import_(
     source: Annotated[str, typer.Argument(metavar="PATH", help="A DCP directory, .pt file(s), DeepSpeed or Hugging Face.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to put the checkpoint into.")],
-    step: Annotated[int, typer.Option(metavar="N", help="The step to note down.")] = 0,
+    step: Annotated[int, typer.Option(metavar="N", min=0, help="The step to note down.")] = 0,
     prefix: Annotated[str, typer.Option(metavar="TEXT", help="What the weights' names begin with there; it is cut off.")] = "",
 ) -> None:
     """Make a checkpoint of somebody else's weights. Nothing in them is executed.

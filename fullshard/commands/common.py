@@ -1,7 +1,6 @@
 """What several commands share: arguments, and how to print."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ from fullshard import presets
 from fullshard.description import Description
 from fullshard.errors import FullshardError
 from fullshard.plan import DType
+from fullshard.reading import is_directory, is_plain_file
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
@@ -24,7 +24,7 @@ def describe_model(model: str, classes: list[str] | None, names: list[str] | Non
     """From a preset's size where that is enough, from the module itself where it is not."""
     if model in presets.PRESETS and not (classes or names or min_params):
         return presets.describe(model)
-    if not (model in presets.PRESETS or ":" in model or Path(model).exists()):
+    if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
         presets.preset(model)  # refuses, with the nearest name, before torch is needed for nothing
     try:
         from fullshard import on_torch

@@ -41,7 +41,9 @@ def pack(
     template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="--chat: a Jinja template.", show_default="the tokenizer's")
     ] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes that tokenise.", show_default="all cores")] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes that tokenise.", show_default="all cores")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise text into a directory of token files. The result does not depend on the number of workers.

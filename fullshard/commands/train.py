@@ -108,11 +108,12 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
     from fullshard.train.metrics import refuse_sinks
     from fullshard.train.prepare import prepare
     from fullshard.train.resuming import refuse_resume
-    from fullshard.train.run import refuse_run
+    from fullshard.train.run import refuse_path, refuse_run
 
     refuse_sinks(recipe)
     if given.accept and given.resume is None:
         raise FullshardError("--accept-changes has no effect without --resume; leave it out")
+    refuse_path(given.run)
     prepared = prepare(recipe, ranks)
     if given.resume is None:
         refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later

@@ -7,13 +7,15 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from fullshard.data.chat import CUSTOMS, conversation, open_template, wanted_fields
+from fullshard.data.chat import CUSTOMS, conversation, wanted_fields
 from fullshard.data.sources import Located, Record, Source, records
+from fullshard.data.templates import open_template
 from fullshard.data.tokenizer import Document, Marked, Tokenizer, open_tokenizer
 from fullshard.data.tokens import SHARD_TOKENS, TokenFile, TokenWriter
 from fullshard.errors import FullshardError, nearest
 
 GROUP = 64  # documents a worker takes at a time
+MOST_WORKERS = 1024
 
 
 def pack(
@@ -37,6 +39,8 @@ def pack(
     """
     if template is not None and not chat:
         raise FullshardError("--template has no effect without --chat; add --chat, or leave it out")
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise FullshardError(f"--workers is a number of processes from 1 to {MOST_WORKERS}, not {workers}")
     opened = open_tokenizer(tokenizer, end)
     read: Read = partial(_text, field or "text")
     if chat:
@@ -75,7 +79,7 @@ def _groups(found: Iterator[Located]) -> Iterator[list[Located]]:
 
 def _in_parallel(encode: Encode, groups: Iterator[list[Located]], workers: int | None) -> Iterator[list[Document]]:
     """Groups in their order, whoever encodes them."""
-    workers = workers or os.cpu_count() or 1
+    workers = workers if workers is not None else os.cpu_count() or 1
     if workers == 1:
         yield from map(encode, groups)
         return

@@ -3,18 +3,23 @@
 Every source yields a place, to name in errors, and a record: the fields or columns found there.
 """
 
+import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, first_line, nearest
+from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
 
+MOST_DOCUMENT = 2 << 30  # bytes of a text file, which is one document
+MOST_LINE = 64 << 20  # characters of a record
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half a character, written in JSON
 
 
@@ -59,12 +64,12 @@ def _sources(given: Source, readers: dict[str, Reader]) -> Iterator[Path | HubDa
         yield given
         return
     path = Path(given)
-    if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in readers)
+    if is_directory(path):
+        found = sorted(p for p in _files(path) if p.suffix in readers)
         if not found:
             raise FullshardError(f"{path} has no {', '.join(readers)} files")
         yield from found
-    elif not path.is_file():
+    elif not is_plain_file(path):
         raise FullshardError(f"there is no file {path}")
     elif path.suffix not in readers:
         what = "holds no conversations" if path.suffix in READERS else f"cannot read {path.suffix or 'a file without an ending'}"
@@ -73,9 +78,20 @@ def _sources(given: Source, readers: dict[str, Reader]) -> Iterator[Path | HubDa
         yield path
 
 
+def _files(directory: Path) -> Iterator[Path]:
+    """The plain files below a directory; one that may not be looked into is refused, not left out."""
+
+    def refuse(error: OSError) -> None:
+        raise FullshardError(f"cannot read the directory {error.filename}: {error.strerror}")
+
+    for parent, _, names in os.walk(directory, onerror=refuse):
+        yield from (p for name in names if is_plain_file(p := Path(parent, name)))
+
+
 def _read_text(path: Path, wanted: list[str]) -> Iterator[Located]:
+    found = read_bytes(path, "document", MOST_DOCUMENT)
     try:
-        yield str(path), {wanted[0]: path.read_text(encoding="utf-8")}
+        yield str(path), {wanted[0]: io.TextIOWrapper(io.BytesIO(found), "utf-8").read()}
     except UnicodeDecodeError as error:
         raise FullshardError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
 
@@ -84,18 +100,19 @@ def _read_jsonl(path: Path, wanted: list[str]) -> Iterator[Located]:
     number = 0
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE + 1), ""), 1):
+                if len(line) > MOST_LINE:
+                    raise FullshardError(f"{path}:{number} has more than {MOST_LINE:,} characters; write a record a line")
                 if line.strip():
                     yield f"{path}:{number}", _json_record(f"{path}:{number}", line)
+    except OSError as error:
+        raise FullshardError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise FullshardError(f"{path} is not UTF-8 text (after line {number}); convert it first") from None
 
 
 def _json_record(place: str, line: str) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FullshardError(f"{place} is not JSON: {error.msg}") from None
+    record = parse_json(line, place)
     if not isinstance(record, dict):
         raise FullshardError(f'{place} is not a JSON object; write one a line, as in {{"text": "…"}}')
     if SURROGATE.search(line):
@@ -114,16 +131,21 @@ def _read_parquet(path: Path, wanted: list[str]) -> Iterator[Located]:
     except ImportError:
         raise FullshardError(f"{path}: Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path, page_checksum_verification=True)
+        names = file.schema_arrow.names
     except Exception as error:
-        raise FullshardError(f"{path} is not a Parquet file: {str(error).splitlines()[0]}") from None
-    columns = _columns(str(path), file.schema_arrow.names, wanted)
-    row = 0
-    for batch in file.iter_batches(columns=columns):
-        for record in batch.to_pylist():
-            row += 1
-            if any(record.values()):  # a row without a text is no document
-                yield f"{path}, row {row}", record
+        raise FullshardError(f"{path} is not a Parquet file: {first_line(error)}") from None
+    for row, record in enumerate(_rows(path, file, _columns(str(path), names, wanted)), 1):
+        if any(record.values()):  # a row without a text is no document
+            yield f"{path}, row {row}", record
+
+
+def _rows(path: Path, file: Any, columns: list[str]) -> Iterator[Record]:
+    try:
+        for batch in file.iter_batches(columns=columns):
+            yield from batch.to_pylist()
+    except Exception as error:  # of pages that are damaged, or text that is none
+        raise FullshardError(f"{path} is damaged: {first_line(error)}") from None
 
 
 def _columns(place: str, names: list[str], wanted: list[str]) -> list[str]:
@@ -164,8 +186,10 @@ def _open_dataset(given: HubDataset, wanted: list[str]) -> Any:
         import datasets
     except ImportError:
         raise FullshardError(f"the dataset {given.name} needs datasets: pip install 'fullshard[datasets]'") from None
+    if hasattr(datasets.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0, which runs no code of a dataset's
+        datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     path = Path(given.name)
-    saved = any((path / index).is_file() for index in ("state.json", "dataset_dict.json"))
+    saved = any(is_plain_file(path / index) for index in ("state.json", "dataset_dict.json"))
     found = _saved_split(given, datasets.load_from_disk(given.name)) if saved else _stream(given, path, datasets)
     if found.column_names is None:  # a stream may not know them
         return found
@@ -189,7 +213,7 @@ def _saved_split(given: HubDataset, found: Any) -> Any:
 def _stream(given: HubDataset, path: Path, datasets: Any) -> Any:
     """Streamed: nothing is copied to disk before it is packed."""
     split = given.split or "train"
-    if not path.is_file():
+    if not is_plain_file(path):
         return datasets.load_dataset(given.name, given.subset, split=split, streaming=True)
     if path.suffix not in BUILDERS:
         raise FullshardError(f"{path}: cannot read {path.suffix or 'a file without an ending'}; give {', '.join(BUILDERS)}")

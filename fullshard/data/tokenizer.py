@@ -1,8 +1,8 @@
 """From text to tokens: bytes, or a Hugging Face tokenizer.json; and whether two agree."""
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.tokens import TokenFile
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, first_line
+from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes, read_text
 
 BYTES_END = 0  # ends a document of bytes: no text holds it
+MOST_BYTES = 256 << 20  # of a tokenizer.json: those of 256,000 tokens have 35 MB
 COMMON_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 Spans = list[tuple[int, int]]
@@ -72,13 +74,13 @@ def open_tokenizer(given: str, end: str | None) -> Tokenizer:
 
 def _tokenizer_file(given: str) -> Path:
     path = Path(given)
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
+    if is_directory(path):
+        if not is_plain_file(path / "tokenizer.json"):
             raise FullshardError(
                 f"{path} has no tokenizer.json; a tokenizer of another kind makes one with transformers' save_pretrained"
             )
         return path / "tokenizer.json"
-    if not path.is_file():
+    if not is_plain_file(path):
         raise FullshardError(f"there is no tokenizer file {path}; write bytes, or the path of a tokenizer.json")
     return path
 
@@ -137,7 +139,8 @@ class FileTokenizer:
 
     @property
     def vocab(self) -> int:
-        return max(_load(self.path).get_vocab(with_added_tokens=True).values()) + 1  # there may be gaps
+        known = _load(self.path).get_vocab(with_added_tokens=True).values()
+        return max(known, default=-1) + 1  # there may be gaps
 
     @cached_property
     def special(self) -> dict[str, str]:
@@ -161,7 +164,8 @@ class FileTokenizer:
         loaded = _load(self.path)
         marked = any(answers is not None for _, answers in texts)
         encode = loaded.encode_batch if marked else loaded.encode_batch_fast  # the fast one knows no offsets
-        encoded = encode([text for text, _ in texts], add_special_tokens=False)
+        with _told(f"{self.path} cannot tokenise"):
+            encoded = encode([text for text, _ in texts], add_special_tokens=False)
         return [self._document(e, *text) for e, text in zip(encoded, texts, strict=True)]
 
     def prompt(self, text: str) -> list[int]:
@@ -181,6 +185,17 @@ class FileTokenizer:
         return Document(np.array([*encoded.ids, self.end_id]), np.append(within, _ends_in_answer(text, answers)))
 
 
+@contextmanager
+def _told(sentence: str) -> Iterator[None]:
+    """What the tokenizers library raises, in a sentence. A panic of Rust's is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise FullshardError(f"{sentence}: {first_line(error)}") from None
+
+
 @lru_cache
 def _load(path: Path) -> Any:
     """A worker loads its tokenizer once."""
@@ -188,10 +203,9 @@ def _load(path: Path) -> Any:
         from tokenizers import Tokenizer as Fast
     except ImportError:
         raise FullshardError("a tokenizer file needs tokenizers: pip install 'fullshard[data]'") from None
-    try:
-        loaded = Fast.from_file(str(path))
-    except Exception as error:
-        raise FullshardError(f"{path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
+    text = read_bytes(path, "tokenizer", MOST_BYTES)
+    with _told(f"{path} is not a tokenizer.json"):
+        loaded = Fast.from_buffer(text)
     loaded.no_truncation()  # some files carry the length that their model was served with
     loaded.no_padding()
     return loaded
@@ -200,12 +214,9 @@ def _load(path: Path) -> Any:
 def tokenizer_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, or nothing where there is none."""
     path = directory / "tokenizer_config.json"
-    if not path.is_file():
+    if not is_plain_file(path):
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FullshardError(f"{path} is not JSON: {error}") from None
+    found = parse_json(read_text(path, "tokenizer config"), str(path))
     return found if isinstance(found, dict) else {}
 
 
@@ -220,7 +231,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def file_name(path: Path) -> str:
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return f"sha256:{hashlib.sha256(read_bytes(path, 'tokenizer', MOST_BYTES)).hexdigest()}"
 
 
 def refuse_other_tokenizer(tokens: TokenFile, model_dir: str | Path) -> None:
@@ -230,7 +241,7 @@ def refuse_other_tokenizer(tokens: TokenFile, model_dir: str | Path) -> None:
     """
     path = Path(model_dir) / "tokenizer.json"
     known = tokens.tokenizer == "bytes" or tokens.tokenizer.startswith("sha256:")
-    if known and path.is_file() and (name := file_name(path)) != tokens.tokenizer:
+    if known and is_plain_file(path) and (name := file_name(path)) != tokens.tokenizer:
         raise FullshardError(
             f"{tokens.path} was packed with another tokenizer ({_short(tokens.tokenizer)}) than the model's {path} "
             f"({_short(name)}); pack the text again with --tokenizer {model_dir}"

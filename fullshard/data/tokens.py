@@ -10,6 +10,7 @@ Written beside its target and renamed when whole: a reader sees all of it or not
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -21,11 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.errors import FullshardError
+from fullshard.reading import LARGEST_INTEGER, is_plain_file, parse_json, read_text
 
 VERSION = 1
 SHARD_TOKENS = 1 << 28
 ENDS = np.dtype("<u8")
 ANSWERS = np.dtype("u1")
+DTYPES = ("uint8", "uint16", "uint32", "uint64")
+NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)  # of a shard: a file of the directory, and of no other
 
 
 def smallest_dtype(vocab: int) -> str:
@@ -55,12 +59,14 @@ class TokenWriter:
 
     def add(self, document: Iterable[int] | NDArray[Any], answers: Iterable[int] | NDArray[Any] | None = None) -> None:
         """One document; an empty one is left out. `answers` says of each token whether it is to be predicted."""
-        tokens = np.asarray(document if isinstance(document, np.ndarray) else list(document), dtype=np.int64)
+        tokens = _row(document, "tokens")
         if not tokens.size:
             return
-        if int(tokens.max()) >= self.about["vocab"] or int(tokens.min()) < 0:
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if highest >= self.about["vocab"] or lowest < 0:
             raise FullshardError(
-                f"token {int(tokens.max())} does not fit a vocabulary of {self.about['vocab']}; pass the tokenizer's own size"
+                f"token {min(lowest, 0) or highest} does not fit a vocabulary of {self.about['vocab']}; "
+                "pass the tokenizer's own size"
             )
         self._add_answers(tokens.size, answers)
         self.documents.append(tokens.astype(self.about["dtype"]))
@@ -76,7 +82,7 @@ class TokenWriter:
         self.marked = answers is not None
         if answers is None:
             return
-        row = np.asarray(answers if isinstance(answers, np.ndarray) else list(answers))
+        row = _row(answers, "answers")
         if row.size != tokens:
             raise FullshardError(f"a document of {tokens} tokens has {row.size} answers; give one for each token, 1 or 0")
         self.answers.append((row != 0).astype(np.uint8))
@@ -118,6 +124,17 @@ class TokenWriter:
                 self.commit()
         finally:
             shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:
+    """Whole numbers in a row, as they were given: nothing is rounded to fit."""
+    try:
+        found = np.asarray(given if isinstance(given, np.ndarray) else list(given))
+    except (TypeError, ValueError):
+        found = np.empty((), object)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
+        raise FullshardError(f"a document's {what} are a row of whole numbers, not {type(given).__name__} of {found.dtype}")
+    return found
 
 
 # -- reading ----------------------------------------------------------------------------------------------
@@ -207,29 +224,37 @@ class TokenFile:
 
     def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         file = self.path / f"{shard['name']}.{suffix}"
-        if not file.is_file():
+        if not is_plain_file(file):
             raise FullshardError(f"{file} is missing; pack the data again")
         if (size := file.stat().st_size) != count * dtype.itemsize:
             raise FullshardError(
                 f"{file} has {size} bytes, the index says {count * dtype.itemsize}: it is damaged; pack the data again"
             )
-        return np.memmap(file, dtype, "r", shape=(count,))
+        try:
+            return np.memmap(file, dtype, "r", shape=(count,))
+        except OSError as error:
+            raise FullshardError(f"cannot read {file}: {error.strerror}") from None
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    if not (path / "index.json").is_file():
+    if not is_plain_file(path / "index.json"):
         raise FullshardError(
             f"{path} is not a directory of token files (no index.json); make one with: fullshard data pack TEXT -o DIR"
         )
     try:
-        index = json.loads((path / "index.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        index = parse_json(read_text(path / "index.json", "index"))
+    except FullshardError as error:
         raise FullshardError(f"{path}/index.json is damaged ({error}); pack the data again") from None
-    if not isinstance(index, dict) or index.get("version") != VERSION:
+    if not isinstance(index, dict) or type(index.get("version")) is not int or index["version"] != VERSION:
         version = index.get("version") if isinstance(index, dict) else None
         raise FullshardError(f"{path} is of version {version!r}; this fullshard reads version {VERSION}: pack the data again")
     if not _is_whole(index):
         raise FullshardError(f"{path}/index.json is damaged (entries are missing or contradict each other); pack the data again")
+    for shard in index["shards"]:
+        if not NAME.fullmatch(shard["name"]):
+            raise FullshardError(
+                f"{path}/index.json names the shard {shard['name']!r}, which is no file there; pack the data again"
+            )
     return index
 
 
@@ -239,12 +264,15 @@ def _is_whole(index: dict[str, Any]) -> bool:
         shards = index["shards"]
         suffixes = {"tokens", "ends"} | ({"answers"} & shards[0].keys())
         numbers = [index["vocab"], *[s[key] for s in shards for key in ("tokens", "documents")]]
+        sums = [n for s in shards for n in (*s["crc32"].values(), s.get("answers", 0))]
         return (
-            np.dtype(index["dtype"]).kind == "u"
+            index["dtype"] in DTYPES
             and isinstance(index["tokenizer"], str)
-            and all(isinstance(n, int) and n > 0 for n in numbers)
+            and all(type(n) is int and 0 < n <= LARGEST_INTEGER for n in numbers)
+            and all(type(n) is int and 0 <= n <= LARGEST_INTEGER for n in sums)
             and all(isinstance(s["name"], str) and s["crc32"].keys() == suffixes for s in shards)
             and len({"answers" in s for s in shards}) == 1
+            and all(s.get("answers", 0) <= s["tokens"] and s["documents"] <= s["tokens"] for s in shards)
         )
     except (KeyError, IndexError, TypeError, AttributeError):
         return False

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import FullshardError
-from fullshard.on_torch.load import first_line
+from fullshard.errors import FullshardError, first_line
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)  # a slow disk is no dead rank

@@ -15,22 +15,24 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.on_torch import models
+from fullshard.on_torch.hf_config import model_of
 from fullshard.presets import PRESETS
+from fullshard.reading import is_directory, is_plain_file
 
 
 def load_model(spec: str) -> nn.Module:
     """The model that `spec` names, without its weights."""
     if spec in PRESETS:
         build: Callable[[], object] = lambda: models.build(spec)
-    elif ":" in spec and not Path(spec).exists():
+    elif ":" in spec and not _exists(spec):
         build = _callable(spec)
     elif spec.endswith(".py"):
         raise FullshardError(
             f"{spec} is a Python file; write {spec}:callable, the name of a function in it that returns a module"
         )
-    elif Path(spec).exists():
+    elif _exists(spec):
         build = _hugging_face(Path(spec))
     else:
         known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
@@ -38,6 +40,8 @@ def load_model(spec: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build()
+    except FullshardError:
+        raise
     except Exception as error:
         raise FullshardError(f"{spec} could not be built: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
@@ -45,9 +49,8 @@ def load_model(spec: str) -> nn.Module:
     return model
 
 
-def first_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, short enough for a sentence of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _exists(path: str) -> bool:
+    return is_directory(path) or is_plain_file(path)
 
 
 def _callable(spec: str) -> Callable[[], object]:
@@ -63,7 +66,7 @@ def _callable(spec: str) -> Callable[[], object]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
+    if not is_plain_file(path):
         raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
     name = f"_fullshard_{path.stem}"  # a file called json.py must not become the json module
     spec = importlib.util.spec_from_file_location(name, path)
@@ -90,19 +93,15 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def _hugging_face(path: Path) -> Callable[[], object]:
-    config_path = path / "config.json" if path.is_dir() else path
-    if not config_path.is_file():
+    config_path = path / "config.json" if is_directory(path) else path
+    if not is_plain_file(config_path):
         raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    except ImportError:
-        raise FullshardError("Hugging Face models need transformers: pip install 'fullshard[hf]'") from None
-    try:
-        config = AutoConfig.from_pretrained(config_path)
+        return model_of(config_path)
+    except FullshardError:
+        raise
     except Exception as error:
         raise FullshardError(f"{config_path} is not a Hugging Face config: {first_line(error)}") from error
-    causal = type(config) in AutoModelForCausalLM._model_mapping
-    return lambda: (AutoModelForCausalLM if causal else AutoModel).from_config(config)
 
 
 def limits(model: nn.Module) -> tuple[int | None, int | None]:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.load import first_line
+from fullshard.errors import FullshardError, first_line, nearest
 
 
 def add_adapters(model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> nn.Module:

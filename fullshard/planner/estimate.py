@@ -19,6 +19,7 @@ from fullshard.text import bytes_text, count_text, seconds_text, table
 CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator
 MARGIN = 0.03  # of a device's memory, kept free for what no model of it knows
 HOST_MARGIN = 0.1  # of the host's, for everything else that runs there
+DISK_MARGIN = 0.05  # of the disk's, for the file system and what others write meanwhile
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Estimate:
     moment: str
     available: int  # bytes of the device that a plan may reserve
     host_available: int  # bytes of a device's share of the host
+    disk_available: int  # bytes of a device's share of the disk
     cpu_share: float | None  # of the pieces of updates that the host's cores do; None if all state is on the device
     step_seconds: float
     lanes: dict[str, float]
@@ -58,7 +60,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.available and self.host.allocated_bytes <= self.host_available
+        return (
+            self.needed <= self.available
+            and self.host.allocated_bytes <= self.host_available
+            and self.disk.allocated_bytes <= self.disk_available
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"fits": self.fits}
@@ -97,6 +103,7 @@ def estimate(
         moment=peak.moment,
         available=available(cluster, limit),
         host_available=host_available(cluster, peak.allocated),
+        disk_available=disk_available(cluster),
         cpu_share=share if plan.stages else None,
         step_seconds=time.seconds,
         lanes=time.busy,
@@ -129,6 +136,11 @@ def host_available(cluster: Cluster, allocated: int) -> int:
     """Bytes of the host that a rank may pin; a CPU's own memory also holds what is allocated there."""
     whole = int(cluster.of("host_memory") * (1 - HOST_MARGIN))
     return max(0, whole - allocated) if cluster.device.kind == "cpu" else whole
+
+
+def disk_available(cluster: Cluster) -> int:
+    """Bytes of files that a rank may have."""
+    return int(cluster.of("disk") * (1 - DISK_MARGIN))
 
 
 def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None) -> float:
@@ -205,10 +217,10 @@ def _memory_table(e: Estimate) -> str:
         rows.append(["reserved by the allocator", bytes_text(e.device.reserved_bytes)])
     rows.append(["may be used", bytes_text(e.available)])
     text = table(["a device's memory at its peak", ""], rows, right=(1,))
-    for name, tier, room in (("host", e.host, f" of {bytes_text(e.host_available)}"), ("disk", e.disk, "")):
+    for name, tier, room in (("host", e.host, e.host_available), ("disk", e.disk, e.disk_available)):
         if tier.allocated_bytes:
             terms = ", ".join(f"{term} {bytes_text(n)}" for term, n in sorted(tier.terms.items(), key=lambda item: -item[1]))
-            text += f"\n{name}: {bytes_text(tier.allocated_bytes)}{room} a rank ({terms})"
+            text += f"\n{name}: {bytes_text(tier.allocated_bytes)} of {bytes_text(room)} a rank ({terms})"
     return f"{text}\npeak in the {e.moment}"
 
 

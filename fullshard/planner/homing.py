@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.description import Description
 from fullshard.plan import Home, Plan, Unit
-from fullshard.planner.estimate import host_available
+from fullshard.planner.estimate import disk_available, host_available
 from fullshard.planner.memory import Level
 from fullshard.planner.saved import VISITS
 from fullshard.planner.thin import Thin
@@ -121,6 +121,8 @@ def lowest(ladder: Ladder, thin: Thin, room: int, onward: tuple[str, ...], *, sl
             there = host_available(thin.cluster, needed)
             lacking = _between(thin.host(low), thin.host(high), part) - there
             if lacking > 0 and _between(thin.stuck(low, onward), thin.stuck(high, onward), part) > there:
+                return None
+            if lacking > disk_available(thin.cluster):
                 return None
             away = max(0.0, lacking) * 2 / thin.cluster.of("disk_both")
             return Step(stair - 1 + part, min(room, below), _time(thin.timeline(low), thin.timeline(high), part, away))

@@ -21,10 +21,11 @@ from fullshard.pieces import BACKLOG
 from fullshard.plan import Batch, Plan, Prefetch
 from fullshard.planner.candidates import Family, Wanted, precision_of, refuse_idle_backlog, want
 from fullshard.planner.contest import Candidate, Contest
-from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, host_available
+from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, disk_available, host_available
 from fullshard.planner.home_words import home_words
 from fullshard.planner.homes import waits_for_norm
 from fullshard.planner.homing import Ladder, lowest, settle
+from fullshard.planner.memory import predict
 from fullshard.planner.staged import staged
 from fullshard.planner.thin import Thin, blocks_of
 from fullshard.planner.whole import Tried, Whole
@@ -331,8 +332,13 @@ def _needs(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str:
     """What the leanest plan needs, and what it needs where when everything that may leave the device has left it."""
 
     def told(plan: Plan, needed: int) -> str:
-        there = f" and {bytes_text(thin.host(plan))} of {bytes_text(host_available(wanted.cluster, needed))} of the host"
-        return f"{bytes_text(needed)} of {bytes_text(room)} a device{there if thin.host(plan) else ''}"
+        there, on_disk, most = host_available(wanted.cluster, needed), _on_disk(wanted, plan), disk_available(wanted.cluster)
+        lacking = max(0, thin.host(plan) - there) if wanted.onward else 0
+        parts = [f"{bytes_text(needed)} of {bytes_text(room)} a device"]
+        parts += [f"{bytes_text(thin.host(plan))} of {bytes_text(there)} of the host"] if thin.host(plan) else []
+        parts += [f"{bytes_text(on_disk)} of {bytes_text(most)} of the disk"] if on_disk else []
+        parts += [f"at least {bytes_text(lacking)} that the host lacks of {bytes_text(most)} of the disk"] if lacking else []
+        return " and ".join(parts)
 
     ladder = Ladder.of(leanest.plan, wanted.description, wanted.homes, all_cores="cpu_share" not in wanted.fix)
     if not ladder.top or wanted.fix.get("tensor", 1) > 1:
@@ -341,6 +347,14 @@ def _needs(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str:
     if leanest.ladder is not None:  # everything has
         return told(top, _reserved(thin, top))
     return f"{told(leanest.plan, leanest.needed)}, and with {home_words(top)} {told(top, _reserved(thin, top))}"
+
+
+def _on_disk(wanted: Wanted, plan: Plan) -> int:
+    """Bytes of a plan's files."""
+    if not any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units):
+        return 0
+    found = predict(plan, wanted.description, loss=wanted.loss, optimizer=wanted.optimizer, reserved=False, clip=wanted.clip)
+    return sum(found.disk.values())
 
 
 def _freed(wanted: Wanted, thin: Thin, leanest: Candidate, room: int) -> str | None:

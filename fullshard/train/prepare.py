@@ -1,6 +1,5 @@
 """From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search import find_plan
 from fullshard.planner.timeline import timeline
 from fullshard.presets import PRESETS
+from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
+from fullshard.train.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.train.recipe import OWN, Recipe, changed
 
 
@@ -66,6 +67,8 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
         )
     on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     on_torch.refuse_optimizer(make_optimizer(recipe))
+    if directory := disk_of(recipe, plan):
+        refuse_full_disk(directory, _filed(recipe, plan, model, expected), ranks)
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
     data, valid = open_data(recipe, model)
@@ -138,6 +141,15 @@ def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: 
     return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
+def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None) -> int:
+    """Bytes of a rank's files; those of activations as far as they are known."""
+    from fullshard import on_torch
+
+    if expected is not None:
+        return expected.disk.allocated_bytes
+    return filed_bytes(plan, on_torch.describe(model, title=recipe.model.name), make_optimizer(recipe))
+
+
 def _traced(description: Description, compute: str) -> bool:
     return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
 
@@ -149,6 +161,8 @@ def _cluster(recipe: Recipe, ranks: int) -> Cluster:
     found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else on_torch.local_cluster(ranks)
     if found.devices != ranks:
         found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
+    if recipe.disk.path is not None:
+        found = found.with_disk(max(1, free_disk(recipe.disk.path, ranks)))
     return found
 
 
@@ -169,9 +183,11 @@ def weights_of(recipe: Recipe) -> Path | None:
 def _refuse_scaled_positions(preset: str, directory: Path) -> None:
     """A preset rotates by its theta alone; with weights that were trained otherwise it would give other logits."""
     config = directory / "config.json"
-    found = json.loads(config.read_text()) if config.is_file() else {}
+    found = parse_json(read_text(config, "config"), str(config)) if is_plain_file(config) else {}
+    if not isinstance(found, dict):
+        raise FullshardError(f"{config} is no Hugging Face config: it is not a JSON object")
     scaling = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
 
 

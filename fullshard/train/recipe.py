@@ -11,7 +11,10 @@ from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
 from fullshard.pieces import STAGING
 from fullshard.plan import DType, Place, Remat, Sync
+from fullshard.reading import parse_toml, read_text
 from fullshard.train.schedule import Kind
+
+MOST_BYTES = 1 << 20  # of a recipe
 
 
 class Section(BaseModel):
@@ -349,12 +352,7 @@ class Recipe(Section):
 
 def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
     """The recipe of a file, with `section.key=value` overrides applied."""
-    try:
-        tree = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise FullshardError(f"cannot read recipe {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FullshardError(f"{path} is not TOML: {error}") from None
+    tree = parse_toml(read_text(path, "recipe", MOST_BYTES), str(path))
     for override in overrides:
         _override(tree, override)
     return make_recipe(tree, str(path))
@@ -379,10 +377,19 @@ def _override(tree: dict[str, Any], text: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise FullshardError(f"{text!r}: {section} is a value, not a section")
+    table[last] = _value(text, value)
+
+
+def _value(override: str, text: str) -> Any:
+    """A value as TOML writes it, or a bare word, which is a string."""
     try:
-        table[last] = tomllib.loads(f"x = {value}")["x"]
+        tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
-        table[last] = value  # a bare word is a string
+        return text
+    except (RecursionError, ValueError):
+        pass  # refused below
+    found = parse_toml(f"x = {text}", repr(override))
+    return found["x"] if found.keys() == {"x"} else text  # a line break may have begun another key
 
 
 def _sentence(error: ValidationError) -> str:

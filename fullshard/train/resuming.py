@@ -11,6 +11,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
+from fullshard.reading import parse_json, read_text
 from fullshard.train.agreement import data_identity, flat
 from fullshard.train.prepare import Prepared, prepare, shelf_of
 from fullshard.train.recipe import Recipe, make_recipe
@@ -105,8 +106,8 @@ def resumable(directory: Path, ranks: int | None) -> str:
     from fullshard import on_torch
 
     try:
-        tree = json.loads((directory / "recipe.json").read_text())
-    except (OSError, ValueError):
+        tree = parse_json(read_text(directory / "recipe.json", "recipe"))
+    except FullshardError:
         raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
     prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
     shelf = shelf_of(prepared.recipe, directory)

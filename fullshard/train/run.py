@@ -9,6 +9,7 @@ RUN/checkpoints/    see docs/checkpoints.md
 RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """
 
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
 from fullshard.errors import FullshardError
+from fullshard.reading import is_directory, is_plain_file
 from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export
 from fullshard.train.disk import judge_disk
 from fullshard.train.metrics import Metrics, open_metrics, rewind
@@ -271,6 +273,17 @@ def _told(found: Manifest, key: str, otherwise: Any) -> Any:
     """A number that a run left in its checkpoint; one that a program saved may lack it, or mean something else."""
     value = found.state.get("extra", {}).get(key)
     return value if isinstance(value, int | float) else otherwise
+
+
+def refuse_path(directory: Path) -> None:
+    """Raise, before ranks start, where a run's directory cannot be made or written to."""
+    there = next((p for p in (directory, *directory.absolute().parents) if is_directory(p) or is_plain_file(p)), directory)
+    if not is_directory(there):
+        raise FullshardError(f"--run {directory}: {there} is no directory; give another --run")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise FullshardError(f"--run {directory}: {there} may not be written to; give another --run")
+    if len(os.fsencode(directory.name)) > 255 or "\0" in str(directory):
+        raise FullshardError(f"--run {str(directory)!r} is no name of a directory; give another --run")
 
 
 def refuse_run(directory: Path) -> None:

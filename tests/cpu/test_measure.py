@@ -29,6 +29,7 @@ TIMED_ON_CPU = (
     "disk_read",
     "disk_write",
     "disk_both",
+    "disk",
 )
 CPU = torch.device("cpu")
 
@@ -74,6 +75,8 @@ def test_the_numbers_are_sane(alone):
     assert 1e6 < cluster.of("disk_read") < 1e12
     assert 1e6 < cluster.of("disk_write") < 1e12
     assert 1e6 < cluster.of("disk_both") < 1e12
+    free = os.statvfs(alone[1])
+    assert cluster.of("disk") == pytest.approx(free.f_bavail * free.f_frsize, rel=0.1)  # others write meanwhile
 
 
 def test_products_of_many_sizes_are_timed(alone):

@@ -185,7 +185,7 @@ def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
     )
     assert result.exit_code == 0
     inputs = 31 * 4096 * 4096 * 2  # bytes of the blocks' inputs, all but the last's
-    assert f"disk: {bytes_text(inputs)} a rank (activations {bytes_text(inputs)})" in result.output
+    assert f"disk: {bytes_text(inputs)} of 3.32 TiB a rank (activations {bytes_text(inputs)})" in result.output
     assert "activations on disk" in result.output
 
 
@@ -434,3 +434,45 @@ def test_a_strategy_that_reduces_at_the_end_anyway_is_not_asked_to_wait_longer()
         fix={"strategy": "zero1", "accumulate": 2},
     )
     assert found.plan.batch.sync == "every"
+
+
+# -- the disk --------------------------------------------------------------------------------------------------
+
+PARAMETERS = 8_030_261_248  # of llama3-8b
+STATE = 12 * PARAMETERS  # bytes: a master and two moments in fp32
+
+
+def test_no_plan_has_more_on_disk_than_the_cluster():
+    """All state on disk takes 89.75 GiB: it fits on a disk of 95, of which 5% stay free, and not on one of 94."""
+    description, gib = presets.describe("llama3-8b"), 1 << 30
+    fix = {"home.optimizer": "disk"}
+    roomy = Cluster.named("1xh100").with_disk(95 * gib)
+    found = find_plan(description, roomy, sequence=4096, fix=fix)
+    assert found.estimate.disk.allocated_bytes == STATE
+    assert found.estimate.disk_available == int(0.95 * 95 * gib) >= STATE
+    assert f"disk: 89.75 GiB of {0.95 * 95:.2f} GiB a rank" in str(found.estimate)
+    full = Cluster.named("1xh100").with_disk(94 * gib)
+    judged = estimate(found.plan, description, full)
+    assert not judged.fits
+    assert judged.to_dict()["fits"] is False
+    with pytest.raises(FullshardError, match=r"nothing fits: .* and 89\.75 GiB of 89\.30 GiB of the disk"):
+        find_plan(description, full, sequence=4096, fix=fix)
+
+
+def test_what_neither_host_nor_disk_has_room_for_does_not_fit():
+    description, gib = presets.describe("llama3-8b"), 1 << 30
+    found = find_plan(description, Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
+    filed = found.estimate.disk.allocated_bytes
+    assert filed > 64 * gib
+    with pytest.raises(FullshardError, match=r"nothing fits: .* that the host lacks of 60\.80 GiB of the disk"):
+        find_plan(description, Cluster.named("1xrtx4090").with_disk(64 * gib), sequence=4096, global_batch=8)
+
+
+def test_a_cluster_file_without_a_disk_has_the_assumed_one():
+    data = Cluster.named("1xh100").to_dict()
+    assert data["node"]["host"].pop("disk") == 3_840_000_000_000
+    old = Cluster.from_dict(data)
+    assert old.of("disk") == 1e12
+    measured = {"machine": "m", "dtype": "bf16", "disk": 64 << 30}
+    assert Cluster.from_dict(data | {"measured": measured}).of("disk") == 64 << 30
+    assert Cluster.from_dict(data | {"measured": measured}).with_disk(5).of("disk") == 5

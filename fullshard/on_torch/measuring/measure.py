@@ -7,6 +7,7 @@ the slowest rank, because a step waits for it.
 
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,7 +179,8 @@ def _pointwise(device: torch.device, budget: float) -> float:
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
     rates, note = disk_rates(directory, nbytes), no_disk(directory)
-    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both}
+    free = shutil.disk_usage(directory).free // _local_world()
+    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both, "disk": free or None}
     return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
 
 

@@ -1,0 +1,220 @@
+"""The process that renders chat templates: a program that `fullshard.data.templates` starts, with bounded time and memory.
+
+A template is a program by somebody else. Jinja's sandbox keeps it from the machine; limits of the operating system keep
+it from taking all of its time and memory. Requests come on stdin, answers leave on stdout. Imports nothing of fullshard,
+so that it starts quickly and its memory is the template's.
+"""
+
+import json
+import pickle
+import re
+import resource
+import secrets
+import signal
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]
+Rendered = tuple[str, Spans]
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+ALPHABET = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # characters that no filter of Jinja changes
+
+
+class TooSlow(BaseException):
+    """The time is over. No `except Exception` of Jinja's may swallow it."""
+
+
+class TemplateRefusedError(Exception):
+    """What is wrong with a template, as the rest of a sentence that begins with its name."""
+
+
+# -- templates -----------------------------------------------------------------------------------------------
+
+
+class Marks:
+    """What is written around an answer while it is rendered: drawn anew for each conversation, so that no message can
+    hold it. Before one is begun the marks are empty, and the text is the template's own."""
+
+    def __init__(self) -> None:
+        self.open = self.close = ""
+
+    def begin(self) -> None:
+        secret = "".join(secrets.choice(ALPHABET) for _ in range(26))  # 130 bits
+        self.open, self.close = f"{secret}\ufdd0", f"{secret}\ufdd1"
+
+    def end(self) -> None:
+        self.open = self.close = ""
+
+
+MARKS = Marks()
+
+
+@lru_cache(4)
+def compile_template(source: str) -> "jinja2.Template":
+    """As transformers compiles it; `{% generation %}` puts the marks around what the assistant says."""
+    import jinja2
+    from jinja2 import ext, nodes, parser, sandbox
+
+    class Generation(ext.Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: parser.Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{MARKS.open}{caller()}{MARKS.close}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    made.filters["tojson"] = tojson  # Jinja's own escapes for HTML
+    made.globals["raise_exception"] = refuse
+    return made.from_string(source)
+
+
+# -- the answers in the text ---------------------------------------------------------------------------------
+
+
+def render(source: str, special: dict[str, str], messages: list[Message], tools: list[Any] | None) -> Rendered:
+    """The text of a conversation, and the characters of its answers."""
+
+    def text(upto: int, prompted: bool = False) -> str:
+        """`prompted`: up to where the assistant speaks."""
+        given = {"messages": messages[:upto], "tools": tools, "add_generation_prompt": prompted}
+        return compile_template(source).render(**special, **given)
+
+    find = marked_by_template if GENERATION.search(source) else marked_by_prefix
+    return find(text, [m["role"] for m in messages])
+
+
+def marked_by_template(text: Any, roles: list[str]) -> Rendered:
+    """The template says itself what the assistant generates."""
+    plain = text(len(roles))
+    MARKS.begin()
+    try:
+        marked, (opening, closing) = text(len(roles)), (MARKS.open, MARKS.close)
+    finally:
+        MARKS.end()
+    spans, at, opened = Spans(), 0, list[int]()
+    for part in re.split(f"({opening}|{closing})", marked):
+        if part == opening:
+            opened.append(at)
+        elif part == closing:
+            if not opened:
+                raise TemplateRefusedError("closes an answer that it has not opened")
+            start = opened.pop()
+            spans += [] if opened else [(start, at)]
+        elif plain.startswith(part, at):
+            at += len(part)
+        else:
+            raise TemplateRefusedError("changes an answer after {% endgeneration %}; put what changes it inside the block")
+    if opened or at != len(plain):
+        raise TemplateRefusedError("changes an answer after {% endgeneration %}; put what changes it inside the block")
+    if not spans:
+        raise TemplateRefusedError("marks no answer with {% generation %}")
+    return plain, spans
+
+
+def marked_by_prefix(text: Any, roles: list[str]) -> Rendered:
+    """An answer is what its message adds to the text that asks for it, its end-of-turn mark included."""
+    whole, spans = text(len(roles)), Spans()
+    for i in (i for i, role in enumerate(roles) if role == "assistant"):
+        asked, answered = text(i, prompted=True), text(i + 1)
+        after = spans[-1][1] if spans else 0
+        if not (after <= len(asked) and answered.startswith(asked) and whole.startswith(answered)):
+            raise TemplateRefusedError(
+                f"writes message {i + 1} differently with and without what is "
+                "around it, so its answer cannot be found; mark answers with {% generation %} in a --template"
+            )
+        spans.append((len(asked), len(answered)))
+    return whole, spans
+
+
+# -- the process ---------------------------------------------------------------------------------------------
+
+
+def answer(request: bytes, most_characters: int) -> dict[str, Any]:
+    """What a request comes to. Whatever a template raises is its fault, and is told."""
+    try:
+        source, special, messages, tools = pickle.loads(request)  # by the process that started this one
+        if messages is None:
+            compile_template(source)
+            return {}
+        text, spans = render(source, special, messages, tools)
+    except TemplateRefusedError as error:
+        return {"refused": str(error)}
+    except MemoryError:
+        return {"refused": "takes more memory than a template may have"}
+    except RecursionError:
+        return {"refused": "calls itself without end"}
+    except Exception as error:
+        return {"failed": f"{error}".strip()[:500] or type(error).__name__}
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in set(text)):
+        return {"refused": "writes half of a surrogate pair, which is no text"}
+    if len(text) > most_characters:
+        return {"refused": f"writes {len(text):,} characters, more than the {most_characters:,} that a conversation may have"}
+    return {"text": text, "answers": spans}
+
+
+def limited(request: bytes, most_characters: int, seconds: int) -> bytes:
+    """The answer, within so many seconds of the processor: a line of JSON, then the text."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    # Python sees a signal between two of its instructions; one that does not end is ended with the process.
+    limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 2 * seconds + 1)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)
+            found = answer(request, most_characters)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except TooSlow:
+        found = {"slow": True}
+    text = found.pop("text", "").encode()
+    return json.dumps(found).encode() + b"\n" + text
+
+
+def limit(what: int, value: int) -> None:
+    """Lower the soft limit alone: that of time is raised again for the next request."""
+    with suppress(ValueError, OSError):  # somebody has set a lower one already
+        resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+
+
+def late(number: int, frame: object) -> None:
+    raise TooSlow
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, most_characters: int, seconds: int) -> None:
+    """Until the process that asks is gone."""
+    while len(head := requests.read(8)) == 8:
+        try:
+            found = limited(requests.read(int.from_bytes(head, "big")), most_characters, seconds)
+        except MemoryError:  # of the request, or of the answer
+            return
+        answers.write(len(found).to_bytes(8, "big") + found)
+        answers.flush()
+
+
+def main() -> None:
+    most_characters, seconds, memory = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides
+    signal.signal(signal.SIGPROF, late)
+    limit(resource.RLIMIT_AS, memory)
+    limit(resource.RLIMIT_CORE, 0)
+    serve(sys.stdin.buffer, sys.stdout.buffer, most_characters, seconds)
+
+
+if __name__ == "__main__":
+    main()
