@@ -1,6 +1,6 @@
 """Optimizers over shards, and the one global gradient norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,8 +74,15 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]  # else the next step, maybe the caller's own, would obey it
     elif not bool(skip):
         optimizer.step()
+
+
+def makes_slots(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step is one by which DCP makes an optimizer's slots: of zero gradients, with a learning rate of nothing, and
+    spelled `step(closure=None)`. It trains nothing and counts for nothing."""
+    return "closure" in kwargs and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:

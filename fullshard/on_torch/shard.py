@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.on_torch import checks
 from fullshard.on_torch.away.activations import spill_activations
+from fullshard.on_torch.away.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.away.resting import make_resting
+from fullshard.on_torch.away.state_dict_hooks import hook_model
 from fullshard.on_torch.away.tiered import Tiered
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
@@ -76,6 +78,9 @@ def shard(
     tiers = Tiered(plan, where, resting, made) if resting else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     state.activations, state.tiers = activations, tiers
+    if tiers is not None and made is not None:
+        hook_optimizer(tiers, made)
+        hook_model(tiers, model)
     return state
 
 

@@ -1,6 +1,7 @@
 """One training step on shards: micro-batches in, updated parameters out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,25 @@ def train_step(
         group["lr"] = lr
     batches = [_to_device(b, state) for b in micro_batches]
     _refuse_shapes(batches, state)
+    with _own_step(state):
+        return _train_step(state, batches, loss, clip, flags)
+
+
+@contextmanager
+def _own_step(state: State) -> Iterator[None]:
+    """Inside, the engine takes gradients and counts the step; after, also where it is given up, the caller may do so."""
+    state.stepping = True
+    try:
+        yield
+    finally:
+        state.stepping = False
+        if state.tiers:
+            state.tiers.end()
+
+
+def _train_step(
+    state: State, batches: list[Batch], loss: LossFunction, clip: float | None, flags: Sequence[bool]
+) -> StepResult:
     first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)

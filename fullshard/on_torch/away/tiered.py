@@ -4,6 +4,9 @@ Without clipping a unit is updated as soon as its gradient is reduced; backward 
 to wait for that. With clipping (or a loss scale) all wait for the global norm; until then the CPU's share of the gradients
 drains to the host and the first pieces of state come up. Either way the next gather of a unit waits for that unit's own
 update and for nothing else.
+
+All this is the engine's own step, between `begin` and `update`. Outside of it, gradients stay in `.grad`, in the master's
+dtype as on the device, until the caller's `optimizer.step()` (`optimizer_hooks`) hands them over with `update_from_grad`.
 """
 
 import weakref
@@ -42,7 +45,7 @@ AHEAD = 3  # gathers: enough to keep the device busy
 
 
 class Tiered:
-    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done` and `update`."""
+    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done`, `update` and `end`."""
 
     def __init__(
         self,
@@ -53,12 +56,12 @@ class Tiered:
     ):
         self.plan, self.device, self.rule, self.resting, self.optimizer = plan, device, resting.rule, resting, optimizer
         self.units, self.groups = resting.units, resting.groups
-        self.held = {id(p) for a in self.units for p in a.params}
-        self.dtype = gradient_dtype(plan)
+        self.places = {id(p): (a, i) for a in self.units for i, p in enumerate(a.params)}
+        self.dtype, self.master = gradient_dtype(plan), TORCH[plan.precision.master]
         self.steps = {id(a): [0] * a.trained for a in self.units}
         self.jobs: dict[int, Job] = {}  # the last one of each unit
         self.coming: dict[int, Job] = {}  # those that wait for the norm
-        self.eager = self.draining = self.last = False
+        self.in_step = self.eager = self.draining = self.last = False
         self.go, self.backlog = Go(), Backlog(plan.backlog)
         self.norms: dict[int, Tensor] = {}  # of this rank's gradients, by parameter
         self.received: dict[str, list[Tensor]] = {}  # the same, by unit
@@ -105,7 +108,7 @@ class Tiered:
 
     def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
         """Memory of the device for pieces that are streamed past it; none where no piece is."""
-        master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
+        master, compute = self.master, TORCH[self.plan.precision.compute]
         streamed = [p for a in self.units for p in a.pieces if p.lane == "gpu"]
         first = master if any(p.paired or not p.packed for p in streamed) else torch.int16
         apart = any(p.packed or p.away.unit.home.params != "device" for p in streamed if not p.paired)
@@ -122,27 +125,37 @@ class Tiered:
         for away in self.units:
             for i, p in enumerate(away.params[: away.trained]):
                 p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive, away), i))
-            doors = [_weakly(m, away) for m in (self._before_gather, self._at_copy, self._after_copy)]
+            needed = away.unit.home.params != "device"  # to gather at all
+            doors = [_weakly(m, away, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
             self.groups[away.unit.name].around_gather(*doors)
 
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin(self, *, eager: bool, draining: bool) -> None:
         """Before the first micro-batch. `eager`: update under backward."""
-        self._raise()
-        self._doubt()
-        self.go.drop()  # of a step that was given up in the middle, else long said
-        self.coming = {}
+        self._open(eager, draining)
         self.resting.begin()
         self.backlog.begin()
-        self.eager, self.draining, self.go = eager, draining, Go()
-        self.norms, self.received = {}, {}
-        groups = self.optimizer.param_groups if self.optimizer else []
-        self.settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self.in_step = True
         if draining and not self.drains:
             self._make_drains()
         for arrived in self.arrived.values():
             arrived.clear()
+
+    def _open(self, eager: bool, draining: bool) -> None:
+        """A new step, with the optimizer's settings as they are now."""
+        self._raise()
+        self._doubt()
+        self.go.drop()  # of a step that was given up in the middle, else long said
+        self.coming = {}
+        self.eager, self.draining, self.go = eager, draining, Go()
+        self.norms, self.received = {}, {}
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self.settings = [{k: _number(v) for k, v in g.items() if k != "params"} for g in groups]
+
+    def end(self) -> None:
+        """After a step, also one that was given up: gradients belong to the caller from here on."""
+        self.in_step = self.last = False
 
     def loss_known(self, summed: Tensor, *, last: bool) -> None:
         """Before the backward of a micro-batch. Updates under the last one happen only where every rank's loss is finite;
@@ -181,17 +194,13 @@ class Tiered:
 
     def _reduced(self, away: Away) -> None:
         """All gradients of a unit are there."""
-        found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
-        there = [(p, g) for p, g in zip(away.params, found, strict=False) if g is not None]
+        job = self._job(away) if self.eager else self.coming[id(away)]
+        self._take(job)
+        there = [(p, g) for p, g in zip(away.params, job.gradients, strict=False) if g is not None]
         if there:
-            norms = torch._foreach_norm([g for _, g in there], 2.0, TORCH[self.plan.precision.master])
+            norms = torch._foreach_norm([g for _, g in there], 2.0, self.master)
             self.norms |= {id(p): norm for (p, _), norm in zip(there, norms, strict=True)}
             self.received[away.unit.name] = list(norms)
-        job = self._job(away) if self.eager else self.coming[id(away)]
-        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
-        self._settings(job)
-        for p in away.params[: away.trained]:
-            p.grad = None
         if self.eager:
             self._keep(job)
             self.jobs[id(away)] = job
@@ -203,6 +212,15 @@ class Tiered:
             self._raise()
         elif self.draining:
             self._drain(job)
+
+    def _take(self, job: Job) -> None:
+        """A unit's gradients, from its parameters; there when the current stream is."""
+        params = job.away.params[: job.away.trained]
+        found = [local(p.grad).contiguous() if p.grad is not None else None for p in params]
+        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
+        self._settings(job)
+        for p in params:
+            p.grad = None
 
     def _settings(self, job: Job) -> None:
         job.groups = [self.settings[i] for i in self.group_of[id(job.away)]]
@@ -268,6 +286,28 @@ class Tiered:
         for job in self.jobs.values():
             self._give(job, "cpu")
 
+    def update_from_grad(self, factors: list[Tensor], skip: Tensor) -> None:
+        """A step of the caller's own: update with whatever is in `.grad` now, and take it."""
+        if all(p.grad is None for a in self.units for p in a.params[: a.trained]):
+            return
+        self._open(eager=False, draining=False)
+        self.resting.packed.pack()
+        if self.dtype != self.master and self.cores.trays[:1] and self.cores.trays[0].wide is None:
+            self._widen_trays()
+        self._bring_first()
+        for job in self.coming.values():
+            job.wide = True
+            self._take(job)
+        self.update(factors, skip)
+
+    def _widen_trays(self) -> None:
+        """The caller's gradients may be sums, or scaled: the cores get them as they are."""
+        trays = self.cores.trays
+        nbytes = self.resting.largest * self.master.itemsize
+        self.tray_arena = Arena(room([nbytes] * len(trays)), self.device.type == "cuda", "gradients of the caller's own steps")
+        for tray in trays:
+            tray.wide = Gradients(self.tray_arena.take(nbytes).view(self.master))
+
     # -- gathers -----------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
@@ -280,7 +320,7 @@ class Tiered:
     def _before_gather(self, away: Away) -> None:
         self._pace()
         group = self.groups[away.unit.name]
-        group.reduce_into(self.dtype)
+        group.reduce_into(self.dtype if self.in_step else self.master)
         for moment in self._finished(away):
             if moment.event is not None:
                 group.hold_gathers(moment.event)
@@ -363,15 +403,22 @@ class Tiered:
         return found | {"read": sum(f.read_bytes for f in files), "written": sum(f.written_bytes for f in files)}
 
     def holds(self, p: nn.Parameter) -> bool:
-        return id(p) in self.held
+        return id(p) in self.places
 
     def _state(self, p: nn.Parameter) -> dict[str, Any]:
         return self.optimizer.state[p] if self.optimizer else {}
 
-    def _read_steps(self, away: Away) -> None:
-        found = [self._state(p).get("step", 0) for p in away.params[: away.trained]]
-        self.steps[id(away)] = [int(step) for step in found]
+    def place_of(self, p: nn.Parameter) -> tuple[Away, int]:
+        """Its unit, and its index in it."""
+        return self.places[id(p)]
+
+    def set_steps(self, away: Away, steps: list[int]) -> None:
+        """How many updates each trained parameter has had; at rest."""
+        self.steps[id(away)] = steps
         self.jobs.clear()
+
+    def _read_steps(self, away: Away) -> None:
+        self.set_steps(away, [int(self._state(p).get("step", 0)) for p in away.params[: away.trained]])
 
     def _publish_steps(self, away: Away) -> None:
         if self.rule.kind != "sgd":
@@ -396,18 +443,29 @@ class Tiered:
             )
 
 
+def _number(value: Any) -> Any:
+    """A setting of a group; some schedulers keep theirs in tensors."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def _end(*threads: Lane | Crew) -> None:
     for each in threads:
         each.close()
 
 
-def _weakly(method: Callable[..., None], *about: Away) -> Callable[..., None]:
+def gone() -> FullshardError:
+    return FullshardError("the state of this model is gone; keep what shard() returned for as long as the model is used")
+
+
+def _weakly(method: Callable[..., None], *about: Away, needed: bool = False) -> Callable[..., None]:
     """A hook that keeps neither what it calls alive nor the units it is told: the lanes' threads hold on to parameters, and
-    these to their hooks, where Python's collector of cycles does not look."""
+    these to their hooks, where Python's collector of cycles does not look. `needed`: nothing goes without it."""
     found, units = weakref.WeakMethod(method), [weakref.ref(away) for away in about]
 
     def call(*arguments: Any) -> None:
         if (alive := found()) is not None:
             alive(*(unit() for unit in units), *arguments)
+        elif needed:
+            raise gone()
 
     return call

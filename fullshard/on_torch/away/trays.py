@@ -76,6 +76,10 @@ class Tray:
     filled: Moment = DONE
     sent: Moment = DONE
     idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
+    wide: Gradients | None = None  # in the master's dtype, for steps of the caller's own, where `gradients` are narrower
+
+    def of(self, *, wide: bool) -> Gradients:
+        return self.wide if wide and self.wide is not None else self.gradients
 
 
 def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:

@@ -15,6 +15,7 @@ from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
 from fullshard.on_torch.checkpoints.storage import TORCH, WORD
 from fullshard.on_torch.dtypes import TORCH as MASTER
+from fullshard.on_torch.private import persistent_buffers
 from fullshard.on_torch.state import State
 from fullshard.plan import Plan
 
@@ -22,7 +23,7 @@ from fullshard.plan import Plan
 def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """`values`: the parameters, where they are not the model's own (`State.values`)."""
     buffers = dict(model.named_buffers())
-    persistent = model.state_dict(keep_vars=True).keys() if buffers else ()
+    persistent = persistent_buffers(model) if buffers else ()
     parameters = dict(model.named_parameters()) if values is None else values
     named = {**parameters, **{n: b for n, b in buffers.items() if n in persistent}}
     return {f"model.{name}": tensor for name, tensor in named.items()}
