@@ -19,7 +19,8 @@ def save(shelf: str | Path, state: Saveable, **about: Any) -> str:
     """Write a checkpoint of `state` into the directory `shelf`, named after its step; where it lies. Collective.
 
     Returns when the checkpoint is whole and durable. `about`: `cursor` (samples taken of the data), `recipe`, `extra`
-    (a JSON table of your own), `metrics` (numbers that retention may rank by).
+    (a JSON table of your own), `metrics` (numbers that retention may rank by), `overwrite` (replace another state of the
+    same step, which is refused otherwise).
     """
     return state.save_checkpoint(shelf, **about)
 

@@ -1,6 +1,9 @@
 """Runs on ranks for `test_own_loop`: the caller's own loop over `state.model` and `state.optimizer`, with every home."""
 
+import copy
+import gc
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -60,16 +63,16 @@ def own(case: Case, disk: str, *, to_none: bool = True) -> on_torch.State:
     return state
 
 
-def from_train_step(cases: list[Case], *, to_none: bool = True) -> list[tuple[float, int]]:
-    """How far each case's own loop is from `train_step` with everything on the device; and the steps that were counted."""
+def from_the_device(cases: list[Case], *, to_none: bool = True) -> list[tuple[float, float, int]]:
+    """How far each case's own loop is from the same with everything on the device, and from `train_step`; steps counted."""
     found, known = [], {}
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
             plain = homes.resident(case)
             if plain not in known:
-                known[plain] = homes.train(plain, disk)["values"]
+                known[plain] = homes.values(own(plain, disk)), homes.train(plain, disk)["values"]
             state = own(case, disk, to_none=to_none)
-            found.append((homes.apart(homes.values(state), known[plain]), state.step))
+            found.append((*(homes.apart(homes.values(state), other) for other in known[plain]), state.step))
     return found
 
 
@@ -204,7 +207,7 @@ def plain_state_dicts(case: Case) -> dict[str, float]:
         loaded = {n: local(t) for n, t in block(other).state_dict().items()}
         inner = max(float((loaded[n] - t).abs().max()) for n, t in part.items() if t.numel())
         other.model.load_state_dict(one.model.state_dict())
-        other.optimizer.load_state_dict(one.optimizer.state_dict())
+        other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))  # torch's, of residents, are not copies
         apart = homes.apart(homes.values(one), homes.values(other))
         for s in range(2):
             own_step(one, 20 + s)
@@ -295,6 +298,7 @@ def refusals(case: Case) -> dict[str, str]:
         found = {name: sentence(call) for name, call in said.items()}
         model = state.model
         del state
+        gc.collect()
         return found | {"gone": sentence(lambda: model(torch.zeros(1, 4, dtype=torch.long)))}
 
 
@@ -335,8 +339,6 @@ def of_ones_own(shelf: str) -> dict[str, Any]:
 
 def saved_twice(shelf: str) -> dict[str, Any]:
     """A step that is saved again: the same state, another, and another that is meant to replace it."""
-    import warnings
-
     with tempfile.TemporaryDirectory() as disk:
         state = homes.make(Case(optimizer=None), disk)
         mine = torch.optim.AdamW(state.parameters(), lr=1e-2)

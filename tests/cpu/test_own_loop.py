@@ -26,34 +26,36 @@ def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(rank
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 2)])
 def test_an_own_loop_in_bf16_is_train_step(ranks, world, accumulate):
-    """Alone with one micro-batch, `train_step` keeps gradients in bf16; the caller's are scaled, and come in fp32."""
+    """Alone with one micro-batch, `train_step` keeps gradients in bf16; the caller's are scaled, and come in fp32. Torch's
+    clipping rounds its factor in another place than `train_step`, which moves roundings to bf16."""
     homes = [(HOST,), (BESIDE,), (BOTH,), (Home("host", "device"),), (HOST, Home(), DISK, BESIDE)]
     cases = [
         Case(h, compute="bf16", accumulate=accumulate, clip=c, steps=own_loop.STEPS, share=s)
         for h, c, s in [*((h, 1.0, 0.5) for h in homes), ((HOST,), None, 1.0), ((BESIDE, HOST), None, 0.0)]
     ]
-    for rank in ranks(world).run(own_loop.from_train_step, cases):
-        for case, (apart, steps) in zip(cases, rank, strict=True):
-            assert apart < 1e-6, case
+    for rank in ranks(world).run(own_loop.from_the_device, cases):
+        for case, (resident, engine, steps) in zip(cases, rank, strict=True):
+            assert resident < 1e-6, case
+            assert engine < (1e-6 if case.clip is None else 1e-3), case
             assert steps == own_loop.STEPS
 
 
 CASES = [
-    Case((HOST, Home()), optimizer=fs.SGD(lr=0.1, momentum=0.9, nesterov=True), steps=4),
-    Case((HOST, BESIDE), optimizer=fs.SGD(lr=0.1), clip=None, steps=4),
+    Case((HOST, Home()), optimizer=fs.SGD(lr=1e-2, momentum=0.9, nesterov=True), steps=4),
+    Case((HOST, BESIDE), optimizer=fs.SGD(lr=1e-2), clip=None, steps=4),
     Case((HOST, DISK), strategy="ddp", steps=4),
     Case((HOST, BESIDE), strategy="zero2", steps=4),
     Case((HOST, Home("host", "disk")), frozen="layers.0.", steps=4),
-    Case((BESIDE, HOST), compute="bf16", reduce="bf16", sync="last", steps=4),
+    Case((BESIDE, HOST), compute="bf16", reduce="bf16", steps=4),
     Case((HOST,), compute="bf16", clip=None, backlog=2, steps=4),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_own_loop_goes_with_everything_else(ranks, case):
-    for found in ranks(2).run(own_loop.from_train_step, [case], to_none=False):
-        assert found[0][0] < 1e-6
-        assert found[0][1] == 4
+    for found in ranks(2).run(own_loop.from_the_device, [case], to_none=False):
+        assert max(found[0][:2]) < 1e-6
+        assert found[0][2] == 4
 
 
 def test_a_checkpoint_after_own_steps_holds_what_they_trained(ranks, tmp_path):
@@ -147,9 +149,10 @@ def test_an_optimizer_of_the_callers_own(ranks, tmp_path):
 
 
 def test_a_checkpoint_is_not_replaced_by_another_state_unless_that_is_meant(ranks, tmp_path):
-    for found in ranks(2).run(own_loop.saved_twice, str(tmp_path)):
-        assert len(found["said"]) == 1
-        assert "holds weights only" in found["said"][0]
-        assert "state.optimizer = " in found["said"][0]
+    both = ranks(2).run(own_loop.saved_twice, str(tmp_path))
+    assert [len(found["said"]) for found in both] == [1, 0]
+    assert "holds weights only" in both[0]["said"][0]
+    assert "state.optimizer = yours" in both[0]["said"][0]
+    for found in both:
         assert found["same"] == found["meant"] == "accepted"
         assert "overwrite=True" in found["other"]

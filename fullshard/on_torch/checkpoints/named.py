@@ -108,9 +108,15 @@ def expected_slots(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dic
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     probe = nn.Parameter(torch.zeros(2, dtype=master))
     settings |= {"fused": False} if "fused" in settings else {}
-    trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
     probe.grad = torch.ones_like(probe)
-    trial.step()
+    try:
+        trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
+        trial.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FullshardError(
+            f"what {type(optimizer).__name__} keeps of a parameter cannot be found out ({str(error).splitlines()[0]}); "
+            "an optimizer of your own must be made from parameter groups alone"
+        ) from None
     found = dict(trial.state[probe])
     return {k: (isinstance(v, Tensor) and v.ndim == 1, v.dtype if isinstance(v, Tensor) else None) for k, v in found.items()}
 
