@@ -99,6 +99,13 @@ class State:
         with self.tiers.shown(changed=changed, at_rest=at_rest) as masters:
             yield found | masters
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What updates the units that rest away from the device, by lane; nothing where none does."""
+        from fullshard.on_torch.away.update_kernels import update_kernels
+
+        return update_kernels(self.tiers) if self.tiers else {}
+
     def flush(self) -> None:
         """Wait until updates that still run beside training are done."""
         if self.tiers:

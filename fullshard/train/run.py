@@ -77,6 +77,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None) -> bool:
             metrics = checkpoints.metrics = open_metrics(directory if first else None, recipe, state.step)
             run = Run(prepared, state, metrics, bar, signals, checkpoints)
             run.restore(found, expected)
+            run.tell_kernels()
             _train_on(run)
             ended = state.step == recipe.steps
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
@@ -132,6 +133,15 @@ class Run:
             assert found.cursor is not None
             self.source.cursor = found.cursor
         self.steps = iter(self.source)
+
+    def tell_kernels(self) -> None:
+        """Which kernels update state that rests away from the device; aloud where something is missing."""
+        found = self.state.kernels
+        if found:
+            self.metrics.write(event="kernels", step=self.state.step, **found)
+        for lane, text in found.items():
+            if text.startswith("torch: "):
+                self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
 
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""
