@@ -4,9 +4,12 @@
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from fullshard.errors import door
 
 
+@runtime_checkable
 class Saveable(Protocol):
     """What an engine's state can do."""
 
@@ -15,6 +18,7 @@ class Saveable(Protocol):
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any: ...
 
 
+@door("checkpoint.save('run/checkpoints', state)", shelf=(str, Path), state=Saveable)
 def save(shelf: str | Path, state: Saveable, **about: Any) -> str:
     """Write a checkpoint of `state` into the directory `shelf`, named after its step; where it lies. Collective.
 
@@ -25,6 +29,7 @@ def save(shelf: str | Path, state: Saveable, **about: Any) -> str:
     return state.save_checkpoint(shelf, **about)
 
 
+@door("checkpoint.load('run/checkpoints', state)", where=(str, Path), state=Saveable)
 def load(where: str | Path, state: Saveable, **options: Any) -> Any:
     """Fill `state` from a checkpoint, or from the newest of a shelf; its `Manifest`. Collective.
 

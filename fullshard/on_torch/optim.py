@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, a_kind, nearest
 from fullshard.on_torch.private import cut_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
@@ -18,11 +18,6 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
 
     Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
     """
-    if not isinstance(spec, Adam | SGD | TorchOptimizer):
-        raise FullshardError(
-            "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
-            f"not {type(spec).__name__}"
-        )
     grouped: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
@@ -45,8 +40,13 @@ UNFIT |= dict.fromkeys(("Muon", "Adafactor"), "it works on whole matrices, and a
 UNFIT["Rprop"] = "it writes through masks, which torch cannot do on shards"
 
 
-def refuse_optimizer(spec: Optimizer) -> None:
+def refuse_optimizer(spec: Optimizer | None) -> None:
     """Raise where torch has no such optimizer, or it does not take these options."""
+    if spec is not None and not isinstance(spec, Adam | SGD | TorchOptimizer):
+        raise FullshardError(
+            "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
+            f"not {a_kind(spec)}; for one of your own, leave it out, and write state.optimizer = yours after shard()"
+        )
     if isinstance(spec, TorchOptimizer):
         named_optimizer(spec, [{"params": [nn.Parameter(torch.zeros(1))]}])
 

@@ -57,6 +57,7 @@ class State:
     activations: Activations | None = None  # those that rest away from the device, if any do
     held: int | None = None  # bytes at rest after the first step: they do not change after it
     tiers: Tiered | None = None  # units whose state or parameters rest away from the device
+    drawn: dict[str, int] = field(default_factory=dict)  # checksums of frozen parameters that nobody has loaded
     stepping: bool = False  # inside `train_step`, which counts its step itself
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -136,9 +137,7 @@ class State:
         }
 
 
-def _count(
-    found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """After a step of the optimizer: one that the caller made counts."""
     state = found()
     if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):

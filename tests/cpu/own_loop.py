@@ -296,10 +296,14 @@ def refusals(case: Case) -> dict[str, str]:
             "shape": lambda: state.optimizer.load_state_dict(_cut(state.optimizer.state_dict())),
         }
         found = {name: sentence(call) for name, call in said.items()}
-        model = state.model
-        del state
-        gc.collect()
-        return found | {"gone": sentence(lambda: model(torch.zeros(1, 4, dtype=torch.long)))}
+        return found | {"gone": sentence(lambda: outlived(case, disk)(torch.zeros(1, 4, dtype=torch.long)))}
+
+
+def outlived(case: Case, disk: str) -> torch.nn.Module:
+    """A model whose state nobody holds."""
+    model = homes.make(case, disk).model
+    gc.collect()
+    return model
 
 
 def _cut(found: dict[str, Any]) -> dict[str, Any]:

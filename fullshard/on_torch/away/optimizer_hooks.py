@@ -66,7 +66,7 @@ def _add_moments(tiers: Tiered, optimizer: torch.optim.Optimizer, found: dict[st
     tiers.flush()
     refuse_copies(tiers, sum(a.moving for a in tiers.units) * tiers.rule.slots, "optimizer.state_dict()")
     places = {id(p): i for i, p in enumerate(_parameters(optimizer))}
-    state = {i: slot for i, slot in found["state"].items()}
+    state = dict(found["state"])
     for away in tiers.units:
         for i, p in enumerate(away.params[: away.trained]):
             slot: Slot = {} if tiers.rule.kind == "sgd" else {"step": torch.tensor(float(tiers.steps[id(away)][i]))}

@@ -192,6 +192,6 @@ def find_kernel(device: torch.device, rule: Rule) -> tuple[ModuleType | None, st
 
 def _broken(error: Exception) -> FullshardError:
     return FullshardError(
-        f"the Triton kernel of the optimizer's update fails on this GPU ({type(error).__name__}: {first_line(error)}); report it, "
-        "and go on without Triton: pip uninstall triton"
+        f"the Triton kernel of the optimizer's update fails on this GPU ({type(error).__name__}: {first_line(error)}); report "
+        "it, and go on without Triton: pip uninstall triton"
     )

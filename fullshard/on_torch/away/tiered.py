@@ -54,7 +54,9 @@ class Tiered:
         resting: Resting,
         optimizer: torch.optim.Optimizer | None,
     ):
-        self.plan, self.device, self.rule, self.resting, self.optimizer = plan, device, resting.rule, resting, optimizer
+        self.plan, self.device, self.rule, self.resting = plan, device, resting.rule, resting
+        # It keeps this one alive, by its hooks: in a circle both would stay until somebody looks for circles.
+        self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
         self.units, self.groups = resting.units, resting.groups
         self.places = {id(p): (a, i) for a in self.units for i, p in enumerate(a.params)}
         self.dtype, self.master = gradient_dtype(plan), TORCH[plan.precision.master]
@@ -80,6 +82,10 @@ class Tiered:
         resting.watch(_weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
         self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.streamed.back, self.cores.crew, self.cores.post)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer()
 
     # -- made once -----------------------------------------------------------------------------------
 
