@@ -26,17 +26,18 @@ from fullshard.on_torch.away.bus import Bus
 from fullshard.on_torch.away.cores import Cores
 from fullshard.on_torch.away.crew import Crew
 from fullshard.on_torch.away.jobs import Go, Job
+from fullshard.on_torch.away.lane_memory import make_staging, make_trays, widen_trays
 from fullshard.on_torch.away.lanes import Lane
 from fullshard.on_torch.away.resting import Resting
 from fullshard.on_torch.away.share import update_threads
 from fullshard.on_torch.away.streamed import Streamed
 from fullshard.on_torch.away.streams import Moment, Stream
-from fullshard.on_torch.away.trays import Bench, Gradients, Slot, Tray, segment_views
+from fullshard.on_torch.away.trays import segment_views
 from fullshard.on_torch.away.units import Away, gradient_dtype, local
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
-from fullshard.pieces import DISK_SLOTS, TRAYS
+from fullshard.pieces import DISK_SLOTS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, room
@@ -91,41 +92,19 @@ class Tiered:
 
     def _lanes(self) -> None:
         pieces = [p for a in self.units for p in a.pieces]
-        largest = max((p.elements for p in pieces), default=0)
-        make = partial(torch.zeros, largest)
         ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
         if self.resting.spooled:  # a slot of the device holds one of the file's
             ring = min(ring, DISK_SLOTS)
         in_turn = self.resting.spooled is not None or self.plan.backlog is not None  # what came first makes room first
-        slots, bench = self._staging(ring, make)
+        slots, bench = make_staging(self.resting, ring)
         self.bus = bus = Bus.of(self.device)
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, bench, self.resting.emit, bus)
         self.gpu = Lane("stream", max(1, ring), streamed, in_turn=in_turn)
-        count = sum(p.lane == "cpu" for p in pieces)
-        compute = TORCH[self.plan.precision.compute]
-        trays = [
-            Tray(Gradients(self._pinned(largest, self.dtype)), self._pinned(largest, compute) if self.resting.sends else None)
-            for _ in range(min(TRAYS, count))
-        ]
+        trays = make_trays(self.resting, self.dtype)
         threads = update_threads()
         self.cores = cores = Cores(self.device, self.rule, self.resting, trays, self.resting.emit, bus, threads=threads)
         self.cpu = Lane("cores", cores.depth, cores, in_turn=in_turn)
         cores.failed, streamed.failed = self.cpu.fail, self.gpu.fail
-
-    def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
-        """Memory of the device for pieces that are streamed past it; none where no piece is."""
-        master, compute = self.master, TORCH[self.plan.precision.compute]
-        streamed = [p for a in self.units for p in a.pieces if p.lane == "gpu"]
-        first = master if any(p.paired or not p.packed for p in streamed) else torch.int16
-        apart = any(p.packed or p.away.unit.home.params != "device" for p in streamed if not p.paired)
-        memory = partial(make, device=self.device)
-        slots = [Slot([memory(dtype=t) for t in (first, *[master] * self.rule.slots)]) for _ in range(ring)]
-        gradient = memory(dtype=master) if ring else torch.empty(0)
-        wide = memory(dtype=master) if any(p.packed for p in streamed) else None
-        return slots, Bench(Gradients(gradient), wide, memory(dtype=compute) if apart else None)
-
-    def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
 
     def _hook(self) -> None:
         for away in self.units:
@@ -298,21 +277,13 @@ class Tiered:
             return
         self._open(eager=False, draining=False)
         self.resting.packed.pack()
-        if self.dtype != self.master and self.cores.trays[:1] and self.cores.trays[0].wide is None:
-            self._widen_trays()
+        if self.dtype != self.master:
+            widen_trays(self.cores.trays, self.resting)
         self._bring_first()
         for job in self.coming.values():
             job.wide = True
             self._take(job)
         self.update(factors, skip)
-
-    def _widen_trays(self) -> None:
-        """The caller's gradients may be sums, or scaled: the cores get them as they are."""
-        trays = self.cores.trays
-        nbytes = self.resting.largest * self.master.itemsize
-        self.tray_arena = Arena(room([nbytes] * len(trays)), self.device.type == "cuda", "gradients of the caller's own steps")
-        for tray in trays:
-            tray.wide = Gradients(self.tray_arena.take(nbytes).view(self.master))
 
     # -- gathers -----------------------------------------------------------------------------------------
 
