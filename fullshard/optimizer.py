@@ -3,10 +3,13 @@
 `decay_all = False` leaves parameters of one dim, norms and biases, without weight decay.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, expect_number
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,10 @@ class Adam:
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+        two = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        if not (two and all(isinstance(b, Real) and 0 <= b < 1 for b in self.betas)):
             raise FullshardError(f"optimizer.betas must be two numbers from 0 to below 1, not {self.betas!r}")
-        if not self.eps > 0:
-            raise FullshardError(f"optimizer.eps must be above 0, not {self.eps!r}")
+        expect_number("optimizer.eps", self.eps, zero=False)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check(self.lr, self.weight_decay)
+        expect_number("optimizer.momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise FullshardError(f"optimizer.momentum must be from 0 to below 1, not {self.momentum!r}")
         if self.nesterov and not self.momentum:
@@ -63,12 +67,16 @@ class TorchOptimizer:
 
     def __post_init__(self) -> None:
         _check(self.lr, 0.0)
+        if not isinstance(self.name, str):
+            raise FullshardError(f"optimizer.name must be the name of one of torch.optim, such as 'RAdam', not {self.name!r}")
+        for name, value in self.options:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise FullshardError(f"optimizer.options.{name} must be finite, not {value!r}")
 
 
 Optimizer = Adam | AdamW | SGD | TorchOptimizer
 
 
 def _check(lr: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise FullshardError(f"optimizer.{name} must be a number of at least 0, not {value!r}")
+    expect_number("optimizer.lr", lr)
+    expect_number("optimizer.weight_decay", weight_decay)

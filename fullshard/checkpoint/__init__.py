@@ -4,9 +4,12 @@
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from fullshard.errors import checked_call
 
 
+@runtime_checkable
 class Saveable(Protocol):
     """What an engine's state can do."""
 
@@ -15,15 +18,18 @@ class Saveable(Protocol):
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any: ...
 
 
+@checked_call("checkpoint.save('run/checkpoints', state)", shelf=(str, Path), state=Saveable)
 def save(shelf: str | Path, state: Saveable, **about: Any) -> str:
     """Write a checkpoint of `state` into the directory `shelf`, named after its step; where it lies. Collective.
 
     Returns when the checkpoint is whole and durable. `about`: `cursor` (samples taken of the data), `recipe`, `extra`
-    (a JSON table of your own), `metrics` (numbers that retention may rank by).
+    (a JSON table of your own), `metrics` (numbers that retention may rank by), `overwrite` (replace another state of the
+    same step, which is refused otherwise).
     """
     return state.save_checkpoint(shelf, **about)
 
 
+@checked_call("checkpoint.load('run/checkpoints', state)", where=(str, Path), state=Saveable)
 def load(where: str | Path, state: Saveable, **options: Any) -> Any:
     """Fill `state` from a checkpoint, or from the newest of a shelf; its `Manifest`. Collective.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.batch_checks import first_batch_fault
 from fullshard.on_torch.chunked import chunked_loss
 from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import not_numbers, refuse_unset
@@ -28,10 +29,12 @@ class CheckError(FullshardError):
 def before_first_step(state: State, batches: list[Batch], loss: LossFunction) -> None:
     """Everything that can be seen before the first forward."""
     free_gathered(state.model)  # a forward of the caller's own may have left units whole
+    refuse_anywhere(first_batch_fault(state.model, batches, loss))
     check_sharding(state)
     with state.values() as values:
         refuse_unset_anywhere(not_numbers({**values, **dict(state.model.named_buffers())}))
         check_copies_agree(state, values)
+        check_drawn(state, values)
     check_optimizer_references(state)
     check_data(state, batches)
     check_loss_is_a_sum(state, batches, loss)
@@ -74,6 +77,34 @@ def _whole(p: DTensor) -> bool:
 def refuse_unset_anywhere(names: list[str]) -> None:
     """As `refuse_unset`, for what any rank found."""
     refuse_unset(sorted({name for found in _gather(names) for name in found}))
+
+
+def refuse_anywhere(fault: str | None) -> None:
+    """Raise on all ranks what the first of those says that found something."""
+    for said in _gather(fault):
+        if said is not None:
+            raise CheckError(said)
+
+
+def remember_drawn(state: State, names: list[str]) -> None:
+    """Where more is frozen at random values than is trained, as under adapters whose base nobody loaded: what it looks like,
+    so that the first step can tell whether it was loaded since."""
+    sizes = {n: p.numel() for n, p in state.model.named_parameters()}
+    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+    if trained and sum(sizes[n] for n in names) > trained:
+        with state.values() as values:
+            state.drawn = {n: _checksum(values[n]) for n in names}
+
+
+def check_drawn(state: State, values: dict[str, Tensor]) -> None:
+    """What is frozen was loaded from somewhere."""
+    drawn, state.drawn = state.drawn, {}
+    if drawn and not any(_gather(any(_checksum(values[n]) != checksum for n, checksum in drawn.items()))):
+        raise CheckError(
+            f"{next(iter(drawn))}{_more(list(drawn))} is frozen at random values, and the rest is trained on top of them: load "
+            "the base model (shard(..., weights=DIRECTORY), or model.weights in a recipe), or pass first_step_checks=False if "
+            "that is meant"
+        )
 
 
 def check_values_agree(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from fullshard.description import Description, Kind, Tensor, UnitDescription
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, checked_call, nearest
 from fullshard.on_torch.dtypes import word
 from fullshard.on_torch.tracing.costs import costs
 from fullshard.plan import DType
@@ -20,6 +20,7 @@ from fullshard.text import spans
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+@checked_call("describe(model), with a torch.nn.Module", model=nn.Module)
 def describe(
     model: nn.Module,
     *,

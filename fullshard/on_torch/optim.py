@@ -1,13 +1,13 @@
 """Optimizers over shards, and the one global gradient norm."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, a_kind, nearest
 from fullshard.on_torch.private import cut_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
@@ -18,11 +18,6 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
 
     Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
     """
-    if not isinstance(spec, Adam | SGD | TorchOptimizer):
-        raise FullshardError(
-            "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
-            f"not {type(spec).__name__}"
-        )
     grouped: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
@@ -45,8 +40,13 @@ UNFIT |= dict.fromkeys(("Muon", "Adafactor"), "it works on whole matrices, and a
 UNFIT["Rprop"] = "it writes through masks, which torch cannot do on shards"
 
 
-def refuse_optimizer(spec: Optimizer) -> None:
+def refuse_optimizer(spec: Optimizer | None) -> None:
     """Raise where torch has no such optimizer, or it does not take these options."""
+    if spec is not None and not isinstance(spec, Adam | SGD | TorchOptimizer):
+        raise FullshardError(
+            "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
+            f"not {a_kind(spec)}; for one of your own, leave it out, and write state.optimizer = yours after shard()"
+        )
     if isinstance(spec, TorchOptimizer):
         named_optimizer(spec, [{"params": [nn.Parameter(torch.zeros(1))]}])
 
@@ -74,8 +74,15 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]  # else the next step, maybe the caller's own, would obey it
     elif not bool(skip):
         optimizer.step()
+
+
+def makes_slots(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step is one by which DCP makes an optimizer's slots: of zero gradients, with a learning rate of nothing, and
+    spelled `step(closure=None)`. It trains nothing and counts for nothing."""
+    return "closure" in kwargs and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:

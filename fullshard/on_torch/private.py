@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import _C, Tensor, _foreach_copy_, dtype, empty, ones_like
+from torch import _C, Tensor, _foreach_copy_, dtype, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -36,6 +36,7 @@ __all__ = [
     "inner",
     "keep_reductions_off_the_bus",
     "one_of",
+    "persistent_buffers",
     "run_backward",
     "same_cut",
     "saving",
@@ -134,6 +135,16 @@ def same_cut(like: DTensor, part: Tensor) -> DTensor:
     return DTensor(part, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that a state dict has."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 class GatherGroup:
     """FSDP's group of the parameters of one unit, as far as homes need it."""
 
@@ -165,11 +176,12 @@ class GatherGroup:
         group.unshard, group.wait_for_unshard = issue, copy_out
 
     def adopt(self) -> None:
-        """Take the modules' parameters as they are now for the shards. FSDP does it when it first runs; by then the memory
-        of shards that rest elsewhere is gone."""
+        """Take the modules' parameters as they are now for the shards, for good. FSDP does it when it first runs and after
+        `load_state_dict`; by then the memory of shards that rest elsewhere is gone."""
         for p in self.group.fsdp_params:
             p.reset_sharded_param()
             p._init_extensions()
+            p.reset_sharded_param = _nothing
         self.group._reset_sharded_params = True
 
     def hold_gathers(self, event: Any) -> None:
@@ -183,6 +195,10 @@ class GatherGroup:
     def buffers(self) -> list[tuple[Any, Tensor]]:
         """(parameter, the flat padded memory that its shard is gathered from)."""
         return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]
+
+
+def _nothing() -> None:
+    pass
 
 
 def gather_group(module: FSDPModule) -> GatherGroup | None:

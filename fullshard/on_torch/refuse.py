@@ -40,6 +40,18 @@ def refuse(
         raise FullshardError("compile = true has no effect: no unit of this plan is a single block; set compile = false")
 
 
+def refuse_device(device: str | None) -> None:
+    """Raise for a kind of device that there is none of, or that this engine does not know."""
+    if device not in (None, "cpu", "cuda"):
+        raise FullshardError(
+            f"shard: device = {device!r} is unknown; write 'cuda' or 'cpu': which of several GPUs is the rank's own"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise FullshardError(
+            "shard: device = 'cuda', but this process sees no GPU that torch can use; leave it out, or write 'cpu'"
+        )
+
+
 def _refuse_unknown_modules(unit: Unit, paths: list[str]) -> None:
     for path in unit.modules:
         if path not in paths:

@@ -5,21 +5,25 @@ initialise, optimizer.
 """
 
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fullshard.errors import checked_call
 from fullshard.on_torch import checks
 from fullshard.on_torch.away.activations import spill_activations
+from fullshard.on_torch.away.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.away.resting import make_resting
+from fullshard.on_torch.away.state_dict_hooks import hook_model
 from fullshard.on_torch.away.tiered import Tiered
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.initialize import Initializer, materialize
-from fullshard.on_torch.optim import make_optimizer
+from fullshard.on_torch.optim import make_optimizer, refuse_optimizer
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
-from fullshard.on_torch.refuse import refuse
+from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
@@ -28,6 +32,7 @@ from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
 
+@checked_call("shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))", model=nn.Module, plan=Plan, device=(str, NoneType))
 def shard(
     model: nn.Module,
     plan: Plan,
@@ -49,6 +54,8 @@ def shard(
     disk. `cpu_share`: of the updates of state that rests away, those that the CPU's cores do, where the plan does not
     say; measured if neither does.
     """
+    refuse_device(device)
+    refuse_optimizer(optimizer)
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
     source = Weights(model, weights) if weights is not None else None
@@ -66,6 +73,7 @@ def shard(
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
     resting = make_resting(model, plan, units, where, optimizer, disk, cpu_share)
+    drawn = frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], resting.elsewhere() if resting else {}
     checks.refuse_unset_anywhere(materialize(model, paths, where, seed, init, source, elsewhere))
     lockstep_generate(model)
@@ -76,7 +84,17 @@ def shard(
     tiers = Tiered(plan, where, resting, made) if resting else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     state.activations, state.tiers = activations, tiers
+    if tiers is not None and made is not None:
+        hook_optimizer(tiers, made)
+        hook_model(tiers, model)
+    checks.remember_drawn(state, drawn)
     return state
+
+
+def frozen_on_meta(model: nn.Module, source: Weights | None) -> list[str]:
+    """The frozen parameters that are about to be drawn at random: no file has them."""
+    read = {id(t) for t in source.tensors(model)} if source else set()
+    return [n for n, p in model.named_parameters() if p.is_meta and not p.requires_grad and id(p) not in read]
 
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:

@@ -1,8 +1,10 @@
 """What a run carries from step to step."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fullshard.errors import FullshardError
 from fullshard.on_torch.away.activations import Activations
 from fullshard.on_torch.away.tiered import Tiered
+from fullshard.on_torch.optim import makes_slots
 from fullshard.on_torch.ranks import Meshes
 from fullshard.plan import Plan
 
@@ -53,6 +57,30 @@ class State:
     activations: Activations | None = None  # those that rest away from the device, if any do
     held: int | None = None  # bytes at rest after the first step: they do not change after it
     tiers: Tiered | None = None  # units whose state or parameters rest away from the device
+    drawn: dict[str, int] = field(default_factory=dict)  # checksums of frozen parameters that nobody has loaded
+    stepping: bool = False  # inside `train_step`, which counts its step itself
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An optimizer that is assigned, the caller's own too, is the state's from then on: its steps count."""
+        if name == "optimizer":
+            self._refuse_optimizer(value)
+            if "counting" in self.__dict__:
+                self.__dict__.pop("counting").remove()
+            if value is not None:
+                self.__dict__["counting"] = value.register_step_post_hook(partial(_count, weakref.ref(self)))
+        object.__setattr__(self, name, value)
+
+    def _refuse_optimizer(self, value: object) -> None:
+        if value is not None and not isinstance(value, torch.optim.Optimizer):
+            raise FullshardError(
+                f"state.optimizer is one of torch's, over state.parameters(), not a {type(value).__name__}; a "
+                "fullshard.AdamW goes to shard(model, plan, optimizer=...)"
+            )
+        if self.__dict__.get("tiers") is not None:
+            raise FullshardError(
+                "state.optimizer cannot be replaced while units rest away from the device, where it keeps their masters; "
+                "change the settings in state.optimizer.param_groups, or call shard() with another optimizer"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -71,6 +99,13 @@ class State:
             return
         with self.tiers.shown(changed=changed, at_rest=at_rest) as masters:
             yield found | masters
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What updates the units that rest away from the device, by lane; nothing where none does."""
+        from fullshard.on_torch.away.update_kernels import update_kernels
+
+        return update_kernels(self.tiers) if self.tiers else {}
 
     def flush(self) -> None:
         """Wait until updates that still run beside training are done."""
@@ -100,6 +135,13 @@ class State:
             "optimizer": sum(_stored(t) for t in tensors),
             "buffers": sum(_stored(b) for b in self.model.buffers()),
         }
+
+
+def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """After a step of the optimizer: one that the caller made counts."""
+    state = found()
+    if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):
+        state.step += 1
 
 
 def _there(p: nn.Parameter) -> bool:

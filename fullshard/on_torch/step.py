@@ -1,14 +1,19 @@
 """One training step on shards: micro-batches in, updated parameters out."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
+from types import NoneType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, checked_call, expect_number
 from fullshard.on_torch import checks
+from fullshard.on_torch.batch_checks import on_device, refuse_batches
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
@@ -41,6 +46,10 @@ class StepResult:
         return self.clock.seconds()
 
 
+CALL = "train_step(state, [batch]), with a list of plan.batch.accumulate dicts of input_ids and labels"
+
+
+@checked_call(CALL, state=State, micro_batches=Sequence, loss=Callable, clip=(Real, NoneType), lr=(Real, NoneType))  # type: ignore[arg-type]
 def train_step(
     state: State,
     micro_batches: Sequence[HostBatch],
@@ -59,10 +68,31 @@ def train_step(
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
+    if clip is not None and clip != math.inf:
+        expect_number("train_step: clip", clip, zero=False)
+    if lr is not None:
+        expect_number("train_step: lr", lr)
     for group in state.optimizer.param_groups if lr is not None else []:
         group["lr"] = lr
-    batches = [_to_device(b, state) for b in micro_batches]
-    _refuse_shapes(batches, state)
+    batches = [on_device(b, state.device) for b in micro_batches]
+    refuse_batches(batches, state.plan, loss)
+    with _own_step(state):
+        return _train_step(state, batches, loss, clip, flags)
+
+
+@contextmanager
+def _own_step(state: State) -> Iterator[None]:
+    """Inside, the engine takes gradients and counts the step; after, also where it is given up, the caller may do so."""
+    state.stepping = True
+    try:
+        yield
+    finally:
+        state.stepping = False
+        if state.tiers:
+            state.tiers.end()
+
+
+def _train_step(state: State, batches: list[Batch], loss: LossFunction, clip: float | None, flags: Sequence[bool]) -> StepResult:
     first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)
@@ -91,6 +121,7 @@ def train_step(
     return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2:] > 0, clock)
 
 
+@checked_call("evaluate(state, [batch, ...]), with dicts of input_ids and labels", state=State, batches=Iterable)
 def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:
     """The mean loss over all tokens of all ranks' batches; ranks may have different numbers of them. Collective."""
     totals = torch.zeros(2, dtype=torch.float64, device=state.device)
@@ -104,7 +135,7 @@ def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction =
     last = batch
     with inference(state.model):
         while _how_many(batch is not None, state):
-            last = _to_device(batch or last, state)
+            last = on_device(batch or last, state.device)
             value = loss(state.model, last)  # a rank that has run out computes along, for nothing
             if batch is not None:
                 totals += torch.stack([value.double(), _count([last])])
@@ -179,25 +210,6 @@ def _update(
     return skipped
 
 
-def _to_device(batch: HostBatch, state: State) -> Batch:
-    return {k: torch.as_tensor(v).to(state.device, non_blocking=True) for k, v in batch.items()}
-
-
 def _count(batches: list[Batch]) -> Tensor:
     """Tokens with a label, as a tensor: no wait for the device."""
     return torch.stack([(b["labels"] != IGNORED).sum() for b in batches]).sum().double()
-
-
-def _refuse_shapes(batches: list[Batch], state: State) -> None:
-    planned = state.plan.batch
-    if len(batches) != planned.accumulate:
-        raise FullshardError(f"the plan accumulates {planned.accumulate} micro-batches a step, but {len(batches)} were given")
-    for batch in batches:
-        if "input_ids" not in batch or "labels" not in batch:
-            raise FullshardError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
-        rows, length = batch["input_ids"].shape[:2]
-        if rows != planned.micro_batch or length > planned.sequence:
-            raise FullshardError(
-                f"a batch of {rows} × {length} tokens does not fit the plan's {planned.micro_batch} × {planned.sequence}; "
-                "change the plan's batch"
-            )

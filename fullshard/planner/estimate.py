@@ -7,7 +7,7 @@ from typing import Any
 from fullshard.cluster import Cluster
 from fullshard.costs import evaluate
 from fullshard.description import Description
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, checked_call
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.homes import slots_of
@@ -73,6 +73,16 @@ class Estimate:
         return "\n\n".join(part for part in (_memory_table(self), _time_table(self), _summary(self)) if part)
 
 
+def refuse_uncosted(description: Description) -> None:
+    """Raise for a description of which nobody has asked what computing it costs."""
+    if description.costs is None:
+        raise FullshardError(
+            "this description has no costs, which a plan is chosen by; "
+            "write on_torch.describe(model, micro_batch=1, sequence=4096)"
+        )
+
+
+@checked_call("estimate(plan, description, cluster)", plan=Plan, description=Description, cluster=Cluster)
 def estimate(
     plan: Plan,
     description: Description,
@@ -87,6 +97,7 @@ def estimate(
 ) -> Estimate:
     """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has. `clip`: whether gradients
     are clipped, for which updates wait. `peak`: what was predicted of the plan already."""
+    refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     with_allocator = reserved and cluster.device.kind == "cuda"

@@ -15,13 +15,21 @@ from typing import Any
 
 from fullshard.cluster import Cluster
 from fullshard.description import Description
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, checked_call
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.pieces import BACKLOG
 from fullshard.plan import Batch, Plan, Prefetch
 from fullshard.planner.candidates import Family, Wanted, precision_of, refuse_idle_backlog, want
 from fullshard.planner.contest import Candidate, Contest
-from fullshard.planner.estimate import CAUSES, Estimate, available, cores_share, disk_available, host_available
+from fullshard.planner.estimate import (
+    CAUSES,
+    Estimate,
+    available,
+    cores_share,
+    disk_available,
+    host_available,
+    refuse_uncosted,
+)
 from fullshard.planner.home_words import home_words
 from fullshard.planner.homes import waits_for_norm
 from fullshard.planner.homing import Ladder, lowest, settle
@@ -66,6 +74,10 @@ Final = tuple[Candidate, Estimate]
 Change = tuple[str, Wanted, Plan]  # in words; what is wanted then; the leanest plan of that
 
 
+CALL = "find_plan(on_torch.describe(model, micro_batch=1, sequence=4096), Cluster.load('8xh200'))"
+
+
+@checked_call(CALL, description=Description, cluster=Cluster)
 def find_plan(
     description: Description,
     cluster: Cluster,
@@ -86,6 +98,7 @@ def find_plan(
     gradients are clipped; `disk`: whether anything may go there if nothing else fits.
     """
     began = time.perf_counter()
+    refuse_uncosted(description)
     wanted = want(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     wanted = replace(wanted, clip=clip, disk=disk)
     refuse_idle_backlog(wanted)

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from fullshard.errors import FullshardError, checked_call
+
 if TYPE_CHECKING:  # the engine is the caller's: this module imports no torch of its own
     from fullshard.on_torch import State, StepResult
     from fullshard.on_torch.loss import LossFunction
 
 
+@checked_call("fullshard.train(state, batches, steps=1000), where batches gives a list of dicts a step", steps=int)
 def train(
     state: "State",
     batches: "Iterable[list[dict]]",
@@ -23,7 +26,6 @@ def train(
     is the learning rate of step 0, 1, …. The result's tensors are still on the device: reading one waits for
     the step.
     """
-    from fullshard.errors import FullshardError
     from fullshard.on_torch import summed_loss, train_step
 
     source = iter(batches)

@@ -86,6 +86,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
             for key, old, new in checkpoints.changes:
                 metrics.write(event="recipe changed", step=state.step, key=key, old=old, new=new)
                 bar.say(f"changed since the checkpoint: {key} {old} → {new}")
+            run.tell_kernels()
             _train_on(run)
             ended = state.step == recipe.steps
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
@@ -149,6 +150,15 @@ class Run:
             assert found.cursor is not None
             self.source.cursor = found.cursor
         self.steps = iter(self.source)
+
+    def tell_kernels(self) -> None:
+        """Which kernels update state that rests away from the device; aloud where something is missing."""
+        found = self.state.kernels
+        if found:
+            self.metrics.write(event="kernels", step=self.state.step, **found)
+        for lane, text in found.items():
+            if text.startswith("torch: "):
+                self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
 
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""

@@ -54,7 +54,8 @@ def start(case: Case, *, host: bool) -> on_torch.State:
     )
     plan = plan.change(case.blocks, home=HOST) if host else plan
     # Plain descent: parameters equal to the bit after a step had gradients equal to the bit in it.
-    return on_torch.shard(model, plan, fs.SGD(lr=0.1), seed=7, device=parity.DEVICE)
+    checks = parity.checked(model)
+    return on_torch.shard(model, plan, fs.SGD(lr=0.1), seed=7, device=parity.DEVICE, first_step_checks=checks)
 
 
 def batches(state: on_torch.State, step: int, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:

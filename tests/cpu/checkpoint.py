@@ -35,7 +35,7 @@ def make_state(strategy: str = "zero3", kind: str = "plain", seed: int = 3, opti
     else:
         choices |= {"devices": world}
     plan = fs.strategy(strategy, description, batch=fs.Batch(2, parity.LENGTH), **choices)
-    return on_torch.shard(model, plan, optimizer or fs.AdamW(lr=1e-2), seed=seed)
+    return on_torch.shard(model, plan, optimizer or fs.AdamW(lr=1e-2), seed=seed, first_step_checks=parity.checked(model))
 
 
 def batch(state, step: int) -> dict[str, torch.Tensor]:

@@ -76,7 +76,7 @@ def make(case: Case, disk: str) -> on_torch.State:
         home = case.homes[i % len(case.homes)]
         block = unit.name.startswith(("model.layers", "transformer.h", "blocks"))
         plan = plan.change(unit.name, home=home if block else replace(home, activations="device"))
-    on_disk = any("disk" in (u.home.params, u.home.optimizer) for u in plan.units)
+    on_disk = any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units)
     away = any(u.home != replace(Home(), activations=u.home.activations) for u in plan.units)
     share = case.share if away else None
     plan = replace(plan, backlog=case.backlog)

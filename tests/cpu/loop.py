@@ -1,5 +1,7 @@
 """Runs inside the ranks: whole runs of small recipes, without the seconds that new processes take."""
 
+import contextlib
+import io
 import os
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.on_torch.away import one_pass
 from fullshard.on_torch.loss import summed_loss
 from fullshard.train.prepare import prepare
 from fullshard.train.recipe import load_recipe
@@ -24,6 +27,21 @@ def run(directory: str, overrides: list[str], name: str) -> None:
 def run_offline(*args) -> None:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     run(*args)
+
+
+def without_a_compiler(directory: str, overrides: list[str], name: str) -> str:
+    """What the run prints, on one line."""
+    before, printed = dict(os.environ), io.StringIO()
+    os.environ |= {"CC": "no-such-compiler", "XDG_CACHE_HOME": f"{directory}/cache"}
+    one_pass.built.cache_clear()
+    try:
+        with contextlib.redirect_stderr(printed):
+            run(directory, overrides, name)
+    finally:
+        os.environ.clear()
+        os.environ |= before
+        one_pass.built.cache_clear()
+    return " ".join(printed.getvalue().split())
 
 
 def batches(seed: int, count: int = 1) -> list[dict]:

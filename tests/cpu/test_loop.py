@@ -103,6 +103,18 @@ def test_numbers_of_a_step(here, ranks):
         assert line["memory_allocated"] > 0
 
 
+def test_a_run_says_once_which_kernels_update_state_elsewhere(here, ranks):
+    options = ["train.steps=2", "home.optimizer=host", "plan.compute=bf16"]
+    printed = ranks(1).run(loop.without_a_compiler, str(here), options, "kernels")[0]
+    events = [m for m in metrics(here / "runs/kernels") if "event" in m]
+    said = "there is no C compiler (no-such-compiler)"
+    gpu = "torch (Triton's kernel is for packed state on a GPU)"
+    assert [e for e in events if e["event"] == "kernels"] == [
+        {"event": "kernels", "step": 0, "cpu_update": f"torch: {said}", "gpu_update": gpu}
+    ]
+    assert printed.count(f"CPU updates run on torch's slower kernels: {said}") == 1
+
+
 def test_a_resumed_run_goes_on_in_the_same_log(here, ranks):
     """Weights & Biases, offline: one id. TensorBoard: each step once, what was logged after the checkpoint but once too."""
     options = ["train.steps=4", "checkpoint.every=2", "log.wandb=fullshard-test", "log.tensorboard=true"]

@@ -42,8 +42,8 @@ def prefetch_order(depth: int) -> tuple[list[str], list[str]]:
     )
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3))
     draw = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(0, parity.VOCAB, (1, parity.LENGTH), generator=draw)
-    on_torch.train_step(state, [{"input_ids": ids, "labels": ids}])
+    ids = torch.randint(0, parity.VOCAB, (1, parity.LENGTH + 1), generator=draw)
+    on_torch.train_step(state, [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}])
     events: list[str] = []
     for i, layer in enumerate(state.model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, i=i: events.append(f"forward {i}"))

@@ -52,8 +52,9 @@ class Cores:
         tray.idle.clear()
         tray.sent.wait()
         if piece.number not in job.drained:
-            tray.filled = self.bus.down.send(*job.copies(piece, tray.gradients.of(piece)), job.ready)
-            self.bus.moved_down += piece.elements * tray.gradients.memory.itemsize
+            gradients = tray.of(wide=job.wide)
+            tray.filled = self.bus.down.send(*job.copies(piece, gradients.of(piece)), job.ready)
+            self.bus.moved_down += piece.elements * gradients.memory.itemsize
             job.read()
         return tray
 
@@ -64,7 +65,7 @@ class Cores:
             self.store.close(piece, None)
             tray.idle.set()
             return DONE
-        gradient, filled = job.drained.get(piece.number, (tray.gradients.memory, tray.filled))
+        gradient, filled = job.drained.get(piece.number, (tray.of(wide=job.wide).memory, tray.filled))
         for moment in (filled, there):
             moment.wait()
         rounded = resting[3] if piece.paired else tray.rounded if piece.away.unit.home.params == "device" else None

@@ -63,6 +63,7 @@ class Job:
     had: list[bool] = field(default_factory=list)  # whether there was a gradient, by parameter
     counted: bool = False
     readers: tuple[Stream, ...] = ()  # that the gradients are read on
+    wide: bool = False  # gradients come in the master's dtype: a step of the caller's own
     unread: int = 0  # pieces whose gradients are to be read from the device
     dropped: threading.Event = field(default_factory=threading.Event)  # the gradients, after the last was queued to be read
     free: list[Moment] = field(default_factory=list)  # when their memory is there for others

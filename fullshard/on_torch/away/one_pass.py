@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import first_line
 from fullshard.on_torch.away.packing import pack, unpack
 from fullshard.on_torch.away.rule import Rule, apply_rule
 
+KINDS = {torch.float32: "from_fp32", torch.bfloat16: "from_bf16"}  # of gradients
 SOURCE = Path(__file__).with_name("update.c")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 CHUNK = 1 << 20  # elements of a call to torch: milliseconds
@@ -113,30 +116,62 @@ def _fitting(
     rule: Rule, state: Sequence[Tensor], gradient: Tensor, rounded: Tensor | None, factors: Sequence[float]
 ) -> Callable[..., None] | None:
     """The compiled function for these, if there is one."""
-    kinds = {torch.float32: "from_fp32", torch.bfloat16: "from_bf16"}
-    narrow = rounded is None or rounded.dtype is torch.bfloat16
     packed = state[0].dtype is torch.int16
-    adam = rule.kind in ("adamw", "adam") and all(t.dtype is torch.float32 for t in state[packed:])
-    if not (adam and narrow and gradient.dtype in kinds and len(factors) <= 2) or library() is None:
+    dtypes = [t.dtype for t in state[packed:]], gradient.dtype, rounded.dtype if rounded is not None else None
+    if unfit(rule, *dtypes) or len(factors) > 2 or library() is None:
         return None
-    return getattr(library(), kinds[gradient.dtype] + ("_packed" if packed else "" if rounded is None else "_rounded"))
+    return getattr(library(), KINDS[gradient.dtype] + ("_packed" if packed else "" if rounded is None else "_rounded"))
+
+
+def unfit(rule: Rule, state: Iterable[torch.dtype], gradient: torch.dtype, rounded: torch.dtype | None) -> str:
+    """What update.c has no function for, if anything."""
+    if rule.kind not in ("adamw", "adam"):
+        return rule.kind
+    odd = [d for d in state if d is not torch.float32] + [d for d in (gradient,) if d not in KINDS]
+    odd += [d for d in (rounded,) if d not in (None, torch.bfloat16)]
+    return str(odd[0])[6:] if odd else ""
+
+
+@dataclass(frozen=True)
+class Built:
+    """update.c as a library, or why there is none."""
+
+    library: ctypes.CDLL | None
+    why: str = ""
 
 
 @cache
+def built() -> Built:
+    return build()
+
+
 def library() -> ctypes.CDLL | None:
-    """update.c, compiled for this machine, from a folder of the user's; None where that does not work."""
+    """update.c, compiled for this machine; None where that does not work."""
+    return built().library
+
+
+def build() -> Built:
+    """Compile update.c for this machine, into a folder of the user's, unless it is there."""
     try:
         source, machine = SOURCE.read_bytes(), _machine()
         if not FUSES & set(machine.split()):
-            return None
+            return Built(None, "this CPU does not multiply and add with one rounding")
         key = hashlib.sha256(source + machine + " ".join(FLAGS).encode()).hexdigest()[:24]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fullshard"
         found = folder / f"update-{key}.so"
         if not found.exists():
             _compile(found)
-        return _declared(ctypes.CDLL(str(found)))
-    except (OSError, RuntimeError, subprocess.SubprocessError):
-        return None
+        return Built(_declared(ctypes.CDLL(str(found))))
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return Built(None, f"{_compiler()} cannot compile update.c: {said[0]}")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        missing = isinstance(error, FileNotFoundError) and error.filename == _compiler()
+        return Built(None, f"there is no C compiler ({_compiler()})" if missing else first_line(error))
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
 
 
 def _machine() -> bytes:
@@ -150,7 +185,7 @@ def _compile(target: Path) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        call = [os.environ.get("CC") or "cc", *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+        call = [_compiler(), *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
         subprocess.run(call, check=True, capture_output=True, timeout=SECONDS)
         made.replace(target)
 

@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Callable
+from functools import cache
+from subprocess import SubprocessError
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from fullshard.errors import FullshardError, first_line
 from fullshard.on_torch.away.bus import Bus
 from fullshard.on_torch.away.crew import Crew
 from fullshard.on_torch.away.jobs import Job
@@ -160,13 +163,34 @@ class Streamed:
 
 
 def one_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
+    """The module of that name, where it can be used."""
+    return find_kernel(device, rule)[0]
+
+
+@cache
+def find_kernel(device: torch.device, rule: Rule) -> tuple[ModuleType | None, str]:
     """The module of that name, where there is Triton, it finds what it needs to compile a kernel for this device, and that
-    gives the bits that torch's kernels give."""
+    gives the bits that torch's kernels give; or why not. What else goes wrong is a fault, and is told."""
     if device.type != "cuda" or rule.kind not in ("adamw", "adam"):
-        return None
+        return None, "it has none for this device" if device.type != "cuda" else f"it has none for {rule.kind}"
     try:
         from fullshard.on_torch.away import one_kernel as found
 
-        return found if found.agrees(rule, device) else None
-    except Exception:  # as many as there are machines without a compiler; torch's kernels do it
-        return None
+        return (found, "") if found.agrees(rule, device) else (None, "Triton's differs from torch's on this GPU")
+    except ImportError as error:
+        return None, f"Triton cannot be imported ({first_line(error)})"
+    except (OSError, SubprocessError) as error:
+        return None, f"Triton finds no compiler that works ({first_line(error)})"
+    except RuntimeError as error:
+        if "C compiler" in str(error):
+            return None, f"Triton finds no compiler that works ({first_line(error)})"
+        raise _broken(error) from error
+    except Exception as error:
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> FullshardError:
+    return FullshardError(
+        f"the Triton kernel of the optimizer's update fails on this GPU ({type(error).__name__}: {first_line(error)}); report "
+        "it, and go on without Triton: pip uninstall triton"
+    )

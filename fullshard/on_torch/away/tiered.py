@@ -4,6 +4,9 @@ Without clipping a unit is updated as soon as its gradient is reduced; backward 
 to wait for that. With clipping (or a loss scale) all wait for the global norm; until then the CPU's share of the gradients
 drains to the host and the first pieces of state come up. Either way the next gather of a unit waits for that unit's own
 update and for nothing else.
+
+All this is the engine's own step, between `begin` and `update`. Outside of it, gradients stay in `.grad`, in the master's
+dtype as on the device, until the caller's `optimizer.step()` (`optimizer_hooks`) hands them over with `update_from_grad`.
 """
 
 import weakref
@@ -23,17 +26,18 @@ from fullshard.on_torch.away.bus import Bus
 from fullshard.on_torch.away.cores import Cores
 from fullshard.on_torch.away.crew import Crew
 from fullshard.on_torch.away.jobs import Go, Job
+from fullshard.on_torch.away.lane_memory import make_staging, make_trays, widen_trays
 from fullshard.on_torch.away.lanes import Lane
 from fullshard.on_torch.away.resting import Resting
 from fullshard.on_torch.away.share import update_threads
 from fullshard.on_torch.away.streamed import Streamed
 from fullshard.on_torch.away.streams import Moment, Stream
-from fullshard.on_torch.away.trays import Bench, Gradients, Slot, Tray, segment_views
+from fullshard.on_torch.away.trays import segment_views
 from fullshard.on_torch.away.units import Away, gradient_dtype, local
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.optim import copies_of
 from fullshard.on_torch.private import keep_reductions_off_the_bus
-from fullshard.pieces import DISK_SLOTS, TRAYS
+from fullshard.pieces import DISK_SLOTS
 from fullshard.pieces import Lane as LaneName
 from fullshard.plan import Plan
 from fullshard.tiers.host import Arena, room
@@ -42,7 +46,7 @@ AHEAD = 3  # gathers: enough to keep the device busy
 
 
 class Tiered:
-    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done` and `update`."""
+    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done`, `update` and `end`."""
 
     def __init__(
         self,
@@ -51,14 +55,16 @@ class Tiered:
         resting: Resting,
         optimizer: torch.optim.Optimizer | None,
     ):
-        self.plan, self.device, self.rule, self.resting, self.optimizer = plan, device, resting.rule, resting, optimizer
+        self.plan, self.device, self.rule, self.resting = plan, device, resting.rule, resting
+        # It keeps this one alive, by its hooks: in a circle both would stay until somebody looks for circles.
+        self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
         self.units, self.groups = resting.units, resting.groups
-        self.held = {id(p) for a in self.units for p in a.params}
-        self.dtype = gradient_dtype(plan)
+        self.places = {id(p): (a, i) for a in self.units for i, p in enumerate(a.params)}
+        self.dtype, self.master = gradient_dtype(plan), TORCH[plan.precision.master]
         self.steps = {id(a): [0] * a.trained for a in self.units}
         self.jobs: dict[int, Job] = {}  # the last one of each unit
         self.coming: dict[int, Job] = {}  # those that wait for the norm
-        self.eager = self.draining = self.last = False
+        self.in_step = self.eager = self.draining = self.last = False
         self.go, self.backlog = Go(), Backlog(plan.backlog)
         self.norms: dict[int, Tensor] = {}  # of this rank's gradients, by parameter
         self.received: dict[str, list[Tensor]] = {}  # the same, by unit
@@ -78,71 +84,63 @@ class Tiered:
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
         self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.streamed.back, self.cores.crew, self.cores.post)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer()
+
     # -- made once -----------------------------------------------------------------------------------
 
     def _lanes(self) -> None:
         pieces = [p for a in self.units for p in a.pieces]
-        largest = max((p.elements for p in pieces), default=0)
-        make = partial(torch.zeros, largest)
         ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
         if self.resting.spooled:  # a slot of the device holds one of the file's
             ring = min(ring, DISK_SLOTS)
         in_turn = self.resting.spooled is not None or self.plan.backlog is not None  # what came first makes room first
-        slots, bench = self._staging(ring, make)
+        slots, bench = make_staging(self.resting, ring)
         self.bus = bus = Bus.of(self.device)
         self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, bench, self.resting.emit, bus)
         self.gpu = Lane("stream", max(1, ring), streamed, in_turn=in_turn)
-        count = sum(p.lane == "cpu" for p in pieces)
-        compute = TORCH[self.plan.precision.compute]
-        trays = [
-            Tray(Gradients(self._pinned(largest, self.dtype)), self._pinned(largest, compute) if self.resting.sends else None)
-            for _ in range(min(TRAYS, count))
-        ]
+        trays = make_trays(self.resting, self.dtype)
         threads = update_threads()
         self.cores = cores = Cores(self.device, self.rule, self.resting, trays, self.resting.emit, bus, threads=threads)
         self.cpu = Lane("cores", cores.depth, cores, in_turn=in_turn)
         cores.failed, streamed.failed = self.cpu.fail, self.gpu.fail
 
-    def _staging(self, ring: int, make: Callable[..., Tensor]) -> tuple[list[Slot], Bench]:
-        """Memory of the device for pieces that are streamed past it; none where no piece is."""
-        master, compute = TORCH[self.plan.precision.master], TORCH[self.plan.precision.compute]
-        streamed = [p for a in self.units for p in a.pieces if p.lane == "gpu"]
-        first = master if any(p.paired or not p.packed for p in streamed) else torch.int16
-        apart = any(p.packed or p.away.unit.home.params != "device" for p in streamed if not p.paired)
-        memory = partial(make, device=self.device)
-        slots = [Slot([memory(dtype=t) for t in (first, *[master] * self.rule.slots)]) for _ in range(ring)]
-        gradient = memory(dtype=master) if ring else torch.empty(0)
-        wide = memory(dtype=master) if any(p.packed for p in streamed) else None
-        return slots, Bench(Gradients(gradient), wide, memory(dtype=compute) if apart else None)
-
-    def _pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return self.resting.arena.take(elements * dtype.itemsize).view(dtype)
-
     def _hook(self) -> None:
         for away in self.units:
             for i, p in enumerate(away.params[: away.trained]):
                 p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive, away), i))
-            doors = [_weakly(m, away) for m in (self._before_gather, self._at_copy, self._after_copy)]
+            needed = away.unit.home.params != "device"  # to gather at all
+            doors = [_weakly(m, away, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
             self.groups[away.unit.name].around_gather(*doors)
 
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin(self, *, eager: bool, draining: bool) -> None:
         """Before the first micro-batch. `eager`: update under backward."""
-        self._raise()
-        self._doubt()
-        self.go.drop()  # of a step that was given up in the middle, else long said
-        self.coming = {}
+        self._open(eager, draining)
         self.resting.begin()
         self.backlog.begin()
-        self.eager, self.draining, self.go = eager, draining, Go()
-        self.norms, self.received = {}, {}
-        groups = self.optimizer.param_groups if self.optimizer else []
-        self.settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self.in_step = True
         if draining and not self.drains:
             self._make_drains()
         for arrived in self.arrived.values():
             arrived.clear()
+
+    def _open(self, eager: bool, draining: bool) -> None:
+        """A new step, with the optimizer's settings as they are now."""
+        self._raise()
+        self._doubt()
+        self.go.drop()  # of a step that was given up in the middle, else long said
+        self.coming = {}
+        self.eager, self.draining, self.go = eager, draining, Go()
+        self.norms, self.received = {}, {}
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self.settings = [{k: _number(v) for k, v in g.items() if k != "params"} for g in groups]
+
+    def end(self) -> None:
+        """After a step, also one that was given up: gradients belong to the caller from here on."""
+        self.in_step = self.last = False
 
     def loss_known(self, summed: Tensor, *, last: bool) -> None:
         """Before the backward of a micro-batch. Updates under the last one happen only where every rank's loss is finite;
@@ -181,17 +179,13 @@ class Tiered:
 
     def _reduced(self, away: Away) -> None:
         """All gradients of a unit are there."""
-        found = [local(p.grad) if p.grad is not None else None for p in away.params[: away.trained]]
-        there = [(p, g) for p, g in zip(away.params, found, strict=False) if g is not None]
+        job = self._job(away) if self.eager else self.coming[id(away)]
+        self._take(job)
+        there = [(p, g) for p, g in zip(away.params, job.gradients, strict=False) if g is not None]
         if there:
-            norms = torch._foreach_norm([g for _, g in there], 2.0, TORCH[self.plan.precision.master])
+            norms = torch._foreach_norm([g for _, g in there], 2.0, self.master)
             self.norms |= {id(p): norm for (p, _), norm in zip(there, norms, strict=True)}
             self.received[away.unit.name] = list(norms)
-        job = self._job(away) if self.eager else self.coming[id(away)]
-        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
-        self._settings(job)
-        for p in away.params[: away.trained]:
-            p.grad = None
         if self.eager:
             self._keep(job)
             self.jobs[id(away)] = job
@@ -203,6 +197,15 @@ class Tiered:
             self._raise()
         elif self.draining:
             self._drain(job)
+
+    def _take(self, job: Job) -> None:
+        """A unit's gradients, from its parameters; there when the current stream is."""
+        params = job.away.params[: job.away.trained]
+        found = [local(p.grad).contiguous() if p.grad is not None else None for p in params]
+        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
+        self._settings(job)
+        for p in params:
+            p.grad = None
 
     def _settings(self, job: Job) -> None:
         job.groups = [self.settings[i] for i in self.group_of[id(job.away)]]
@@ -268,6 +271,20 @@ class Tiered:
         for job in self.jobs.values():
             self._give(job, "cpu")
 
+    def update_from_grad(self, factors: list[Tensor], skip: Tensor) -> None:
+        """A step of the caller's own: update with whatever is in `.grad` now, and take it."""
+        if all(p.grad is None for a in self.units for p in a.params[: a.trained]):
+            return
+        self._open(eager=False, draining=False)
+        self.resting.packed.pack()
+        if self.dtype != self.master:
+            widen_trays(self.cores.trays, self.resting)
+        self._bring_first()
+        for job in self.coming.values():
+            job.wide = True
+            self._take(job)
+        self.update(factors, skip)
+
     # -- gathers -----------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
@@ -280,7 +297,7 @@ class Tiered:
     def _before_gather(self, away: Away) -> None:
         self._pace()
         group = self.groups[away.unit.name]
-        group.reduce_into(self.dtype)
+        group.reduce_into(self.dtype if self.in_step else self.master)
         for moment in self._finished(away):
             if moment.event is not None:
                 group.hold_gathers(moment.event)
@@ -363,15 +380,22 @@ class Tiered:
         return found | {"read": sum(f.read_bytes for f in files), "written": sum(f.written_bytes for f in files)}
 
     def holds(self, p: nn.Parameter) -> bool:
-        return id(p) in self.held
+        return id(p) in self.places
 
     def _state(self, p: nn.Parameter) -> dict[str, Any]:
         return self.optimizer.state[p] if self.optimizer else {}
 
-    def _read_steps(self, away: Away) -> None:
-        found = [self._state(p).get("step", 0) for p in away.params[: away.trained]]
-        self.steps[id(away)] = [int(step) for step in found]
+    def place_of(self, p: nn.Parameter) -> tuple[Away, int]:
+        """Its unit, and its index in it."""
+        return self.places[id(p)]
+
+    def set_steps(self, away: Away, steps: list[int]) -> None:
+        """How many updates each trained parameter has had; at rest."""
+        self.steps[id(away)] = steps
         self.jobs.clear()
+
+    def _read_steps(self, away: Away) -> None:
+        self.set_steps(away, [int(self._state(p).get("step", 0)) for p in away.params[: away.trained]])
 
     def _publish_steps(self, away: Away) -> None:
         if self.rule.kind != "sgd":
@@ -396,18 +420,29 @@ class Tiered:
             )
 
 
+def _number(value: Any) -> Any:
+    """A setting of a group; some schedulers keep theirs in tensors."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def _end(*threads: Lane | Crew) -> None:
     for each in threads:
         each.close()
 
 
-def _weakly(method: Callable[..., None], *about: Away) -> Callable[..., None]:
+def gone() -> FullshardError:
+    return FullshardError("the state of this model is gone; keep what shard() returned for as long as the model is used")
+
+
+def _weakly(method: Callable[..., None], *about: Away, needed: bool = False) -> Callable[..., None]:
     """A hook that keeps neither what it calls alive nor the units it is told: the lanes' threads hold on to parameters, and
-    these to their hooks, where Python's collector of cycles does not look."""
+    these to their hooks, where Python's collector of cycles does not look. `needed`: nothing goes without it."""
     found, units = weakref.WeakMethod(method), [weakref.ref(away) for away in about]
 
     def call(*arguments: Any) -> None:
         if (alive := found()) is not None:
             alive(*(unit() for unit in units), *arguments)
+        elif needed:
+            raise gone()
 
     return call

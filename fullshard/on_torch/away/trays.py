@@ -11,6 +11,7 @@ from torch import Tensor
 from fullshard.on_torch.away.packing import halves
 from fullshard.on_torch.away.streams import DONE, Moment
 from fullshard.on_torch.away.units import Piece
+from fullshard.tiers.host import Arena
 
 
 def _set() -> threading.Event:
@@ -76,6 +77,11 @@ class Tray:
     filled: Moment = DONE
     sent: Moment = DONE
     idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
+    wide: Gradients | None = None  # in the master's dtype, for steps of the caller's own, where `gradients` are narrower
+    arena: Arena | None = None  # what `wide` was taken from: it is unpinned when it goes
+
+    def of(self, *, wide: bool) -> Gradients:
+        return self.wide if wide and self.wide is not None else self.gradients
 
 
 def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.parts import local_part
 from fullshard.on_torch.private import GatherGroup, same_cut
 from fullshard.pieces import Lane, cut
 from fullshard.plan import Plan, Unit
@@ -126,6 +127,14 @@ def local(tensor: Tensor) -> Tensor:
 def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
     """A tensor cut like `p`, of which this rank's part is `part`, wherever that lies."""
     return same_cut(p, part) if isinstance(p, DTensor) else part
+
+
+def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
+    """This rank's part of a value for `p`: a tensor cut like it or otherwise, or a whole one."""
+    if isinstance(value, DTensor) and isinstance(p, DTensor):
+        same = value.device_mesh == p.device_mesh and value.placements == p.placements
+        return local(value if same else value.redistribute(p.device_mesh, p.placements))
+    return local_part(value.detach(), p) if isinstance(p, DTensor) else value.detach()
 
 
 def gradient_dtype(plan: Plan) -> torch.dtype:

@@ -8,6 +8,7 @@ disk) hears of all checksums and commits, all learn how it went.
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -95,9 +96,12 @@ class Checkpointer:
         recipe: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
+        overwrite: bool = True,
     ) -> Saving:
-        """Stage the state as it is now and start to write it."""
+        """Stage the state as it is now and start to write it. `overwrite`: in the place of another state of the same step,
+        if the shelf has one."""
         self.wait()
+        self.overwrite = overwrite
         state, staging = self.state, self.staging
         with torch.no_grad(), state.values(at_rest=True) as values:
             held = named.all_slots(state, values)
@@ -161,6 +165,8 @@ class Checkpointer:
     def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> list[int]:
         """Milliseconds since 1970: the first rank's count."""
         now = round(time.time() * 1000)
+        if not self.overwrite and not isinstance(self.shelf, Local) and commit.is_checkpoint(made.target):
+            raise FullshardError(exists(made.target))  # an object store has no place beside it
         refuse_full(self.shelf, self.staging.size_here + HEADERS, "its files", made.staging)
         held.enter_context(commit.begin(made))
         return [now]
@@ -179,6 +185,10 @@ class Checkpointer:
         """With disks of their own, nodes have manifests of their own: each prefers the copies that it has."""
         staging = self.staging
         files = file_records(staging.parts, [whole(sums) for _, *sums in told], self.nodes.of_files)
+        if not self.overwrite and commit.is_checkpoint(made.target):
+            read, old = attempt(partial(commit.read_manifest, made.target))
+            if not read or old.files != files:
+                raise FullshardError(exists(made.target))
         text = make_manifest(staging.records, files, about, told[0][0] / 1000).to_bytes(staging.texts)
         try:
             commit.commit(made, text)
@@ -228,6 +238,13 @@ class Checkpointer:
         return None, said
 
 
+def exists(target: Place) -> str:
+    return (
+        f"{target} holds another state already; let the steps be counted (state.optimizer = the one that you step), save to "
+        "another directory, or pass overwrite=True"
+    )
+
+
 def halves(checksum: str) -> list[int]:
     """128 bits as two signed numbers of 64, which is what travels in a tensor."""
     data = bytes.fromhex(checksum)
@@ -250,10 +267,16 @@ def refuse_full(shelf: Place, needed: int, what: str, begun: Place | None = None
         )
 
 
-def save_checkpoint(shelf: str | Path, state: State, **about: Any) -> str:
+def save_checkpoint(shelf: str | Path, state: State, *, overwrite: bool = False, **about: Any) -> str:
     """One checkpoint, whole and durable when this returns; where it lies. Collective."""
+    if state.optimizer is None and any(p.requires_grad for p in state.parameters()) and torch.distributed.get_rank() == 0:
+        warnings.warn(
+            f"this state has no optimizer: the checkpoint of step {state.step} holds weights only, and steps are not counted; "
+            "if you train it with an optimizer of your own, write state.optimizer = yours first",
+            stacklevel=4,
+        )
     checkpointer = Checkpointer(shelf, state)
     try:
-        return checkpointer.save(**about).result()
+        return checkpointer.save(overwrite=overwrite, **about).result()
     finally:
         checkpointer.close()

@@ -15,6 +15,7 @@ from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
 from fullshard.on_torch.checkpoints.storage import TORCH, WORD
 from fullshard.on_torch.dtypes import TORCH as MASTER
+from fullshard.on_torch.private import persistent_buffers
 from fullshard.on_torch.state import State
 from fullshard.plan import Plan
 
@@ -22,7 +23,7 @@ from fullshard.plan import Plan
 def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """`values`: the parameters, where they are not the model's own (`State.values`)."""
     buffers = dict(model.named_buffers())
-    persistent = model.state_dict(keep_vars=True).keys() if buffers else ()
+    persistent = persistent_buffers(model) if buffers else ()
     parameters = dict(model.named_parameters()) if values is None else values
     named = {**parameters, **{n: b for n, b in buffers.items() if n in persistent}}
     return {f"model.{name}": tensor for name, tensor in named.items()}
@@ -107,9 +108,15 @@ def expected_slots(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dic
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     probe = nn.Parameter(torch.zeros(2, dtype=master))
     settings |= {"fused": False} if "fused" in settings else {}
-    trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
     probe.grad = torch.ones_like(probe)
-    trial.step()
+    try:
+        trial = type(optimizer)([{"params": [probe], **settings}])  # type: ignore[call-arg]
+        trial.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FullshardError(
+            f"what {type(optimizer).__name__} keeps of a parameter cannot be found out ({str(error).splitlines()[0]}); "
+            "an optimizer of your own must be made from parameter groups alone"
+        ) from None
     found = dict(trial.state[probe])
     return {k: (isinstance(v, Tensor) and v.ndim == 1, v.dtype if isinstance(v, Tensor) else None) for k, v in found.items()}
 
