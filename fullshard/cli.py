@@ -51,7 +51,7 @@ def main() -> None:
     try:
         sys.exit(app(given_arguments(), standalone_mode=False))
     except FullshardError as error:
-        _refuse(str(error))
+        _refuse(str(error), error.exit_code)
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
         if type(error).__name__ == "Abort":
@@ -63,12 +63,12 @@ def main() -> None:
         _refuse(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
 
 
-def _refuse(sentence: str) -> None:
+def _refuse(sentence: str, code: int = 2) -> None:
     # What all ranks find is said once: the launcher ends the others when the first rank has spoken.
     if os.environ.get("RANK", "0") != "0":
         time.sleep(5)
     typer.echo(f"error: {sentence}", err=True)
-    sys.exit(2)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@
 class FullshardError(Exception):
     """Bad input or a plan that cannot be honoured: one sentence that says what to write instead.
 
-    The command line prints the sentence and exits with code 2; nothing has been half-done.
+    The command line prints the sentence and exits with code 2; nothing has been half-done. Where it is no input that is
+    wrong, a subclass has another `exit_code`.
     """
+
+    exit_code = 2
 
 
 def nearest(word: str, known: list[str]) -> str:
