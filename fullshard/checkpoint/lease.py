@@ -159,7 +159,7 @@ class Lease:
             self.lost = f"by {others[-1]}" if others else "by a process that has ended"
         if self.lost:
             raise LeaseLostError(
-                f"{self.shelf} was taken over {self.lost} while this run stood still; it writes and deletes nothing there any more"
+                f"{self.shelf} was taken over {self.lost} while this one stood still; nothing more is written or deleted there"
             )
 
     def _is_taken(self) -> bool:

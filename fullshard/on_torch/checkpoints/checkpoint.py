@@ -7,6 +7,7 @@ disk) hears of all checksums and commits, all learn how it went.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -268,6 +269,18 @@ class Checkpointer:
         """Remove what killed runs left on the shelf."""
         together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
 
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: the run goes another way from here."""
+
+        def discard() -> None:
+            for name in [n for n in self.names() if (commit.step_of(n) or 0) > step]:
+                self._check_lease()
+                commit.remove(self.shelf, name)
+                if self.inventory:
+                    self.inventory.forget(name)
+
+        together(self.group, lambda: discard() if self.nodes.leads else None)
+
     def names(self) -> list[str]:
         """The checkpoints that this rank sees."""
         return commit.committed(self.shelf)
@@ -279,12 +292,12 @@ class Checkpointer:
         what = f"{count} checkpoints of {bytes_text(size)}"
         together(self.group, lambda: refuse_full(self.shelf, missing, what) if self.nodes.leads else None)
 
-    def newest(self) -> tuple[Place | None, list[str]]:
-        """The newest checkpoint that is whole, and sentences about those that are not."""
+    def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
+        """The newest checkpoint that is whole, of a step below `below`, and sentences about those that are not whole."""
         everywhere = gather(self.group, commit.committed(self.shelf) if self.nodes.leads else None)
         names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
         said: list[str] = []
-        for name in reversed(names):
+        for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
             wrong = damage(self.shelf.child(name), self.group, self.nodes)
             if not wrong:
                 self.verified.add(name)
