@@ -50,7 +50,7 @@ class Checkpoints:
         self.postponed = False  # whether one fell due after a step that was not finite
         self.poisoned = self.lost = False  # what became of the last one: see `Saving`
         self.why = ""  # the last one failed
-        self.origin: Place | None = None  # the checkpoint that was resumed from
+        self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
         self.noted = ""  # what was said of a save; once is enough
         self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
 
@@ -92,7 +92,7 @@ class Checkpoints:
         refuse_other_data(manifest, self.prepared)
         on_torch.load_checkpoint(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
-        self.origin = place
+        self.origin = None if resume == "auto" else place
         return manifest
 
     def last_good(self, below: float = math.inf) -> Place | None:

@@ -1,6 +1,7 @@
 """Runs inside the ranks: whole runs of small recipes, without the seconds that new processes take."""
 
 import os
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.on_torch.loss import summed_loss
-from fullshard.train.prepare import prepare
+from fullshard.train.prepare import batches as make_batches
+from fullshard.train.prepare import make_optimizer, prepare
 from fullshard.train.recipe import load_recipe
 from fullshard.train.run import execute
 
@@ -94,6 +96,31 @@ def refused(*args) -> str:
     except fs.FullshardError as error:
         return str(error)
     return "accepted"
+
+
+def ended(directory: str, overrides: list[str], name: str, resume: str | None = None) -> tuple[int, str]:
+    """The exit code and the sentence that `fullshard train` would end with."""
+    os.chdir(directory)
+    try:
+        execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name, resume)
+    except fs.FullshardError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def skipping(directory: str, overrides: list[str], after: int, steps: int) -> list[float]:
+    """The losses of a run, by a loop of its own, that leaves out the batches of `steps` steps after step `after`."""
+    os.chdir(directory)
+    prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+    recipe = prepared.recipe
+    state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
+    source = make_batches(recipe, prepared.plan, prepared.data, on_torch.data_rank(prepared.plan.mesh))
+    taken = list(islice(source, recipe.steps + steps))
+    found = []
+    for batch in taken[:after] + taken[after + steps :]:
+        result = on_torch.train_step(state, batch, loss=summed_loss, clip=recipe.optim.clip, lr=recipe.optim.lr)
+        found.append(float(result.loss))
+    return found
 
 
 def with_environment(environment: dict[str, str], what: str, *args) -> None:
