@@ -97,7 +97,6 @@ class Checkpoints:
 
     def last_good(self, below: float = math.inf) -> Place | None:
         """The newest checkpoint that is whole, of a step below `below`, or the one that the run began from."""
-        self._report()
         place, damaged = self.writer.newest(below)
         for sentence in damaged:
             self.bar.say(f"passed over: {sentence}")
@@ -188,6 +187,10 @@ class Checkpoints:
     def refuse_lost(self) -> None:
         if self.lost:
             raise SaveFailedError(self.why)
+
+    def wait(self) -> None:
+        """Until no save is in flight, and what became of it is known."""
+        self._report()
 
     def newest_name(self) -> str | None:
         """The newest checkpoint that this rank sees."""

@@ -178,6 +178,7 @@ class Run:
 
     def roll_back(self) -> None:
         """Go back to the last checkpoint and on behind the batches that led here; raises where that is of no use."""
+        self.checkpoints.wait()  # a save in flight may turn out to be where it began
         at, count, said = self.state.step, self.rollbacks + 1, self._diverged()
         self._refuse_rollback(said)
         # Where going back to a checkpoint did not help, an older one is tried.

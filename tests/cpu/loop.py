@@ -1,5 +1,6 @@
 """Runs inside the ranks: whole runs of small recipes, without the seconds that new processes take."""
 
+import contextlib
 import os
 from itertools import islice
 from pathlib import Path
@@ -106,6 +107,29 @@ def ended(directory: str, overrides: list[str], name: str, resume: str | None = 
     except fs.FullshardError as error:
         return error.exit_code, str(error)
     return 0, ""
+
+
+def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed: int | None = None) -> tuple[int, str]:
+    """As `ended`, of a run whose disk is filled after its first step, and freed after step `freed`."""
+    train_step = on_torch.train_step
+    ballast = Path(disk) / "ballast"
+
+    def counted(state, *args, **kwargs):
+        result = train_step(state, *args, **kwargs)
+        if state.step == 1 and dist.get_rank() == 0:
+            with contextlib.suppress(OSError), ballast.open("wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+        if state.step == freed and dist.get_rank() == 0:
+            ballast.unlink()
+        dist.barrier()
+        return result
+
+    on_torch.train_step = counted
+    try:
+        return ended(directory, overrides, name)
+    finally:
+        on_torch.train_step = train_step
 
 
 def skipping(directory: str, overrides: list[str], after: int, steps: int) -> list[float]:

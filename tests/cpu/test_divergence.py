@@ -90,9 +90,7 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_bad_batches(here, ranks):
     options = [*OPTIONS, "train.steps=12", "train.on_divergence=rollback"]
     assert ranks(2).run(loop.ended, str(here), options, "rolled") == [(0, "")] * 2
     run = here / "runs/rolled"
-    assert events(run) == [
-        {"event": "rolled back", "step": 4, "diverged_at": 8, "skipped_samples": 4 * ROWS, "rollbacks": 1}
-    ]
+    assert events(run) == [{"event": "rolled back", "step": 4, "diverged_at": 8, "skipped_samples": 4 * ROWS, "rollbacks": 1}]
     assert sorted(losses(run)) == list(range(1, 13))
     assert finite(Local(run / "checkpoints"))
     manifest = commit.read_manifest(Local(run / "checkpoints/step-00000012"))
