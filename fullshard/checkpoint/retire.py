@@ -1,7 +1,7 @@
 """Retention on a shelf: which checkpoints go, by the rules and by what is whole.
 
 Only whole checkpoints count, and before one goes, those that stay instead are known to be whole: every byte was compared
-with its checksum, when this process wrote it, resumed from it, or looks at it now. What is damaged is left alone.
+with its checksum, when this process wrote it, resumed from it, or looks at it now. What turns out damaged is left alone.
 """
 
 from dataclasses import dataclass, field

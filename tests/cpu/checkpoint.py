@@ -400,3 +400,23 @@ def taken_over(shelf: str) -> dict:
         error = str(found)
     writer.close()
     return {"error": error, "lost": saving.lost}
+
+
+def retained(shelf: str) -> list[str]:
+    """Three checkpoints, the newest damaged; then another writer's save, under rules that let two stay. What it says."""
+    state = make_state()
+    writer = Checkpointer(shelf, state)
+    for _ in range(3):
+        train(state, 1)
+        writer.save().result()
+    writer.close()
+    if dist.get_rank() == 0:
+        file = next(Path(shelf, "step-00000003").glob("shard-*"))
+        file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    dist.barrier()
+    train(state, 1)
+    writer = Checkpointer(shelf, state, keep=Kept(last=2))
+    saving = writer.save()
+    saving.result()
+    writer.close()
+    return saving.passed
