@@ -46,10 +46,10 @@ def here(tmp_path) -> Path:
     return tmp_path
 
 
-def plant(here: Path, *steps: int) -> None:
+def plant(here: Path, *steps: int, rows: int = ROWS) -> None:
     """Make the loss of the samples that these steps of an undisturbed run take NaN."""
     source = Batches(TokenFile(here / "tokens"), 32, 1)
-    sums = [int(np.dot(source.sample((s - 1) * ROWS)["input_ids"], np.arange(1, 33))) for s in steps]  # of each step a row
+    sums = [int(np.dot(source.sample((s - 1) * rows)["input_ids"], np.arange(1, 33))) for s in steps]  # of each step a row
     (here / "bad.json").write_text(json.dumps(sums or [-1]))
 
 
