@@ -25,6 +25,7 @@ from fullshard.errors import FullshardError
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")
 _HALF = re.compile(r"\.(recipe\.json|plan\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
+_LEASE = re.compile(r"\.lease-\d{6,}\.[0-9a-f]+\.partial")
 PROBE = ".probe-"  # files by which ranks find out who shares a disk
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
@@ -174,7 +175,7 @@ def find_shelf(where: str | Path) -> Place:
 def garbage(shelf: Place) -> tuple[list[str], list[str]]:
     """What killed writers left: names to sweep, and names that a live process still holds."""
     found = [n for n in shelf.directories() if _is_garbage(shelf, n)]
-    found += [n for n in shelf.files() if n.startswith(PROBE)]
+    found += [n for n in shelf.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
     held = [n for n in found if isinstance(shelf, Local) and is_held(shelf.path / n)]
     return [n for n in found if n not in held], held
 

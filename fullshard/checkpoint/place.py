@@ -3,8 +3,11 @@
 Both give the same few verbs over plain files. What is written is durable when the verb returns.
 """
 
+import errno
 import os
+import secrets
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from fullshard.errors import FullshardError
 PUT = 1 << 26  # bytes that an object store is given at once
 # Options of clients: S3's waits a minute for each of five attempts at an address that does not answer.
 CLIENTS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5}}}
+SETTLING = 3.0  # seconds in which starters that came at the same moment have written, in a store without conditions
 Piece = tuple[int, memoryview]  # where in the file, and where to
 Upload = tuple[str, str]  # the file's key, and the upload's id
 
@@ -48,6 +52,14 @@ class Place(ABC):
     @abstractmethod
     def write_made(self, name: str, length: int, make: direct.Make) -> None:
         """The whole file, durable, of bytes that `make` fills memory with, piece after piece, from an offset on."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """A small file, unless there is one of that name: of several that try at once, one succeeds."""
+
+    @abstractmethod
+    def rewrite(self, name: str, data: bytes) -> None:
+        """Other bytes, as many, for a small file that is there."""
 
     @abstractmethod
     def remove_file(self, name: str) -> None: ...
@@ -125,6 +137,38 @@ class Local(Place):
 
     def write_made(self, name: str, length: int, make: direct.Make) -> None:
         direct.write_made(self.path / name, length, make)
+
+    def create(self, name: str, data: bytes) -> bool:
+        fresh = self.path / f"{name}.{secrets.token_hex(4)}.partial"
+        try:
+            fresh.write_bytes(data)
+            os.link(fresh, self.path / name)  # with all its bytes, or not at all
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise FullshardError(f"cannot write to {self}: {error.strerror}") from None
+            return self._create_in_place(name, data)
+        finally:
+            fresh.unlink(missing_ok=True)
+        return True
+
+    def _create_in_place(self, name: str, data: bytes) -> bool:
+        """Where there are no links; a reader may see the file before its bytes."""
+        try:
+            with (self.path / name).open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def rewrite(self, name: str, data: bytes) -> None:
+        """In place, which a full disk allows; a file that is gone stays so."""
+        file = os.open(self.path / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, data, 0)
+        finally:
+            os.close(file)
 
     def remove_file(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -211,6 +255,30 @@ class Remote(Place):
                 part = memory[: min(PUT, length - start)]
                 make(start, part)
                 file.write(part)
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = f"{self.path}/{name}"
+        try:
+            self.filesystem.pipe_file(path, data, mode="create")
+            self.filesystem.pipe_file(path, data, mode="create")  # a store that knows the condition refuses this one
+        except FileExistsError:
+            return self._holds(name, data)
+        except Exception:  # each store has its own way to say that it knows no conditions; what else is wrong shows here
+            with self._asked():
+                self.filesystem.pipe_file(path, data)
+        time.sleep(SETTLING)  # a store that does not: the last who wrote has it, and all have written by now
+        return self._holds(name, data)
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            with self._asked():
+                return self.filesystem.cat_file(f"{self.path}/{name}") == data
+        except FileNotFoundError:
+            return False
+
+    def rewrite(self, name: str, data: bytes) -> None:
+        with self._asked(but=OSError):
+            self.filesystem.pipe_file(f"{self.path}/{name}", data)
 
     def remove_file(self, name: str) -> None:
         try:

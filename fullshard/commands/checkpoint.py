@@ -1,16 +1,21 @@
 """`fullshard checkpoint`: looking at checkpoints, and turning them into other things. No GPU, no ranks."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.commands.common import AsJson, print_json
 from fullshard.errors import FullshardError
 from fullshard.text import bytes_text, count_text, table
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.place import Place
 
 app = typer.Typer(help="Look at checkpoints, verify, compare, convert and clean them up.", no_args_is_help=True)
 
@@ -33,7 +38,12 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"checkpoints": rows, "partial": dead, "being_written": held})
         return
-    lines = [[r["name"], r["created"], bytes_text(r["bytes"]), str(r["cursor"]), r["metrics"]] for r in rows]
+    lines = [
+        [r["name"], "damaged", "", "", r["damaged"]]
+        if r["damaged"]
+        else [r["name"], r["created"], bytes_text(r["bytes"]), str(r["cursor"]), r["metrics"]]
+        for r in rows
+    ]
     typer.echo(table(["checkpoint", "written", "size", "samples", "metrics"], lines, right=(2, 3)))
     for name in held:
         typer.echo(f"{name} is being written", err=True)
@@ -42,19 +52,18 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
 
 
 def _about(shelf: Any, name: str) -> dict[str, Any]:
+    """A row of `ls`. `damaged`: what is wrong, as far as the manifest and the sizes of files tell; else None."""
     from fullshard.checkpoint import commit
+    from fullshard.checkpoint.retire import size_problems
 
+    row = {"name": name, "step": commit.step_of(name), "created": None, "bytes": None, "cursor": None, "metrics": ""}
+    if wrong := size_problems(shelf.child(name)):
+        return row | {"damaged": wrong[0]}
     found = commit.read_manifest(shelf.child(name))
     written = datetime.fromtimestamp(found.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
     metrics = "  ".join(f"{k} {v:.4f}" for k, v in found.metrics.items())
-    return {
-        "name": name,
-        "step": found.step,
-        "created": written,
-        "bytes": found.nbytes,
-        "cursor": found.cursor,
-        "metrics": metrics,
-    }
+    read = {"step": found.step, "created": written, "bytes": found.nbytes, "cursor": found.cursor, "metrics": metrics}
+    return row | read | {"damaged": None}
 
 
 @app.command("show")
@@ -139,10 +148,15 @@ def diff(
 @app.command("gc")
 def gc(
     path: Shelf,
-    keep: Annotated[int, typer.Option(metavar="N", min=0, help="Also remove all but the newest N.", show_default="all stay")] = 0,
+    keep: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Also remove all but the newest N whole ones.", show_default="all stay")
+    ] = 0,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
-    """Remove what killed runs left behind: partial checkpoints and files. What is being written stays."""
+    """Remove what killed runs left behind: partial checkpoints and files. What is being written stays.
+
+    With --keep N, all but the newest N whole checkpoints go, too; those that stay are compared with their checksums first.
+    """
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.place import Local, open_place
 
@@ -152,8 +166,41 @@ def gc(
             typer.echo(name)
             if not dry:
                 commit.sweep_one(run, name)
+    with nullcontext() if dry else _lease(shelf, keep):
+        _collect(shelf, keep, dry)
+
+
+@contextmanager
+def _lease(shelf: "Place", keep: int) -> Iterator[None]:
+    """The shelf's lease, where there is anything to remove. Beside a live run only what no process holds goes."""
+    from fullshard.checkpoint import commit
+    from fullshard.checkpoint.lease import read_leases, take_lease
+    from fullshard.checkpoint.place import Local
+
+    if not (keep or shelf.uploads() or any(commit.garbage(shelf)) or read_leases(shelf)):
+        yield
+        return
+    try:
+        lease = take_lease(shelf, "fullshard checkpoint gc")
+    except FullshardError:
+        if keep or not isinstance(shelf, Local):  # there a live process has locked what it writes
+            raise
+        yield
+        return
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def _collect(shelf: "Place", keep: int, dry: bool) -> None:
+    from fullshard.checkpoint import commit
+    from fullshard.checkpoint.retention import Kept
+    from fullshard.checkpoint.retire import Inventory
+
     dead, held = commit.garbage(shelf)
-    old = commit.committed(shelf)[:-keep] if keep > 0 else []
+    known = Inventory.of(shelf) if keep > 0 else Inventory(shelf)
+    old = known.retire(Kept(last=keep))
     for name in [*dead, *old]:
         typer.echo(name)
         if not dry:
@@ -162,6 +209,8 @@ def gc(
         typer.echo(f"{upload[0]}, an upload that was not finished")
         if not dry:
             shelf.abort(upload)
+    for name, why in known.damaged.items():
+        typer.echo(f"{name} stays and does not count: {why}", err=True)
     for name in held:
         typer.echo(f"{name} is being written and stays", err=True)
 

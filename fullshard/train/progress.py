@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -40,14 +40,16 @@ class Bar:
         if elapsed > 0.5 or index <= 1:
             self.rate, self.since, self.tokens = self.tokens / elapsed, time.perf_counter(), 0.0
         text = f"loss {loss:.3f}  {count_text(self.rate)} tokens/s  {bytes_text(held)} a rank"
-        self.progress.update(self.task, completed=index, description=text)
-        if self.visible and not self.live and index % max(1, self.steps // 10) == 0:
-            self.console.print(f"step {index}/{self.steps}  {text}", highlight=False)
+        with suppress(OSError):  # stderr may go to a disk that is full
+            self.progress.update(self.task, completed=index, description=text)
+            if self.visible and not self.live and index % max(1, self.steps // 10) == 0:
+                self.console.print(f"step {index}/{self.steps}  {text}", highlight=False)
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        if self.visible:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):
+            if self.visible:
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -137,12 +137,16 @@ class Train(Section):
     loss: Literal["chunked", "plain"] = "chunked"
     seed: int = 0
     hang_seconds: float = Field(300.0, ge=0)  # without progress until the run is called hung; 0: never
-    max_skips: int = Field(10, gt=0)  # steps in a row whose gradient was not finite
+    max_skips: int = Field(10, gt=0)  # steps in a row whose loss or gradient was not finite
+    on_divergence: Literal["stop", "rollback"] = "stop"
+    max_rollbacks: int = Field(3, gt=0)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("give either steps or tokens")
+        if "max_rollbacks" in changed(self) and self.on_divergence != "rollback":
+            raise ValueError("max_rollbacks has no effect with on_divergence = 'stop'; write on_divergence = 'rollback'")
         return self
 
 
@@ -238,8 +242,8 @@ class Sample(Section):
 class Checkpoint(Section):
     """One every `every` steps or `minutes`, and a `final` one. Of the old ones stay the last `keep` (0: all), each
     `keep_every`-th step, one each `keep_hours`, and the `best` by `metric`. `path`: a directory or URL, by default
-    RUN/checkpoints. `background`: training goes on while one is written. `export`: at the end, a Hugging Face
-    directory, RUN/export or another."""
+    RUN/checkpoints. `background`: training goes on while one is written. `retry_seconds`: for how long the final one is
+    tried again. `export`: at the end, a Hugging Face directory, RUN/export or another."""
 
     every: int = Field(0, ge=0)
     minutes: float = Field(30.0, ge=0)
@@ -252,6 +256,7 @@ class Checkpoint(Section):
     highest: bool = False
     path: str | None = None
     background: bool = True
+    retry_seconds: float = Field(300.0, ge=0)
     export: bool | str = False
 
     @model_validator(mode="after")
@@ -262,6 +267,8 @@ class Checkpoint(Section):
         for key in ("metric", "highest"):
             if key in changed(self) and not self.best:
                 raise ValueError(f"{key} has no effect without best, the number of best checkpoints to keep")
+        if "retry_seconds" in changed(self) and not self.final:
+            raise ValueError("retry_seconds has no effect with final = false; leave it out")
         if self.export and not self.final:
             raise ValueError("export needs final = true: it is made from the last checkpoint")
         if not (self.every or self.minutes or self.final) and changed(self) - {"every", "minutes", "final"}:

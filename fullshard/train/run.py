@@ -9,6 +9,7 @@ RUN/checkpoints/    see docs/checkpoints.md
 RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """
 
+import math
 import os
 import signal
 import sys
@@ -22,9 +23,9 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
-from fullshard.errors import FullshardError
+from fullshard.errors import DIVERGED, FullshardError
 from fullshard.reading import is_directory, is_plain_file
-from fullshard.train.checkpoints import Checkpoints, export_end, refuse_export
+from fullshard.train.checkpoints import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.train.disk import judge_disk
 from fullshard.train.metrics import Metrics, open_metrics, rewind
 from fullshard.train.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
@@ -35,6 +36,15 @@ from fullshard.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from fullshard.on_torch import State
+
+
+LOWER = "lower optim.lr, or look at the data"
+
+
+class DivergedError(FullshardError):
+    """A run whose weights or losses are not finite, and that cannot or shall not roll back."""
+
+    exit_code = DIVERGED
 
 
 def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False) -> None:
@@ -77,35 +87,63 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
-            if first:  # not before: a recipe that is refused must not replace the run's own
-                write_run(directory, prepared)
-            expected = rewind(directory, state.step) if first else None
-            metrics = checkpoints.metrics = open_metrics(directory if first else None, recipe, state.step)
+            opened: list[tuple[Metrics, float | None]] = []  # not before: a recipe that is refused must not replace the run's own
+            on_torch.first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
+            metrics, expected = opened[0] if first else (metrics, None)
+            metrics.say, checkpoints.metrics = bar.say, metrics
             run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog)
             run.restore(found, expected)
-            for key, old, new in checkpoints.changes:
-                metrics.write(event="recipe changed", step=state.step, key=key, old=old, new=new)
-                bar.say(f"changed since the checkpoint: {key} {old} → {new}")
+            run.tell_changes()
             run.tell_kernels()
-            _train_on(run)
+            failure = _train_on(run)
             ended = state.step == recipe.steps
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
         finally:
             metrics.close()
+            checkpoints.release()
+    if failure:
+        raise failure
     return ended
 
 
-def _train_on(run: "Run") -> None:
+def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, float | None]:
+    """The run's files, and the loss that the run had before at the step after."""
+    try:
+        write_run(directory, prepared)
+        expected = rewind(directory, step)
+        return open_metrics(directory, prepared.recipe, step), expected
+    except OSError as error:
+        raise FullshardError(
+            f"cannot write to {directory}: {error.strerror or error}; make room, or give another --run"
+        ) from None
+
+
+def _train_on(run: "Run") -> FullshardError | None:
+    """To the end, or until something ends it; what went wrong, if anything. All ranks return the same."""
+    try:
+        while (why := _train_until(run)) == "diverged":
+            with run.watchdog.saving():
+                run.roll_back()
+    except (DivergedError, SaveFailedError) as error:
+        why = "diverged" if isinstance(error, DivergedError) else "not saved"
+        run.metrics.write(event=why, step=run.state.step)
+        return error
+    return None
+
+
+def _train_until(run: "Run") -> str | None:
+    """Why the run ends where it does, if it is before its last step."""
     why = None
-    for index in range(run.state.step, run.recipe.steps):
-        run.step(index)
-        if why := run.why_stop():
-            run.metrics.write(event=why, step=run.state.step)
-            run.bar.say(f"ended after step {run.state.step}: {why}")
-            break
+    while why is None and run.state.step < run.recipe.steps:
+        run.step(run.state.step)
+        why = run.why_stop()
+    if why and why != "diverged":
+        run.metrics.write(event=why, step=run.state.step)
+        run.bar.say(f"ended after step {run.state.step}: {why}")
     if why != "diverged":
         with run.watchdog.saving():
-            run.checkpoints.finish(run.source.cursor, run.numbers())
+            run.checkpoints.finish(run.source.cursor, run.numbers(), not run.skips_in_a_row, lambda: run.signals.asked)
+    return "diverged" if run.checkpoints.poisoned else why
 
 
 class Run:
@@ -134,22 +172,32 @@ class Run:
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0
+        self.rollbacks, self.rolled_from, self.rolled_to = 0, -1, -1  # how many, and the steps of the last
         self.expected: float | None = None  # the loss that the first resumed step had before
 
     def numbers(self) -> dict[str, Any]:
         """What a resumed run has to know besides the state and the cursor."""
         best = self.best if self.best < float("inf") else None
-        return {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
+        counts = {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
+        return counts | {"rollbacks": self.rollbacks, "rolled_from": self.rolled_from, "rolled_to": self.rolled_to}
 
     def restore(self, found: Manifest | None, expected: float | None) -> None:
         """Go on where a checkpoint was made."""
         if found is not None:
             self.skips, self.skips_in_a_row = _told(found, "skips", 0), _told(found, "skips_in_a_row", 0)
             self.best, self.since_best = _told(found, "best", float("inf")), _told(found, "since_best", 0)
+            self.rollbacks = _told(found, "rollbacks", 0)
+            self.rolled_from, self.rolled_to = _told(found, "rolled_from", -1), _told(found, "rolled_to", -1)
             self.expected = expected
             assert found.cursor is not None
             self.source.cursor = found.cursor
         self.steps = iter(self.source)
+
+    def tell_changes(self) -> None:
+        """What of the recipe is other than in the checkpoint, and was accepted."""
+        for key, old, new in self.checkpoints.changes:
+            self.metrics.write(event="recipe changed", step=self.state.step, key=key, old=old, new=new)
+            self.bar.say(f"changed since the checkpoint: {key} {old} → {new}")
 
     def tell_kernels(self) -> None:
         """Which kernels update state that rests away from the device; aloud where something is missing."""
@@ -159,6 +207,37 @@ class Run:
         for lane, text in found.items():
             if text.startswith("torch: "):
                 self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
+
+    def roll_back(self) -> None:
+        """Go back to the last checkpoint and on behind the batches that led here; raises where that is of no use."""
+        self.checkpoints.wait()  # a save in flight may turn out to be where it began
+        at, count, said = self.state.step, self.rollbacks + 1, self._diverged()
+        self._refuse_rollback(said)
+        # Where going back to a checkpoint did not help, an older one is tried.
+        place = self.checkpoints.last_good(self.rolled_to if at <= self.rolled_from else math.inf)
+        if place is None:
+            earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {self.rolled_to}"
+            raise DivergedError(f"{said}, {earlier}; {LOWER}")
+        cursor = self.checkpoints.cursor if self.checkpoints.poisoned else self.source.cursor
+        found = self.checkpoints.roll_back(place)
+        self.restore(found, None)
+        skipped, self.source.cursor = cursor - self.source.cursor, cursor
+        self.rollbacks, self.rolled_from, self.rolled_to = count, at, found.step
+        self.metrics.rewind(found.step)
+        self.metrics.write(event="rolled back", step=found.step, diverged_at=at, skipped_samples=skipped, rollbacks=count)
+        self.bar.say(f"diverged at step {at}: rolled back to step {found.step}, {skipped} samples are skipped")
+
+    def _refuse_rollback(self, said: str) -> None:
+        wanted, last = self.recipe.train, self.checkpoints.newest_name()
+        good = f"the last good checkpoint is {last}" if last else "there is no checkpoint"
+        if wanted.on_divergence == "stop" or self.asked:
+            raise DivergedError(f"{said}; {good}: lower optim.lr, or write train.on_divergence = 'rollback'")
+        if self.rollbacks >= wanted.max_rollbacks:
+            raise DivergedError(f"{said}, after train.max_rollbacks = {wanted.max_rollbacks}; {good}: {LOWER}")
+
+    def _diverged(self) -> str:
+        why = self.checkpoints.why if self.checkpoints.poisoned else f"{self.skips_in_a_row} steps in a row were not finite"
+        return f"the run diverged at step {self.state.step} ({why})"
 
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""
@@ -174,7 +253,8 @@ class Run:
         if (every := self.recipe.sample.every) and (index + 1) % every == 0:
             self.sample(index + 1)
         with self.watchdog.saving():
-            self.checkpoints.after_step(self.due, self.source.cursor, self.numbers())
+            self.checkpoints.after_step(self.due, self.troubled, not self.skips_in_a_row, self.source.cursor, self.numbers())
+        self.checkpoints.refuse_lost()
 
     def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
         from fullshard import on_torch
@@ -186,17 +266,21 @@ class Run:
                 loss=self.loss,
                 clip=self.recipe.optim.clip,
                 lr=lr,
-                flags=(self.signals.asked, on_torch.is_first() and self.checkpoints.due()),
+                flags=(
+                    self.signals.asked,
+                    on_torch.is_first() and self.checkpoints.due(),
+                    self.checkpoints.troubled(),
+                ),
             )
         except on_torch.OutOfMemory as error:
             raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
-        loss, norm, tokens, skipped, asked, due = result.numbers()
-        self.due = bool(due)
+        loss, norm, tokens, skipped, asked, due, troubled = result.numbers()
+        self.due, self.troubled = bool(due), bool(troubled)
         self.checkpoints.numbers["loss"] = loss
         seconds = time.perf_counter() - start
         self.asked = bool(asked)
         self.skips += int(skipped)
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped or not math.isfinite(loss) else 0
         memory = on_torch.memory(self.state)
         self.metrics.write(
             step=index + 1,
@@ -272,7 +356,7 @@ class Run:
         """Why the run ends here, if it does; the same on all ranks."""
         if self.asked:
             return "stopped"
-        if self.skips_in_a_row >= self.recipe.train.max_skips:
+        if self.skips_in_a_row >= self.recipe.train.max_skips or self.checkpoints.poisoned:
             return "diverged"
         if self.recipe.eval.patience and self.since_best >= self.recipe.eval.patience:
             return "no improvement"

@@ -3,6 +3,9 @@
 Torch is imported once, in a parent that makes no threads and no process group; a child costs a fork. A rank can be told
 to die in a phase of a save, before, in the middle of or after the call that makes it; or it is killed from outside, at a
 random time. Each rank notes which rows every step trained on; `tests/cpu/judge.py` says what must hold after a kill.
+
+Three circumstances make it harder: `with:full`, the disk is full when the kill comes; `with:damage`, a damaged checkpoint
+lies on the shelf, newer than all others; `with:divergence`, some batches are bad, and the run rolls back.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CALLS = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "rename", "unlink", "rmdir", "replace")
+CALLS = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "rename", "unlink", "rmdir", "replace", "link")
 EVERYBODY = ("open shard", "pwrite shard", "fsync shard")  # phases that all ranks go through
 PHASES = (
     "mkdir staging",
@@ -35,6 +38,9 @@ PHASES = (
     "unlink manifest",
     "rmdir removed",
 )
+RETENTION_PHASES = PHASES[PHASES.index("rename checkpoint") :]
+LEASE_PHASES = ("link lease", "unlink lease", "open lease", "pwrite lease")  # taken, an old one broken, renewed
+ROLLBACK_PHASES = ("roll back", "replace metrics")
 STORE_PHASES = ("remove_file manifest", "write shard", "write manifest", "remove checkpoint")  # of an object store
 
 
@@ -47,9 +53,11 @@ class Kill:
     nth: int = 1
     when: str = "before"  # before | half | after
     seconds: float = 0.0
+    full: float = 0.0  # seconds for which the disk was full before
 
     def __str__(self) -> str:
-        return f"{'all' if self.rank is None else 'one'}, " + (f"{self.when} {self.phase}" if self.phase else "by the clock")
+        clock = "by the clock" + (", the disk full" if self.full else "")
+        return f"{'all' if self.rank is None else 'one'}, " + (f"{self.when} {self.phase}" if self.phase else clock)
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,26 @@ def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
         children = [_fork(attempt, rank, meeting) for rank in range(attempt.world)]
         if kill and kill.phase is None:
             time.sleep(kill.seconds)
+            if kill.full:
+                fill(Path(attempt.here) / "runs")
+                time.sleep(kill.full)
             for rank, child in enumerate(children):
                 if kill.rank in (None, rank):
                     os.kill(child, signal.SIGKILL)
-        return _reap(children, timeout)
+        found = _reap(children, timeout)
+        if kill and kill.full:
+            (Path(attempt.here) / "runs/ballast").unlink()
+        return found
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    file = os.open(disk / "ballast", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for size in (65536, 1):
+        with contextlib.suppress(OSError):
+            while os.write(file, b"x" * size):
+                pass
+    os.close(file)
 
 
 def _reap(children: list[int], timeout: float) -> list[int]:
@@ -121,10 +145,12 @@ def _fork(attempt: Attempt, rank: int, meeting: str) -> int:
 def _rank(attempt: Attempt, rank: int, meeting: str) -> None:
     import torch.distributed as dist
 
+    from fullshard.checkpoint import lease
     from fullshard.train.prepare import prepare
     from fullshard.train.recipe import load_recipe
     from fullshard.train.run import execute
 
+    lease.RENEWAL = 0.05  # seconds: often enough to be killed in
     os.environ["LOCAL_RANK"] = str(rank)
     os.chdir(attempt.here)
     store = dist.FileStore(f"{meeting}/store", attempt.world)
@@ -169,6 +195,8 @@ def _die_in(kill: Kill) -> None:
 
     if kill.phase in STORE_PHASES:
         return _watch_store(kill, reached)
+    if kill.phase == "roll back":
+        return _watch_rollback(kill, reached)
     pwrite = os.pwrite
 
     def watched(name: str, function: Callable) -> Callable:
@@ -187,6 +215,21 @@ def _die_in(kill: Kill) -> None:
 
     for name in CALLS:
         setattr(os, name, watched(name, getattr(os, name)))
+
+
+def _watch_rollback(kill: Kill, reached: Callable[[str], bool]) -> None:
+    from fullshard.train.checkpoints import Checkpoints
+
+    load = Checkpoints.roll_back
+
+    def call(self, place):
+        if not reached("roll back"):
+            return load(self, place)
+        if kill.when != "before":
+            load(self, place)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Checkpoints.roll_back = call
 
 
 def _watch_store(kill: Kill, reached: Callable[[str], bool]) -> None:
@@ -214,22 +257,33 @@ def _kind(where: Any) -> str:
     name = os.path.basename(os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else os.fspath(where))
     if name.startswith(".step-"):
         return "staging" if name.endswith(".partial") else "removed"
-    heads = {"step-": "checkpoint", "shard-": "shard", "manifest": "manifest", "checkpoints": "shelf"}
+    heads = {
+        ".lease-": "lease",
+        ".metrics": "metrics",
+        "step-": "checkpoint",
+        "shard-": "shard",
+        "manifest": "manifest",
+        "checkpoints": "shelf",
+    }
     return next((kind for head, kind in heads.items() if name.startswith(head)), name)
 
 
-def kills(draw: random.Random, world: int, phases: tuple[str, ...]) -> Iterator[Kill]:
-    """Every phase in turn, in a random order; on a filesystem, every third time the clock."""
+def kills(draw: random.Random, world: int, phases: tuple[str, ...], full: bool = False) -> Iterator[Kill]:
+    """Every phase in turn, in a random order; on a filesystem, every third time the clock. `full`: always the clock."""
     while True:
         for i, phase in enumerate(draw.sample(phases, len(phases))):
-            if i % 2 == 0 and phases is PHASES:
-                yield Kill(draw.choice([None, *range(world)]), seconds=draw.uniform(0.3, 2.0))
+            if full or (i % 2 == 0 and phases is PHASES):
+                after = draw.uniform(0.2, 1.5) if full else 0.0
+                yield Kill(draw.choice([None, *range(world)]), seconds=draw.uniform(0.3, 2.0), full=after)
+            if full:
+                continue
             rank = draw.choice([None, *range(world)]) if phase in EVERYBODY else 0
             yield Kill(rank, phase, draw.choice([1, 2]), draw.choice(["before", "half", "after"]))
 
 
 # -- a run that is killed again and again -------------------------------------------------------------------
 
+DIVERGING = ["train.loss=plain", "train.max_skips=1", "train.on_divergence=rollback", "train.max_rollbacks=1000000"]
 BASE = ["checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant", "train.global_batch=4", "train.micro_batch=1"]
 
 
@@ -253,12 +307,16 @@ def main(here: str, count: int, seed: int, world: int, options: list[str]) -> di
     draw = random.Random(seed)
     store = any("://" in o for o in options)
     _warm(here, world, store)
-    judge = Judge(here, world, [*BASE, *options])
+    harder = {o.removeprefix("with:") for o in options if o.startswith("with:")}
+    options = [o for o in options if not o.startswith("with:")] + (DIVERGING if "divergence" in harder else [])
+    judge = Judge(here, world, [*BASE, *options], diverges="divergence" in harder)
     began = time.monotonic()
     met: dict[str, int] = {}
-    planned = kills(draw, world, STORE_PHASES if store else PHASES)
+    planned = kills(draw, world, _phases(store, harder), "full" in harder)
     for number in range(count):
         kill = next(planned)
+        if "damage" in harder:
+            judge.plant()
         attempt = Attempt(here, "chaos", world, [*judge.options, "train.steps=100000"], f"{here}/chaos-{number}", kill)
         statuses = run_once(attempt)
         if not any(os.WIFSIGNALED(s) for s in statuses):
@@ -268,6 +326,12 @@ def main(here: str, count: int, seed: int, world: int, options: list[str]) -> di
     judge.end()
     seconds = round(time.monotonic() - began)
     return {"kills": count, "met": met, "steps": judge.newest, "rows": judge.newest * 4, "epoch": judge.epoch, "seconds": seconds}
+
+
+def _phases(store: bool, harder: set[str]) -> tuple[str, ...]:
+    if "divergence" in harder:
+        return ROLLBACK_PHASES
+    return STORE_PHASES if store else (*LEASE_PHASES, *RETENTION_PHASES) if "damage" in harder else PHASES
 
 
 if __name__ == "__main__":

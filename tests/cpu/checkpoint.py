@@ -1,6 +1,7 @@
 """Runs inside the ranks: states saved and loaded."""
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import random
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.checkpoint import commit
+from fullshard.checkpoint import commit, lease
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.retention import Kept
 from fullshard.on_torch.agree import give_group, settle, take_group, tally
 from fullshard.on_torch.checkpoints.checkpoint import Checkpointer
 from fullshard.on_torch.checkpoints.named import model_tensors, needed_bytes, optimizer_tensors
@@ -366,3 +368,55 @@ def saved_then_mutated(shelf: str) -> dict:
     again = make_state(seed=99)
     fs.checkpoint.load(shelf, again)
     return {"digests": before, "found": digests(again)}
+
+
+def three(shelf: str) -> None:
+    """Three checkpoints, of steps 1 to 3."""
+    state = make_state()
+    writer = Checkpointer(shelf, state)
+    for _ in range(3):
+        train(state, 1)
+        writer.save().result()
+    writer.close()
+
+
+def taken_over(shelf: str) -> dict:
+    """Two saves, and a third after another process has taken the shelf; the rules would let only one stay."""
+    state = make_state()
+    writer = Checkpointer(shelf, state, keep=Kept(last=2))
+    for _ in range(2):
+        train(state, 1)
+        writer.save().result()
+    if dist.get_rank() == 0:
+        other = dataclasses.replace(writer.lease.me, id="other", pid=1)
+        writer.shelf.create(lease.lease_name(writer.lease.number + 1), other.to_bytes())
+    dist.barrier()
+    train(state, 1)
+    saving = writer.save()
+    try:
+        saving.result()
+        error = "saved"
+    except fs.FullshardError as found:
+        error = str(found)
+    writer.close()
+    return {"error": error, "lost": saving.lost}
+
+
+def retained(shelf: str) -> list[str]:
+    """Three checkpoints, the newest damaged; then another writer's save, under rules that let two stay. What it says."""
+    state = make_state()
+    writer = Checkpointer(shelf, state)
+    for _ in range(3):
+        train(state, 1)
+        writer.save().result()
+    writer.close()
+    if dist.get_rank() == 0:
+        file = next(Path(shelf, "step-00000003").glob("shard-*"))
+        file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    dist.barrier()
+    train(state, 1)
+    writer = Checkpointer(shelf, state, keep=Kept(last=2))
+    saving = writer.save()
+    saving.result()
+    writer.close()
+    return saving.passed

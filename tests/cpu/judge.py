@@ -26,8 +26,9 @@ class Judge:
     them: each attempt goes on where the newest checkpoint stood, and what was trained beyond it is forgotten.
     """
 
-    def __init__(self, here: str, world: int, options: list[str]):
-        self.here, self.world, self.options = Path(here), world, options
+    def __init__(self, here: str, world: int, options: list[str], *, diverges: bool = False):
+        """`diverges`: the run rolls back now and then; then what lies behind the newest checkpoint may have to go again."""
+        self.here, self.world, self.options, self.diverges = Path(here), world, options, diverges
         self.run = self.here / "runs/chaos"
         self.shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.run)
         self.lineage: list[list[str]] = []
@@ -35,12 +36,33 @@ class Judge:
         self.wanted: list[tuple[float, list[str]]] = []  # of the uninterrupted run: the loss and the rows of each step
         self.samples = samples(self.here / "tokens")
         self.epoch = len(self.samples)
+        self.damaged: str | None = None  # the checkpoint that was planted
+        self.whole = 0  # how many are whole, at least
+
+    def plant(self) -> None:
+        """Put a damaged checkpoint on the shelf, newer than all others, of a step that no save comes to."""
+        self._unplant()
+        names = commit.committed(self.shelf)
+        if names:
+            self.damaged = commit.checkpoint_name((commit.step_of(names[-1]) or 0) + 1)
+            place = self.shelf.child(self.damaged)
+            shutil.copytree(self.shelf.child(names[-1]).path, place.path)
+            file = next(place.path.glob("shard-*"))
+            file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+    def _unplant(self) -> None:
+        if self.damaged:
+            shutil.rmtree(self.shelf.child(self.damaged).path)  # nobody else has removed it
+        self.damaged = None
 
     def after(self, attempt: Attempt, in_place: bool) -> None:
         """`in_place`: collect the garbage of the run itself; else of a copy, so that the next start meets it."""
+        self._unplant()
         names = commit.committed(self.shelf)
         for name in names:
             assert problems(self.shelf.child(name)) == []
+        assert len(names) >= self.whole, "retention removed a whole checkpoint for a damaged one"
+        self.whole = min(2, len(names))  # keep = 2
         self._follow(attempt, commit.step_of(names[-1]) or 0 if names else 0)
         if self.run.exists():  # the first kill may come before it does
             self._compare_losses()
@@ -48,15 +70,16 @@ class Judge:
 
     def _follow(self, attempt: Attempt, newest: int) -> None:
         assert newest >= self.newest, "a committed checkpoint was lost"
-        trained = noted(attempt, self.newest)
-        self.lineage = self.lineage[: self.newest] + trained
+        self.lineage = noted(attempt, self.lineage[: self.newest], rolls=self.diverges)
         assert len(self.lineage) >= newest, "a checkpoint of steps that nobody trained"
         self.newest = newest
         if len(self.lineage) > len(self.wanted):
             self.wanted = self._uninterrupted(2 * len(self.lineage) + 40)
         wanted = [rows for _, rows in self.wanted]
-        assert self.lineage == wanted[: len(self.lineage)], "other rows than the uninterrupted run's"
-        self._refuse_lost_rows()
+        judged = newest if self.diverges else len(self.lineage)
+        assert self.lineage[:judged] == wanted[:judged], "other rows than the uninterrupted run's"
+        if not self.diverges:
+            self._refuse_lost_rows()
 
     def _refuse_lost_rows(self) -> None:
         """Against the token file itself: in each epoch every sample once."""
@@ -71,6 +94,7 @@ class Judge:
         path = self.run / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be cut off
         found = [(m["step"], m["loss"]) for m in map(json.loads, lines) if "loss" in m]
+        found = [f for f in found if f[0] <= self.newest] if self.diverges else found
         assert [step for step, _ in found] == list(range(1, len(found) + 1)), "a step is missing or logged twice"
         assert [loss for _, loss in found] == [loss for loss, _ in self.wanted[: len(found)]], "another loss"
 
@@ -105,14 +129,16 @@ class Judge:
             self._succeed(attempt)
             shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.here / "runs" / name)
             assert commit.garbage(shelf) == ([], [])
-            rows = self.lineage[:resumed] + noted(attempt, resumed)
+            rows = noted(attempt, self.lineage[:resumed], rolls=self.diverges)
             found.append((rows, commit.read_manifest(shelf.child(commit.checkpoint_name(steps)))))
         (self.lineage, killed), (rows, fresh) = found
         self.newest = steps
-        self._refuse_lost_rows()
         assert self.lineage == rows
         assert killed.files == fresh.files  # checksums: model, optimizer, generators
-        assert killed.cursor == fresh.cursor == steps * ROWS
+        assert killed.cursor == fresh.cursor
+        assert (fresh.cursor or 0) > steps * ROWS if self.diverges else fresh.cursor == steps * ROWS
+        if not self.diverges:
+            self._refuse_lost_rows()
 
     def _uninterrupted(self, steps: int) -> list[tuple[float, list[str]]]:
         """From the beginning. The schedule is constant, so the length of the run changes nothing."""
@@ -123,21 +149,25 @@ class Judge:
         self._succeed(attempt)
         lines = (self.here / "runs" / name / "metrics.jsonl").read_text().splitlines()
         losses = [m["loss"] for m in map(json.loads, lines) if "loss" in m]
-        return list(zip(losses, noted(attempt, 0), strict=True))
+        return list(zip(losses, noted(attempt, [], rolls=self.diverges), strict=True))
 
     def _succeed(self, attempt: Attempt) -> None:
         assert run_once(attempt, 300.0) == [0] * self.world, (self.here / "rank0.log").read_text()[-3000:]
 
 
-def noted(attempt: Attempt, resumed: int) -> list[list[str]]:
-    """The rows of each step that all ranks began, in the order of the run, from the step after `resumed` on."""
+def noted(attempt: Attempt, before: list[list[str]], *, rolls: bool = False) -> list[list[str]]:
+    """The rows of each step of the run so far: those of `before`, and those of each step that all ranks began since. `rolls`:
+    it may go back, and what it forgets then is no part of it."""
     ranks = []
     for rank in range(attempt.world):
         path = Path(f"{attempt.notes}-{rank}")
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        assert [step for step, _ in lines] == list(range(resumed + 1, resumed + 1 + len(lines))), "a step was left out or redone"
-        ranks.append([rows for _, rows in lines])
-    return [[row for part in parts for row in part] for parts in zip(*ranks, strict=False)]
+        ranks.append([json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [])
+    found = list(before)
+    for parts in zip(*ranks, strict=False):
+        (step,) = {step for step, _ in parts}
+        assert step == len(found) + 1 or (rolls and step <= len(found)), "a step was left out or redone"
+        found = [*found[: step - 1], [row for _, rows in parts for row in rows]]
+    return found
 
 
 def samples(path: Path) -> list[str]:

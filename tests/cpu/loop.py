@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.on_torch.away import one_pass
 from fullshard.on_torch.loss import summed_loss
-from fullshard.train.prepare import prepare
+from fullshard.train.prepare import batches as make_batches
+from fullshard.train.prepare import make_optimizer, prepare
 from fullshard.train.recipe import load_recipe
 from fullshard.train.run import execute
 
@@ -113,6 +115,54 @@ def refused(*args) -> str:
     except fs.FullshardError as error:
         return str(error)
     return "accepted"
+
+
+def ended(directory: str, overrides: list[str], name: str, resume: str | None = None) -> tuple[int, str]:
+    """The exit code and the sentence that `fullshard train` would end with."""
+    os.chdir(directory)
+    try:
+        execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name, resume)
+    except fs.FullshardError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed: int | None = None) -> tuple[int, str]:
+    """As `ended`, of a run whose disk is filled after its first step, and freed after step `freed`."""
+    train_step = on_torch.train_step
+    ballast = Path(disk) / "ballast"
+
+    def counted(state, *args, **kwargs):
+        result = train_step(state, *args, **kwargs)
+        if state.step == 1 and dist.get_rank() == 0:
+            with contextlib.suppress(OSError), ballast.open("wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+        if state.step == freed and dist.get_rank() == 0:
+            ballast.unlink()
+        dist.barrier()
+        return result
+
+    on_torch.train_step = counted
+    try:
+        return ended(directory, overrides, name)
+    finally:
+        on_torch.train_step = train_step
+
+
+def skipping(directory: str, overrides: list[str], after: int, steps: int) -> list[float]:
+    """The losses of a run, by a loop of its own, that leaves out the batches of `steps` steps after step `after`."""
+    os.chdir(directory)
+    prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+    recipe = prepared.recipe
+    state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
+    source = make_batches(recipe, prepared.plan, prepared.data, on_torch.data_rank(prepared.plan.mesh))
+    taken = list(islice(source, recipe.steps + steps))
+    found = []
+    for batch in taken[:after] + taken[after + steps :]:
+        result = on_torch.train_step(state, batch, loss=summed_loss, clip=recipe.optim.clip, lr=recipe.optim.lr)
+        found.append(float(result.loss))
+    return found
 
 
 def with_environment(environment: dict[str, str], what: str, *args) -> None:

@@ -15,7 +15,9 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
-from tests.cpu.chaos import PHASES
+from tests.cpu.chaos import LEASE_PHASES, PHASES, RETENTION_PHASES, ROLLBACK_PHASES
+from tests.cpu.test_divergence import MODEL as FRAGILE
+from tests.cpu.test_divergence import plant
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,42 @@ def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed, world, op
     assert found["rows"] > found["epoch"]  # so that every sample had its turn
     if kills >= 50:  # somebody died in every phase of a save
         assert {m.split(" ", 2)[2] for m in found["met"]} >= {*PHASES}
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.full)])
+def test_kills_with_a_damaged_checkpoint_and_in_leases(here, kills):
+    """A damaged checkpoint, newer than all others, is on the shelf each time. Ranks die while they take the lease, break the
+    dead one's, renew it, and in retention: the whole checkpoints stay, and the next start waits for nobody."""
+    found = carry_out(here, kills, 7, 2, ["with:damage"])
+    assert found["kills"] == kills
+    if kills >= 50:
+        assert {m.split(" ", 2)[2] for m in found["met"]} >= {*LEASE_PHASES, *RETENTION_PHASES}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_kills_of_a_run_that_rolls_back(here, kills):
+    """One row of each epoch is bad: the run goes back to its last checkpoint and on behind that batch. Killed before and
+    after it has gone back, it ends with the bytes of a run that was not."""
+    (here / "model.py").write_text(FRAGILE)
+    plant(here, 3, rows=4)
+    found = carry_out(here, kills, 8, 2, ["with:divergence"])
+    assert found["kills"] == kills
+    assert {m.split(" ", 2)[2] for m in found["met"]} >= {*ROLLBACK_PHASES}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_kills_while_the_disk_is_full(here, kills):
+    """The run's directory is on a disk of a few MiB, which is filled to the last byte before the kill and freed after it."""
+    (here / "runs").mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(here / "runs")]
+    if subprocess.run(small, check=False, capture_output=True).returncode:
+        pytest.skip("only root may make a small disk")
+    try:
+        found = carry_out(here, kills, 9, 2, ["with:full"])
+    finally:
+        subprocess.run(["umount", "-l", str(here / "runs")], check=True)
+    assert found["kills"] == kills
+    assert all(m.endswith("the disk full") for m in found["met"])
 
 
 def carry_out(here: Path, kills: int, seed: int, world: int, options: list[str], **variables: str) -> dict:

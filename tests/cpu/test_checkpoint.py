@@ -223,3 +223,14 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(ranks, tmp_path):
         assert all(problems(Local(disk / "shelf" / n)) == [] for n in names)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_retention_in_ranks_prefers_whole_checkpoints_to_a_damaged_newer_one(ranks, tmp_path):
+    first, second = ranks(2).run(checkpoint.retained, str(tmp_path))
+    assert [len(first), len(second)] == [1, 0]
+    assert first[0].startswith("step-00000003 stays and does not count: ")
+    assert commit.committed(Local(tmp_path)) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert [n for n in commit.committed(Local(tmp_path)) if not problems(Local(tmp_path / n))] == [
+        "step-00000002",
+        "step-00000004",
+    ]

@@ -58,7 +58,10 @@ def test_any_elementwise_torch_optimizer_equals_itself_unsharded(ranks, name, op
 
 def test_a_run_that_diverges_ends_by_itself(here, ranks):
     wild = ["optim.name=sgd", "optim.lr=1e30", "optim.weight_decay=0.0", "train.steps=40", "train.max_skips=3"]
-    ranks(2).run(loop.run, str(here), [*wild, "schedule.warmup=0"], "wild")
+    code, sentence = ranks(2).run(loop.ended, str(here), [*wild, "schedule.warmup=0"], "wild")[0]
+    assert code == 3
+    assert sentence.startswith("the run diverged at step ")
+    assert "3 steps in a row were not finite" in sentence
     found = metrics(here / "runs/wild")
     assert found[-1] == {"event": "diverged", "step": found[-2]["step"]}
     assert found[-2]["step"] < 40

@@ -7,6 +7,7 @@ disk) hears of all checksums and commits, all learn how it went.
 
 import contextlib
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,15 +19,17 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.lease import Lease, LeaseLostError, take_lease
 from fullshard.checkpoint.place import Local, Place, open_place
-from fullshard.checkpoint.retention import Candidate, Kept, to_remove
+from fullshard.checkpoint.retention import Candidate, Kept
+from fullshard.checkpoint.retire import Inventory
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import attempt, decide, gather, give_group, settle, take_group, tally, together
 from fullshard.on_torch.checkpoints import named
 from fullshard.on_torch.checkpoints.background import Background
 from fullshard.on_torch.checkpoints.nodes import find_nodes
 from fullshard.on_torch.checkpoints.restore import damage
-from fullshard.on_torch.checkpoints.staging import Copying, Staging
+from fullshard.on_torch.checkpoints.staging import Copying, NotFiniteError, Staging
 from fullshard.on_torch.checkpoints.storage import About, file_records, make_manifest
 from fullshard.on_torch.state import State
 from fullshard.text import bytes_text
@@ -45,6 +48,10 @@ class Saving:
     where: str = ""
     error: str | None = None
     note: str = ""  # what is to be said about it, if anything
+    retires: bool = True  # whether older ones may go for it
+    poisoned: bool = False  # whether it failed because a weight was not finite,
+    lost: bool = False  # or because another process has the shelf
+    passed: list[str] = dataclasses.field(default_factory=list)  # what retention says of others
 
     def staged(self) -> None:
         """Wait until the state may change, by whatever means."""
@@ -66,6 +73,8 @@ class Checkpointer:
     At most one save is in flight: the next waits for it. With `overlap`, tensors are copied while the next forward and
     backward run, and the optimizer's step waits for that; who changes weights in another way waits for `staged` first.
     Where the copies would take more host memory than `room`, or than there is, `save` returns when all is written.
+
+    It holds the shelf's lease until `close`: nobody else writes there or deletes. `run`: what others are told of the holder.
     """
 
     def __init__(
@@ -76,11 +85,15 @@ class Checkpointer:
         keep: Kept | None = None,
         overlap: bool = False,
         room: int | None = None,
+        run: str = "",
     ):
         self.shelf, self.state, self.keep = open_place(shelf), state, keep
-        self.history: list[Candidate] | None = None  # what retention knows, once it has looked
+        self.inventory: Inventory | None = None  # what retention knows, once it has looked
+        self.verified: set[str] = set()  # checkpoints that were compared with their checksums before that
         self.group = take_group()
         self.nodes = find_nodes(self.shelf, self.group)
+        self.lease: Lease | None = None  # of the shelf, where this rank leads
+        self._take_lease(run)
         self.nonce, self.count = decide(self.group, commit.new_nonce), 0  # of all saves, and how many there were
         self.plan = state.plan.to_dict()
         self.staging = Staging(state, self.group, self.nodes, overlap=overlap, room=room)
@@ -97,9 +110,10 @@ class Checkpointer:
         extra: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
         overwrite: bool = True,
+        retire: bool = True,
     ) -> Saving:
         """Stage the state as it is now and start to write it. `overwrite`: in the place of another state of the same step,
-        if the shelf has one."""
+        if the shelf has one. `retire`: older checkpoints may go for it."""
         self.wait()
         self.overwrite = overwrite
         state, staging = self.state, self.staging
@@ -108,7 +122,7 @@ class Checkpointer:
             numbers = named.numbers_of(state, held) | {"extra": extra or {}}
             about = About(state.step, cursor, self.plan, recipe, numbers, metrics or {})
             self.count += 1
-            self.saving = saving = Saving(state.step, staging.start(values, held), note=staging.why)
+            self.saving = saving = Saving(state.step, staging.start(values, held), note=staging.why, retires=retire)
             if staging.in_place:  # inside: the values stay as they are until they are written
                 self._write(saving, about, staging.worker.submit(saving.copying.finish))
         if staging.in_place or state.tiers:
@@ -130,15 +144,39 @@ class Checkpointer:
             self.hook.remove()
         self.background.close()
         self.staging.close()
+        self.release()
         give_group(self.group)
+
+    def release(self) -> None:
+        """Give the shelf's lease up, by itself where ranks are gone and `close` cannot be called. Not collective."""
+        if self.lease:
+            self.lease.release()
+            self.lease = None
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank raised it."""
+        return any(gather(self.group, flag))
+
+    def _take_lease(self, run: str) -> None:
+        def take() -> list[int]:
+            self.lease = take_lease(self.shelf, run) if self.nodes.leads else None
+            return []
+
+        try:
+            tally(self.group, take, 0)
+        except FullshardError:
+            self.release()
+            give_group(self.group)
+            raise
 
     # -- writing ---------------------------------------------------------------------------------------
 
     def _write(self, saving: Saving, about: About, copied: Copied) -> None:
         """In the background. Whatever goes wrong becomes the saving's error, the same sentence on all ranks."""
         try:
-            saving.where = self._write_and_commit(about, copied)
-            self._retire(about)
+            saving.where = self._write_and_commit(saving, about, copied)
+            if saving.retires:
+                self._retire(saving, about)
         except FullshardError as error:
             saving.error = f"the checkpoint of step {saving.step} was not saved: {error}"
         except Exception as error:  # a rank is gone: training will find out by itself
@@ -146,7 +184,8 @@ class Checkpointer:
         finally:
             saving.finished.set_result(None)
 
-    def _write_and_commit(self, about: About, copied: Copied) -> str:
+    def _write_and_commit(self, saving: Saving, about: About, copied: Copied) -> str:
+        self.fault: Exception | None = None
         made = commit.draft(self.shelf, about.step, f"{self.nonce}{self.count:04x}")
         write, finish = partial(self._write_file, made, copied), partial(self._commit, made, about)
         try:
@@ -157,19 +196,31 @@ class Checkpointer:
                     began = tally(self.group, lambda: self._begin(held, made) if self.nodes.leads else [0], 1)
                     settle(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
         except FullshardError:
-            if self.nodes.leads:
+            lost, poisoned = isinstance(self.fault, LeaseLostError), isinstance(self.fault, NotFiniteError)
+            if self.nodes.leads and not lost:
                 attempt(lambda: commit.abandon(made))
+            for of_rank in gather(self.group, (lost, poisoned)):
+                saving.lost, saving.poisoned = saving.lost or of_rank[0], saving.poisoned or of_rank[1]
             raise
         return str(made.target)
 
     def _begin(self, held: contextlib.ExitStack, made: commit.Draft) -> list[int]:
         """Milliseconds since 1970: the first rank's count."""
         now = round(time.time() * 1000)
+        self._check_lease()
         if not self.overwrite and not isinstance(self.shelf, Local) and commit.is_checkpoint(made.target):
             raise FullshardError(exists(made.target))  # an object store has no place beside it
         refuse_full(self.shelf, self.staging.size_here + HEADERS, "its files", made.staging)
         held.enter_context(commit.begin(made))
         return [now]
+
+    def _check_lease(self) -> None:
+        try:
+            if self.lease:
+                self.lease.check()
+        except LeaseLostError as error:
+            self.fault = error
+            raise
 
     def _write_file(self, made: commit.Draft, copied: Copied) -> list[int]:
         """The file's checksum, in halves."""
@@ -178,12 +229,16 @@ class Checkpointer:
             return [0, 0]
         try:
             return halves(self.staging.write(made.staging, known))
+        except NotFiniteError as error:
+            self.fault = error
+            raise
         except OSError as error:
             raise FullshardError(f"{made.staging}: {error.strerror or error}") from None
 
     def _commit(self, made: commit.Draft, about: About, told: list[list[int]]) -> None:
         """With disks of their own, nodes have manifests of their own: each prefers the copies that it has."""
         staging = self.staging
+        self._check_lease()
         files = file_records(staging.parts, [whole(sums) for _, *sums in told], self.nodes.of_files)
         if not self.overwrite and commit.is_checkpoint(made.target):
             read, old = attempt(partial(commit.read_manifest, made.target))
@@ -195,24 +250,46 @@ class Checkpointer:
         except OSError as error:
             raise FullshardError(f"{made.target}: {error.strerror or error}") from None
 
-    def _retire(self, about: About) -> None:
-        """Remove the checkpoints that need not stay; each node's first rank its own."""
+    def _retire(self, saving: Saving, about: About) -> None:
+        """Remove the checkpoints that need not stay; each node's first rank its own. What goes wrong costs no checkpoint."""
         if not (self.keep and self.keep.last and self.nodes.leads):
             return
-        if self.history is None:
-            known = [attempt(partial(commit.read_manifest, self.shelf.child(name))) for name in self.names()]
-            self.history = [Candidate.of(m) for worked, m in known if worked and m.step != about.step]
-        self.history.append(Candidate(about.step, time.time(), about.metrics))
-        gone = to_remove(self.history, self.keep)
-        for name in gone:
-            attempt(partial(commit.remove, self.shelf, name))
-        self.history = [c for c in self.history if commit.checkpoint_name(c.step) not in gone]
+        worked, found = attempt(lambda: self._retire_here(about))
+        saving.passed = found if worked else [f"old checkpoints stay in {self.shelf}: {found}"]
+
+    def _retire_here(self, about: About) -> list[str]:
+        """Sentences about checkpoints that do not count."""
+        assert self.keep is not None
+        said = set(self.inventory.damaged) if self.inventory else set()
+        if self.inventory is None:
+            self.inventory = Inventory.of(self.shelf)
+            self.inventory.verified |= self.verified
+        known = self.inventory
+        known.add(Candidate(about.step, time.time(), about.metrics))
+        for name in known.retire(self.keep):
+            self._check_lease()
+            if attempt(partial(commit.remove, self.shelf, name))[0] or not commit.is_checkpoint(self.shelf.child(name)):
+                known.forget(name)
+        fresh = {n: why for n, why in known.damaged.items() if n not in said}
+        return [f"{n} stays and does not count: {why}" for n, why in fresh.items() if commit.is_checkpoint(self.shelf.child(n))]
 
     # -- the shelf -------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Remove what killed runs left on the shelf."""
         together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
+
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: the run goes another way from here."""
+
+        def discard() -> None:
+            for name in [n for n in self.names() if (commit.step_of(n) or 0) > step]:
+                self._check_lease()
+                commit.remove(self.shelf, name)
+                if self.inventory:
+                    self.inventory.forget(name)
+
+        together(self.group, lambda: discard() if self.nodes.leads else None)
 
     def names(self) -> list[str]:
         """The checkpoints that this rank sees."""
@@ -225,14 +302,15 @@ class Checkpointer:
         what = f"{count} checkpoints of {bytes_text(size)}"
         together(self.group, lambda: refuse_full(self.shelf, missing, what) if self.nodes.leads else None)
 
-    def newest(self) -> tuple[Place | None, list[str]]:
-        """The newest checkpoint that is whole, and sentences about those that are not."""
+    def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
+        """The newest checkpoint that is whole, of a step below `below`, and sentences about those that are not whole."""
         everywhere = gather(self.group, commit.committed(self.shelf) if self.nodes.leads else None)
         names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
         said: list[str] = []
-        for name in reversed(names):
+        for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
             wrong = damage(self.shelf.child(name), self.group, self.nodes)
             if not wrong:
+                self.verified.add(name)
                 return self.shelf.child(name), said
             said.append(wrong[0])
         return None, said

@@ -4,6 +4,7 @@ What does not change from save to save is made once for a layout (names, shapes,
 in the files, the manifest's text about it, and where in memory the items are found.
 """
 
+import math
 import operator
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
+from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import decide, tally, together
 from fullshard.on_torch.away.streams import DONE, Moment, Stream
 from fullshard.on_torch.checkpoints import named
@@ -42,6 +44,10 @@ from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.state import State
 from fullshard.text import bytes_text
 from fullshard.tiers.limits import host_limit
+
+
+class NotFiniteError(FullshardError):
+    """A state that holds NaN or infinity: no checkpoint is made of it."""
 
 
 class Copying:
@@ -171,6 +177,7 @@ class Staging:
         self.random = [(i, name) for i, name in enumerate(names) if name in random]
         buffers = {name for name in tensors if name.startswith("model.")} - parameters
         self.buffers = {i for i, name in enumerate(names) if name in buffers}
+        self.weights = {i for i, name in enumerate(names) if name in parameters}
 
     def _copy(self) -> Copying:
         sources = self.sources
@@ -211,6 +218,8 @@ class Staging:
         """This rank's file; its checksum, which, if not `known` yet, is computed while the disk works."""
         if self.in_place:
             return self._write_in_place(where)
+        for i in self.weights:
+            self._refuse_poisoned(i, self.image.targets[i])
         found = self.worker.submit(self.image.checksum) if known is None else None
         where.write(self.file, self.image.memory, self.layout.nbytes)
         return known or cast(Future[str], found).result()
@@ -220,11 +229,23 @@ class Staging:
 
         def make(at: int, memory: memoryview) -> None:
             with torch.no_grad():
-                self.layout.make(self.sources, at, torch.frombuffer(memory, dtype=torch.uint8))
+                made = torch.frombuffer(memory, dtype=torch.uint8)
+                self.layout.make(self.sources, at, made)
+                for i, low, high in self.layout.spans(at, at + len(memory)):
+                    if i in self.weights:
+                        self._refuse_poisoned(i, made[low - at : high - at].view(self.layout.dtype(i)))
             digest.update(memory)
 
         where.write_made(self.file, self.layout.nbytes, make)
         return digest.hexdigest()
+
+    def _refuse_poisoned(self, i: int, values: Tensor) -> None:
+        """Raise where one of a weight's values, as they go into the file, is not finite. `aminmax` hands NaN on."""
+        if not values.is_floating_point() or values.element_size() < 2 or not values.numel():
+            return
+        if not all(math.isfinite(end) for end in torch.aminmax(values)):
+            name = self.layout.items[i].index.fqn.removeprefix("model.")
+            raise NotFiniteError(f"the weights in {name} are not finite")
 
     # -- once for a layout -----------------------------------------------------------------------------
 

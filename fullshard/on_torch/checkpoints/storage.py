@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -102,6 +102,9 @@ class Layout:
         self.header = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.nbytes = len(header) + sum(_nbytes(i) for i in self.items)
 
+    def dtype(self, i: int) -> torch.dtype:
+        return self.items[i].tensor_data.properties.dtype  # type: ignore[union-attr]
+
     def part(self, file: str) -> Part:
         """What lies where in the file."""
         chunks = []
@@ -112,16 +115,19 @@ class Layout:
 
     def make(self, sources: Sequence[Source], at: int, into: Tensor) -> None:
         """The file's bytes from `at` on, from where the items are."""
-        end = at + len(into)
-        head = self.header[at:end]
+        head = self.header[at : at + len(into)]
         into[: len(head)] = head
-        first = max(0, bisect_right(self.starts, at) - 1)
-        for item, source, start in zip(self.items[first:], sources[first:], self.starts[first:], strict=True):
-            low, high = max(at, start), min(end, start + _nbytes(item))
-            if start >= end:
+        for i, low, high in self.spans(at, at + len(into)):
+            _read(sources[i], low - self.starts[i], into[low - at : high - at])
+
+    def spans(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Which items lie between two places of the file, and from where to where."""
+        for i in range(max(0, bisect_right(self.starts, at) - 1), len(self.items)):
+            low, high = max(at, self.starts[i]), min(end, self.starts[i] + _nbytes(self.items[i]))
+            if self.starts[i] >= end:
                 return
             if low < high:
-                _read(source, low - start, into[low - at : high - at])
+                yield i, low, high
 
 
 def _read(source: Source, start: int, into: Tensor) -> None:

@@ -1,0 +1,221 @@
+"""One writer a shelf: leases in directories and in an object store, broken when they are stale and only then."""
+
+import dataclasses
+import importlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fullshard import FullshardError
+from fullshard.checkpoint import commit, lease
+from fullshard.checkpoint.lease import LeaseLostError, leased, read_leases, take_lease
+from fullshard.checkpoint.place import Local, open_place
+from fullshard.checkpoint.verify import problems
+from fullshard.cli import app
+from fullshard.data.pack import pack
+from tests.cpu import checkpoint
+from tests.cpu.test_full_disk import Training, steps
+from tests.cpu.test_s3 import s3, shelf  # noqa: F401
+from tests.cpu.test_train import MODEL, RECIPE
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from fullshard.checkpoint import lease
+from fullshard.checkpoint.place import open_place
+from fullshard import FullshardError
+lease.DYING = float(sys.argv[2])
+while time.time() < float(sys.argv[3]):
+    pass
+try:
+    held = lease.take_lease(open_place(sys.argv[1]), "runs/a")
+    print("took", flush=True)
+    time.sleep(600)
+except FullshardError as error:
+    print(error, flush=True)
+"""
+
+
+def hold(where, dying: float = 0.5, begin: float = 0.0, **variables: str) -> subprocess.Popen:
+    """A process that takes a shelf's lease, and says so or why not."""
+    line = [sys.executable, "-c", HOLD, str(where), str(dying), str(begin)]
+    return subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(request, tmp_path):
+    return Local(tmp_path / "shelf") if request.param == "directory" else request.getfixturevalue("shelf")
+
+
+def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkeypatch):
+    monkeypatch.setattr(lease, "DYING", 0.5)
+    holder = hold(place)
+    assert holder.stdout.readline() == "took\n"
+    with pytest.raises(FullshardError, match=rf"is written to by process {holder.pid} on \S+ \(runs/a\); end that, or write"):
+        take_lease(place)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    began = time.monotonic()
+    with leased(place) as mine:
+        assert time.monotonic() - began < 10
+        mine.check()
+        assert list(read_leases(place)) == [mine.number] == [2]
+    assert read_leases(place) == {}
+    assert not place.files()
+
+
+def test_of_several_starters_one_wins(place):
+    """Eight at the same moment, over the lease of a process that is gone."""
+    dead = dataclasses.replace(lease._me("gone"), pid=2**22 - 1)
+    if isinstance(place, Local):
+        place.path.mkdir()
+    assert place.create(lease.lease_name(7), dead.to_bytes())
+    starters = [hold(place, begin=time.time() + 8) for _ in range(8)]
+    said = [s.stdout.readline() for s in starters]
+    for starter in starters:
+        starter.kill()
+        starter.wait()
+    assert said.count("took\n") == 1
+    winner = starters[said.index("took\n")].pid
+    assert all(f"by process {winner} on" in line for line in said if line != "took\n")
+
+
+def test_a_process_of_the_same_number_is_not_the_holder(tmp_path):
+    other = dataclasses.replace(lease._me("x"), started="1")
+    Local(tmp_path).create(lease.lease_name(1), other.to_bytes())
+    with leased(Local(tmp_path)) as mine:
+        assert mine.number == 2
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    for name, seconds in (("RENEWAL", 0.3), ("WATCHED", 0.9), ("STALE", 3.0)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+def elsewhere(place, renewed: float) -> lease.Holder:
+    """The lease of a process of another machine."""
+    found = dataclasses.replace(lease._me("runs/b"), boot="another", host="far", renewed=renewed)
+    if isinstance(place, Local):
+        place.path.mkdir(exist_ok=True)
+    place.create(lease.lease_name(1), found.to_bytes())
+    return found
+
+
+def test_another_machine_is_watched_whatever_its_clock_says(place, quick):
+    """Unchanged: broken, sooner where it is old. Renewed: refused, however old its clock says it is."""
+    for renewed, least in ((time.time() - 100, 0.9), (time.time() + 1000, 3.0)):
+        elsewhere(place, renewed)
+        began = time.monotonic()
+        with leased(place):
+            assert least < time.monotonic() - began < least + 20
+    found, ended = elsewhere(place, 0.0), threading.Event()
+
+    def renew() -> None:
+        beat = 0.0
+        while not ended.wait(0.2):
+            beat += 1
+            place.rewrite(lease.lease_name(1), dataclasses.replace(found, renewed=beat).to_bytes())
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    with pytest.raises(FullshardError, match=r"is written to by process \d+ on far \(runs/b\)"):
+        take_lease(place)
+    ended.set()
+    thread.join()
+
+
+def test_a_holder_renews_and_one_that_was_replaced_finds_out(place, quick):
+    with leased(place) as mine:
+        before = read_leases(place)
+        deadline = time.monotonic() + 30
+        while read_leases(place) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        mine.check()
+        place.create(lease.lease_name(mine.number + 1), dataclasses.replace(lease._me("runs/b"), pid=1).to_bytes())
+        with pytest.raises(LeaseLostError, match=r"was taken over by process 1 on \S+ \(runs/b\)"):
+            mine.check()
+    assert [n for n in read_leases(place) if n != mine.number]  # the other's stays
+
+
+def test_half_a_lease_is_no_lease(tmp_path, quick):
+    (tmp_path / ".lease-000001").write_bytes(b'{"id"')
+    (tmp_path / ".lease-000002.ab12.partial").write_bytes(b"")
+    with leased(Local(tmp_path)) as mine:
+        assert mine.number == 2
+        assert commit.garbage(Local(tmp_path)) == ([".lease-000002.ab12.partial"], [])
+
+
+def test_a_store_without_conditions_has_one_winner_too(monkeypatch):
+    module = importlib.import_module("fullshard.checkpoint.place")
+    monkeypatch.setattr(module, "SETTLING", 0.5)
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    plain = memory.pipe_file
+    monkeypatch.setattr(type(memory), "pipe_file", lambda self, path, value, mode="", **_: plain(path, value))
+    where, found = open_place(f"memory://{secrets.token_hex(4)}"), []
+    threads = [threading.Thread(target=lambda i=i: found.append(where.create("x", b"%d" % i))) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [False] * 4 + [True]
+
+
+def test_a_writer_whose_shelf_was_taken_over_neither_writes_nor_deletes(ranks, tmp_path):
+    for said in ranks(2).run(checkpoint.taken_over, str(tmp_path / "shelf")):
+        assert "was taken over by process 1 on" in said["error"]
+        assert said["lost"]
+    assert commit.committed(Local(tmp_path / "shelf")) == ["step-00000001", "step-00000002"]
+    assert not [n for n in os.listdir(tmp_path / "shelf") if n.startswith(".step-00000003") and "removed" in n]
+
+
+def test_gc_leaves_the_shelf_of_a_live_run_alone(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "DYING", 0.5)
+    ranks(2).run(checkpoint.three, str(tmp_path))
+    (tmp_path / ".step-00000009.ab.partial").mkdir()
+    holder = hold(tmp_path)
+    assert holder.stdout.readline() == "took\n"
+    done = CliRunner().invoke(app, ["checkpoint", "gc", str(tmp_path), "--keep", "1"])
+    assert isinstance(done.exception, FullshardError)
+    assert f"is written to by process {holder.pid}" in str(done.exception)
+    assert len(commit.committed(Local(tmp_path))) == 3
+    assert CliRunner().invoke(app, ["checkpoint", "gc", str(tmp_path)]).stdout == ".step-00000009.ab.partial\n"
+    holder.kill()
+    holder.wait()
+    done = CliRunner().invoke(app, ["checkpoint", "gc", str(tmp_path), "--keep", "1"])
+    assert done.exit_code == 0
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_a_second_run_into_the_same_checkpoints_is_refused_and_the_first_goes_on(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    pack([Path(json.__file__).with_name("scanner.py")], tmp_path / "tokens", workers=1)
+    options = ["train.steps=1000000", "schedule.kind=constant", "checkpoint.every=5", "checkpoint.path=shared"]
+    first = Training(tmp_path, *options, "--run", "runs/a")
+    first.until(lambda: steps(tmp_path / "runs/a") > 12)
+    second = Training(tmp_path, *options, "--run", "runs/b", "--resume", "auto")
+    assert second.end() == 2, second.said
+    sentence = next(line for line in second.said.splitlines() if line.startswith("error: "))
+    assert sentence.startswith("error: shared is written to by process ")
+    assert sentence.endswith("(runs/a); end that, or write another checkpoint.path")
+    reached = steps(tmp_path / "runs/a")
+    first.until(lambda: steps(tmp_path / "runs/a") > reached + 12)
+    assert first.end(signal.SIGTERM) == 143, first.said
+    assert "was not saved" not in first.said
+    shared = Local(tmp_path / "shared")
+    assert len(commit.committed(shared)) == 2
+    assert all(problems(shared.child(n)) == [] for n in commit.committed(shared))
+    assert not shared.files()
