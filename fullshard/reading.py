@@ -32,9 +32,7 @@ def read_text(path: str | Path, what: str, at_most: int = MOST_BYTES) -> str:
     try:
         return found.decode()
     except UnicodeDecodeError as error:
-        raise FullshardError(
-            f"{path} is not a text file: byte {error.start} is not UTF-8; write the path of a {what}"
-        ) from None
+        raise FullshardError(f"{path} is not a text file: byte {error.start} is not UTF-8; write the path of a {what}") from None
 
 
 def read_bytes(path: str | Path, what: str, at_most: int = MOST_BYTES) -> bytes:
