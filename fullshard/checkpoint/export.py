@@ -7,6 +7,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,8 @@ def _export_torch(checkpoint: Checkpoint, output: Path, dtype: str | None) -> No
             _write_torch(partial_file, sources)
             partial_file.rename(output)
     except BaseException:
-        partial_file.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial_file.unlink()
         remove_empty(missing)
         raise
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ class Checkpoint:
 
     def __init__(self, place: Place, manifest: Manifest | None = None):
         self.place, self.manifest = place, manifest or read_manifest(place)
-        self._sizes: dict[str, int] | None = None
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
         """The part of a tensor that `box` cuts out, row-major, into `into`; `into` is its very size."""
@@ -60,14 +60,19 @@ class Checkpoint:
         except EOFError:
             raise FullshardError(f"{self.place}/{chunk.file} is cut off; use another checkpoint") from None
 
-    def _refuse_other_size(self, file: str) -> None:
-        """Before memory is taken on the manifest's word: files are as large as it says, and no byte belongs to two chunks."""
-        self._sizes = self.place.files() if self._sizes is None else self._sizes
-        want = self.manifest.files[file].nbytes
-        if file not in self._sizes:
-            raise FullshardError(self._lacks(file))
-        if self._sizes[file] != want:
-            raise FullshardError(f"{self.place}/{file} has {self._sizes[file]} bytes instead of {want}; use another checkpoint")
+    def refuse_other_sizes(self, needed: Iterable[str] = ()) -> None:
+        """Before memory is taken on the manifest's word: the files that are here have the sizes that it says, and those
+        that are needed are here."""
+        for file in needed:
+            if file not in self._sizes:
+                raise FullshardError(self._lacks(file))
+        for file, record in self.manifest.files.items():
+            if (size := self._sizes.get(file, record.nbytes)) != record.nbytes:
+                raise FullshardError(f"{self.place}/{file} has {size} bytes instead of {record.nbytes}; use another checkpoint")
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self.place.files()
 
     def _lacks(self, file: str) -> str:
         node = self.manifest.files[file].node
@@ -86,8 +91,7 @@ class Checkpoint:
     def raw(self, name: str) -> bytearray:
         """The bytes of a whole tensor."""
         record = self.manifest.tensors[name]
-        for chunk in record.chunks:
-            self._refuse_other_size(chunk.file)
+        self.refuse_other_sizes({chunk.file for chunk in record.chunks})
         data = bytearray(record.nbytes)
         if data:
             self.read(name, [(0, n) for n in record.shape], memoryview(data))
@@ -95,8 +99,10 @@ class Checkpoint:
 
 
 def open_checkpoint(where: str | Path) -> Checkpoint:
-    """The checkpoint that a person means; see `find`."""
-    return Checkpoint(find(where))
+    """The checkpoint that a person means; see `find`. Those of its files that are here have the sizes that it says."""
+    found = Checkpoint(find(where))
+    found.refuse_other_sizes()
+    return found
 
 
 def intersection(a: Box, b: Box) -> Box | None:

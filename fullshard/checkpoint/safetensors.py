@@ -185,7 +185,7 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
 
 def _refuse_missing_shards(directory: Path, found: set[str]) -> None:
     index = directory / "model.safetensors.index.json"
-    if not index.exists():
+    if not os.path.lexists(index):
         return
     tree = parse_json(read_small(index, LARGEST_HEADER), str(index))
     table = tree.get("weight_map") if isinstance(tree, dict) else None

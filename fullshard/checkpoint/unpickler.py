@@ -40,7 +40,7 @@ class Unpickler:
     """The stack machine. `resolve(module, name)` gives a `Name` or a plain value; `persistent` what an id stands for."""
 
     def __init__(self, data: bytes | bytearray, resolve: Callable[[str, str], Any], persistent: Callable[[Any], Any]):
-        self.data, self.resolve, self.persistent = data, resolve, persistent
+        self.data, self.resolve, self.persistent = bytes(data), resolve, persistent
         self.at, self.left = 0, len(data) // FEWEST_BYTES + SPARE
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
@@ -61,12 +61,15 @@ class Unpickler:
             raise DamagedError(f"it makes no sense ({type(error).__name__})") from None
 
     def take(self, count: int) -> bytes:
-        if count > len(self.data) - self.at:
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
             raise DamagedError("it ends early")
-        self.at += count
-        return bytes(self.data[self.at - count : self.at])
+        return self.data[start : self.at]
 
     def number(self, width: int) -> int:
+        if width == 1:  # the most frequent by far
+            self.at += 1
+            return self.data[self.at - 1]
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
@@ -100,7 +103,9 @@ def _constant(value: Any) -> Opcode:
 
 
 def _integer(width: int, signed: bool = False) -> Opcode:
-    return lambda m: m.stack.append(int.from_bytes(m.take(width), "little", signed=signed))
+    if not signed:
+        return lambda m: m.stack.append(m.number(width))
+    return lambda m: m.stack.append(int.from_bytes(m.take(width), "little", signed=True))
 
 
 def _sized(width: int, make: Callable[[bytes], Any]) -> Opcode:

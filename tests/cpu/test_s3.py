@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import open_place
 from fullshard.checkpoint.verify import problems
+from fullshard.cli import main
 from fullshard.data.pack import pack
 from tests.cpu import loop
 from tests.cpu.chaos import STORE_PHASES
@@ -67,6 +69,52 @@ def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, shelf, tmp
     assert commit.garbage(shelf) == ([], [])
     assert shelf.uploads() == []
     assert all(problems(shelf.child(n)) == [] for n in commit.committed(shelf))
+
+
+# -- a store that is not there --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """The sentence by which `fullshard checkpoint show` refuses a URL, with these variables of the environment."""
+
+    def run(url: str, **environment: str) -> str:
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+            monkeypatch.delenv(key, raising=False)
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.setattr("sys.argv", ["fullshard", "checkpoint", "show", url])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert done.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
+def test_a_bucket_that_does_not_exist(s3, refused):
+    said = "error: cannot reach s3://nowhere/x: the bucket does not exist; make it, or write another URL"
+    assert refused("s3://nowhere/x", **s3) == said
+
+
+def test_no_credentials(s3, refused, tmp_path):
+    nobody = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
+    said = refused("s3://bucket/x", AWS_ENDPOINT_URL=s3["AWS_ENDPOINT_URL"], AWS_CONFIG_FILE=str(tmp_path / "none"), **nobody)
+    assert said.startswith("error: cannot reach s3://bucket/x: Unable to locate credentials; check")
+
+
+def test_a_server_that_does_not_answer(s3, refused):
+    """A port of loopback on which nobody listens."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        said = refused("s3://bucket/x", **s3 | {"AWS_ENDPOINT_URL": url, "AWS_MAX_ATTEMPTS": "2"})
+    assert said.startswith("error: cannot reach s3://bucket/x: Could not connect to the endpoint URL")
+
+
+def test_a_scheme_that_nobody_knows(refused):
+    assert refused("gopher://x") == "error: cannot open gopher://x: Protocol not known: gopher"
 
 
 def write_recipe(here: Path, model: str) -> None:
