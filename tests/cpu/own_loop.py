@@ -302,6 +302,7 @@ def refusals(case: Case) -> dict[str, str]:
         said: dict[str, Callable[[], object]] = {
             "closure": lambda: state.optimizer.step(lambda: torch.zeros(())),
             "replaced": lambda: setattr(state, "optimizer", torch.optim.AdamW(state.parameters())),
+            "stranger": lambda: torch.optim.SGD(state.parameters(), lr=1e-2).step(),
             "shape": lambda: state.optimizer.load_state_dict(_cut(state.optimizer.state_dict())),
         }
         found = {name: sentence(call) for name, call in said.items()}
