@@ -101,11 +101,11 @@ def train(case: Case, disk: str) -> dict[str, Any]:
 def values(state: on_torch.State) -> dict[str, torch.Tensor]:
     """Parameters and moments, by name."""
     with state.values() as found:
-        tensors = {n: local(t).double().clone() for n, t in found.items()}
+        tensors = {n: local(t).double().clone().cpu() for n, t in found.items()}
         for name, p in state.model.named_parameters():
             for key, slot in state.optimizer.state.get(p, {}).items():
                 if isinstance(slot, torch.Tensor):
-                    tensors[f"{name}.{key}"] = local(slot).double().clone()
+                    tensors[f"{name}.{key}"] = local(slot).double().clone().cpu()
     return tensors
 
 

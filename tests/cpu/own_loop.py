@@ -63,7 +63,16 @@ def own(case: Case, disk: str, *, to_none: bool = True) -> on_torch.State:
     return state
 
 
-def from_the_device(cases: list[Case], *, to_none: bool = True) -> list[tuple[float, float, int]]:
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """‖one − other‖ / ‖other‖ over all weights: on a GPU, single elements of two equal runs may differ by an update."""
+    names = [n for n in other if n.endswith("weight")]
+    square = lambda tensors: sum(float(t.square().sum()) for t in tensors)
+    return (square(one[n] - other[n] for n in names) / square(other[n] for n in names)) ** 0.5
+
+
+def from_the_device(
+    cases: list[Case], *, to_none: bool = True, distance: Callable[..., float] = homes.apart
+) -> list[tuple[float, float, int]]:
     """How far each case's own loop is from the same with everything on the device, and from `train_step`; steps counted."""
     found, known = [], {}
     with tempfile.TemporaryDirectory() as disk:
@@ -72,7 +81,7 @@ def from_the_device(cases: list[Case], *, to_none: bool = True) -> list[tuple[fl
             if plain not in known:
                 known[plain] = homes.values(own(plain, disk)), homes.train(plain, disk)["values"]
             state = own(case, disk, to_none=to_none)
-            found.append((*(homes.apart(homes.values(state), other) for other in known[plain]), state.step))
+            found.append((*(distance(homes.values(state), other) for other in known[plain]), state.step))
     return found
 
 
@@ -218,7 +227,7 @@ def plain_state_dicts(case: Case) -> dict[str, float]:
 # -- beside train_step ------------------------------------------------------------------------------------
 
 
-def mixed(case: Case) -> tuple[float, int, int]:
+def mixed(case: Case, distance: Callable[..., float] = homes.apart) -> tuple[float, int, int]:
     """Own steps and the engine's in turn, against the engine's alone; and the steps counted in both."""
     with tempfile.TemporaryDirectory() as disk:
         state, plain = homes.make(case, disk), homes.make(homes.resident(case), disk)
@@ -228,7 +237,7 @@ def mixed(case: Case) -> tuple[float, int, int]:
             else:
                 on_torch.train_step(state, homes.batches(state, s), clip=case.clip)
             on_torch.train_step(plain, homes.batches(plain, s), clip=case.clip)
-        return homes.apart(homes.values(state), homes.values(plain)), state.step, plain.step
+        return distance(homes.values(state), homes.values(plain)), state.step, plain.step
 
 
 def after_a_step_that_was_given_up(case: Case) -> float:
@@ -293,6 +302,7 @@ def refusals(case: Case) -> dict[str, str]:
         said: dict[str, Callable[[], object]] = {
             "closure": lambda: state.optimizer.step(lambda: torch.zeros(())),
             "replaced": lambda: setattr(state, "optimizer", torch.optim.AdamW(state.parameters())),
+            "stranger": lambda: torch.optim.SGD(state.parameters(), lr=1e-2).step(),
             "shape": lambda: state.optimizer.load_state_dict(_cut(state.optimizer.state_dict())),
         }
         found = {name: sentence(call) for name, call in said.items()}

@@ -137,6 +137,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(ranks):
     for found in ranks(1).run(own_loop.refusals, Case((BESIDE,))):
         assert "call loss.backward() first, then step()" in found["closure"]
         assert "cannot be replaced while units rest away" in found["replaced"]
+        assert "this SGD holds parameters that rest away from the device" in found["stranger"]
         assert "load a state dict of this model and optimizer" in found["shape"]
         assert "keep what shard() returned" in found["gone"]
 

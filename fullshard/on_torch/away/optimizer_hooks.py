@@ -4,11 +4,13 @@ them what torch does for the others.
 Hooks, not a class of its own: the optimizer stays torch's, so that schedulers, `GradScaler` and DCP take it as it is.
 """
 
-from functools import partial
+import weakref
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.away.state_dict_hooks import copied, refuse_copies
@@ -21,10 +23,30 @@ Slot = dict[str, Any]  # what an optimizer keeps of a parameter
 
 def hook_optimizer(tiers: Tiered, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer keeps `tiers` alive: who has it can go on training."""
+    for p in (p for a in tiers.units for p in a.params):
+        p._fullshard_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
+    _watch_optimizers()
     optimizer.register_step_pre_hook(partial(_step, tiers))
     optimizer.register_state_dict_pre_hook(partial(_complete, tiers))
     optimizer.register_state_dict_post_hook(partial(_add_moments, tiers))
     optimizer.register_load_state_dict_pre_hook(partial(_load_moments, tiers))
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Every optimizer of this process asks first, once anything is away."""
+    register_optimizer_step_pre_hook(_refuse_stranger)
+
+
+def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An optimizer that is not the state's would update the copies that FSDP gathers from, or memory that is not there."""
+    for p in _parameters(optimizer):
+        owner = getattr(p, "_fullshard_optimizer", None)
+        if owner is not None and owner() is not optimizer:
+            raise FullshardError(
+                f"this {type(optimizer).__name__} holds parameters that rest away from the device, whose masters only "
+                "state.optimizer updates; step that one, or leave such homes out of the plan"
+            )
 
 
 def _step(tiers: Tiered, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
