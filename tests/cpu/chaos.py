@@ -78,6 +78,8 @@ def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
     with tempfile.TemporaryDirectory() as meeting:
         children = [_fork(attempt, rank, meeting) for rank in range(attempt.world)]
         if kill and kill.phase is None:
+            if kill.full:  # not before it trains: a start without room is refused
+                _wait_for(Path(f"{attempt.notes}-0"), timeout)
             time.sleep(kill.seconds)
             if kill.full:
                 fill(Path(attempt.here) / "runs")
@@ -89,6 +91,12 @@ def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
         if kill and kill.full:
             (Path(attempt.here) / "runs/ballast").unlink()
         return found
+
+
+def _wait_for(path: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def fill(disk: Path) -> None:

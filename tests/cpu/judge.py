@@ -143,7 +143,8 @@ class Judge:
     def _uninterrupted(self, steps: int) -> list[tuple[float, list[str]]]:
         """From the beginning. The schedule is constant, so the length of the run changes nothing."""
         name = f"whole{steps}"
-        options = [*self.options, f"train.steps={steps}", "checkpoint.every=0", "checkpoint.final=false"]
+        unsaved = [] if self.diverges else ["checkpoint.every=0"]  # a run that rolls back has to save
+        options = [*self.options, f"train.steps={steps}", *unsaved, "checkpoint.final=false"]
         options = [o for o in options if "://" not in o]
         attempt = Attempt(str(self.here), name, self.world, options, f"{self.here}/{name}")
         self._succeed(attempt)

@@ -96,7 +96,7 @@ def carry_out(here: Path, kills: int, seed: int, world: int, options: list[str],
     """In a process of its own that forks ranks."""
     line = [sys.executable, "-m", "tests.cpu.chaos", str(here), str(kills), str(seed), str(world), *options]
     surroundings = environment() | variables
-    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     return json.loads(done.stdout)
