@@ -26,8 +26,10 @@ def ranks():
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(ranks, share):
-    """To the rounding between the CPU's and the GPU's fused AdamW, and of a GPU's sums."""
-    cases = [Case((home,), optimizer=PLAIN, steps=own_loop.STEPS, share=share) for home in EVERY]
+    """To the rounding between the CPU's and the GPU's fused AdamW, and of a GPU's sums. Activations of this size stay on a
+    GPU, which refuses another home for them: test_activations.py has larger ones."""
+    homes = [home for home in EVERY if home.activations == "device"]
+    cases = [Case((home,), optimizer=PLAIN, steps=own_loop.STEPS, share=share) for home in homes]
     for case, apart in zip(cases, ranks.run(own_loop.from_torch, cases)[0], strict=True):
         assert apart < 1e-3, case
 
