@@ -51,10 +51,10 @@ def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
     weights = weights_of(recipe)
     if recipe.lora:
         model = on_torch.add_adapters(model, **recipe.lora.model_dump())
-    if recipe.lora and weights is None and recipe.model.weights != "draw":
+    if recipe.lora and weights is None:
         raise FullshardError(
             f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
-            "model.weights = 'path/to/weights', or 'draw' for a trial"
+            "model.weights = 'path/to/weights'"
         )
     if weights:
         on_torch.Weights(model, weights)  # the right names and shapes
