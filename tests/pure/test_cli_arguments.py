@@ -99,7 +99,7 @@ def test_a_null_byte_in_a_path():
     assert refusal(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["a\0b", "\ud800", "\udfff"])
+@pytest.mark.parametrize("argument", ["a\0b", "\ud800"])
 def test_an_argument_that_no_file_can_be_called(argument):
     with pytest.raises(FullshardError, match="is no text and no name of a file"):
         refuse_arguments(["checkpoint", "ls", argument])
