@@ -5,6 +5,7 @@ Nothing here imports torch or jax at the top: `--help` must be quick, and preset
 
 import io
 import os
+import re
 import signal
 import sys
 from typing import Annotated
@@ -18,6 +19,8 @@ from fullshard.commands.train import train
 from fullshard.errors import REFUSED, FullshardError
 from fullshard.launch.local import given_arguments, inside_ranks
 from fullshard.launch.rank_end import end_rank
+
+HALF = re.compile(r"[\ud800-\udc7f\udd00-\udfff]")  # of a surrogate pair; others stand for bytes of a file's name
 
 app = typer.Typer(
     name="fullshard",
@@ -53,7 +56,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be no text
     try:
-        _refuse_empty(arguments := given_arguments() or sys.argv[1:])
+        refuse_arguments(arguments := given_arguments() or sys.argv[1:])
         sys.exit(app(arguments, standalone_mode=False))
     except Exception as error:
         # typer carries a click of its own in some versions and uses the installed one in others.
@@ -70,9 +73,12 @@ def main() -> None:
     sys.exit(refused.exit_code)
 
 
-def _refuse_empty(arguments: list[str]) -> None:
-    """An empty path is the directory that one is in, which nobody means who has left a shell's variable unset."""
+def refuse_arguments(arguments: list[str]) -> None:
+    """Refuse what no command takes. An empty path is the directory that one is in, which nobody means who has left a shell's
+    variable unset."""
     for before, given in zip(["", *arguments], arguments, strict=False):
+        if "\0" in given or HALF.search(given):
+            raise FullshardError(f"the argument {given!r} is no text and no name of a file; leave it out")
         if not given and before != "--prefix":
             raise FullshardError(f"an empty argument follows {before or 'the command'}; write its value, or leave it out")
 

@@ -7,9 +7,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
+
+import typer
 
 from fullshard import presets
-from fullshard.cli import app, refusal
+from fullshard.cli import app, refusal, refuse_arguments
 from fullshard.data import TokenWriter
 from fullshard.errors import FullshardError
 from fullshard.strategies import zero3
@@ -86,12 +89,20 @@ def token_files() -> dict[str, bytes]:
 
 
 @cache
+def command() -> Any:
+    """Made once: a call of `app` makes it anew."""
+    return typer.main.get_command(app)
+
+
+@cache
 def plan_text() -> str:
     """Also imports what the commands import, so that no case pays for it."""
     import fullshard.on_torch
     import fullshard.train.run
 
     assert fullshard.on_torch.load_model("llama-nano")
+    for name in presets.PRESETS:
+        presets.describe(name)
     return zero3(presets.describe("llama-nano"), devices=2).to_json()
 
 
@@ -134,7 +145,8 @@ def run_arguments(given: tuple[Path, list[str]]) -> None:
     os.chdir(here)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            app(arguments, standalone_mode=False)
+            refuse_arguments(arguments)
+            command().main(arguments, prog_name="fullshard", standalone_mode=False)
     except Exception as error:
         if type(error).__name__ in ("NoArgsIsHelpError", "Exit"):
             raise FullshardError("help was printed") from None

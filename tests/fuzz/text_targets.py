@@ -303,11 +303,13 @@ def run_documents(given: tuple[Path, str | None, Path]) -> None:
 @cache
 def configs() -> list[dict[str, Any]]:
     """Tiny ones of several families. Builds one of each, so that no case pays for imports."""
+    import transformers
     from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
     from fullshard.on_torch import hf_config
 
     hf_config.MOST_MODULES = 400
+    transformers.logging.set_verbosity_error()
     common = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = [
         LlamaConfig(**common, num_hidden_layers=2, max_position_embeddings=32),
@@ -315,7 +317,12 @@ def configs() -> list[dict[str, Any]]:
         MixtralConfig(**common, num_hidden_layers=1, num_local_experts=2, max_position_embeddings=32),
         GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32),
     ]
-    return [json.loads(config.to_json_string(use_diff=False)) for config in made]
+    found = [json.loads(config.to_json_string(use_diff=False)) for config in made]
+    with tempfile.TemporaryDirectory() as directory:
+        for config in found:
+            Path(directory, "config.json").write_text(json.dumps(config))
+            run_config(directory)
+    return found
 
 
 KEYS = {

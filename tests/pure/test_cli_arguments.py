@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fullshard import FullshardError
-from fullshard.cli import app, refusal
+from fullshard.cli import app, refusal, refuse_arguments
 from fullshard.data.pack import pack
 from fullshard.train.run import refuse_path
 
@@ -97,6 +97,13 @@ def test_a_null_byte_in_a_path():
     with pytest.raises(Exception, match="embedded null byte") as caught:
         app(["explain", "a\0b.json"], standalone_mode=False)
     assert refusal(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["a\0b", "\ud800"])
+def test_an_argument_that_no_file_can_be_called(argument):
+    with pytest.raises(FullshardError, match="is no text and no name of a file"):
+        refuse_arguments(["checkpoint", "ls", argument])
+    refuse_arguments(["checkpoint", "ls", "\udcff", "--prefix", ""])
 
 
 def test_every_command_refuses_an_unknown_option():
