@@ -25,7 +25,7 @@ from fullshard.errors import FullshardError
 RENEWAL = 20.0  # seconds between renewals
 WATCHED = 3 * RENEWAL  # an old lease that did not change for so long is stale,
 STALE = 180.0  # old being this many seconds, by this machine's clock; whatever the clocks say, as long unchanged is stale
-DYING = 5.0  # seconds that a process of this machine may take to end
+DYING = 10.0  # seconds that a process of this machine may take to end
 _SIZE = 2048  # bytes of a record, always: it is renewed in place
 _NAME = re.compile(r"\.lease-(\d{6,12})")
 

@@ -45,7 +45,7 @@ class Checkpoints:
         self.failures, self.again = 0, math.inf  # saves that failed in a row, and the step after which to try again
         self.postponed = False  # whether one fell due after a step that was not finite
         self.poisoned = self.lost = False  # what became of the last one: see `Saving`
-        self.why = ""  # the last one failed
+        self.why, self.failed = "", -1  # the last one that failed: why, and of which step
         self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
         self.noted = ""  # what was said of a save; once is enough
         self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
@@ -100,12 +100,13 @@ class Checkpoints:
         began = self.origin if self.origin and commit.read_manifest(self.origin).step < below else None
         return place or began
 
-    def roll_back(self, place: Place) -> Manifest:
-        """Load what `last_good` found; what was saved after it led nowhere."""
+    def roll_back(self, place: Place, helpless: int | None = None) -> Manifest:
+        """Load what `last_good` found. `helpless`: the step of a later checkpoint that led nowhere; it goes."""
         from fullshard import on_torch
 
         manifest = on_torch.load_checkpoint(place, self.state, verified=place is not self.origin)
-        self.writer.discard_after(manifest.step)
+        if helpless is not None:
+            self.writer.discard(helpless)
         self.saved, self.poisoned, self.postponed, self.again = manifest.step, False, False, math.inf
         return manifest
 
@@ -146,7 +147,7 @@ class Checkpoints:
         if not self.wanted.background:
             self._report()
 
-    def _report(self) -> None:
+    def _report(self, then: str = "; the run goes on, and tries again soon") -> None:
         """Wait for the save in flight; a failed one does not end the run."""
         if self.saving is None:
             return
@@ -155,12 +156,12 @@ class Checkpoints:
             saving.result()
             self.failures = 0
         except FullshardError as error:
-            self.why = str(error)
+            self.why, self.failed = str(error), saving.step
             self.metrics.write(event="checkpoint failed", step=saving.step, why=self.why)
             self.saved, self.poisoned, self.lost = -1, saving.poisoned, saving.lost
             self.again = self.state.step + min(2**self.failures, LONGEST_WAIT)
             self.failures += 1
-            self.bar.say(self.why if self.poisoned or self.lost else f"{error}; the run goes on, and tries again soon")
+            self.bar.say(self.why if self.poisoned or self.lost else self.why + then)
         for sentence in saving.passed:
             self.bar.say(sentence)
 
@@ -171,7 +172,7 @@ class Checkpoints:
         until, pause, before = time.monotonic() + self.wanted.retry_seconds, 1.0, asked()
         while self.wanted.final and self.saved != self.state.step and not (self.poisoned or self.lost):
             self.save(cursor, extra, retire=finite)
-            self._report()
+            self._report("")
             if self.saved == self.state.step or self.poisoned or self.lost:
                 break
             if self.writer.agree(time.monotonic() + pause > until or asked() > before):

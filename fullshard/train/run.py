@@ -211,15 +211,19 @@ class Run:
     def roll_back(self) -> None:
         """Go back to the last checkpoint and on behind the batches that led here; raises where that is of no use."""
         self.checkpoints.wait()  # a save in flight may turn out to be where it began
-        at, count, said = self.state.step, self.rollbacks + 1, self._diverged()
+        poisoned = self.checkpoints.poisoned
+        at = self.checkpoints.failed if poisoned else self.state.step
+        cursor = self.checkpoints.cursor if poisoned else self.source.cursor
+        count, said = self.rollbacks + 1, self._diverged(at)
         self._refuse_rollback(said)
-        # Where going back to a checkpoint did not help, an older one is tried.
-        place = self.checkpoints.last_good(self.rolled_to if at <= self.rolled_from else math.inf)
+        place, helpless = self.checkpoints.last_good(), None
+        if place and at <= self.rolled_from and commit.read_manifest(place).step == self.rolled_to:
+            helpless = self.rolled_to  # the run was there before, and came no further: an older one
+            place = self.checkpoints.last_good(helpless)
         if place is None:
             earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {self.rolled_to}"
             raise DivergedError(f"{said}, {earlier}; {LOWER}")
-        cursor = self.checkpoints.cursor if self.checkpoints.poisoned else self.source.cursor
-        found = self.checkpoints.roll_back(place)
+        found = self.checkpoints.roll_back(place, helpless)
         self.restore(found, None)
         skipped, self.source.cursor = cursor - self.source.cursor, cursor
         self.rollbacks, self.rolled_from, self.rolled_to = count, at, found.step
@@ -235,9 +239,9 @@ class Run:
         if self.rollbacks >= wanted.max_rollbacks:
             raise DivergedError(f"{said}, after train.max_rollbacks = {wanted.max_rollbacks}; {good}: {LOWER}")
 
-    def _diverged(self) -> str:
+    def _diverged(self, at: int) -> str:
         why = self.checkpoints.why if self.checkpoints.poisoned else f"{self.skips_in_a_row} steps in a row were not finite"
-        return f"the run diverged at step {self.state.step} ({why})"
+        return f"the run diverged at step {at} ({why})"
 
     def step(self, index: int) -> None:
         """One step, its numbers, and what falls due after it."""

@@ -230,11 +230,11 @@ def _watch_rollback(kill: Kill, reached: Callable[[str], bool]) -> None:
 
     load = Checkpoints.roll_back
 
-    def call(self, place):
+    def call(*args):
         if not reached("roll back"):
-            return load(self, place)
+            return load(*args)
         if kill.when != "before":
-            load(self, place)
+            load(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
     Checkpoints.roll_back = call

@@ -279,17 +279,17 @@ class Checkpointer:
         """Remove what killed runs left on the shelf."""
         together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
 
-    def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: the run goes another way from here."""
+    def discard(self, step: int) -> None:
+        """Remove the checkpoint of a step."""
+        name = commit.checkpoint_name(step)
 
-        def discard() -> None:
-            for name in [n for n in self.names() if (commit.step_of(n) or 0) > step]:
-                self._check_lease()
-                commit.remove(self.shelf, name)
-                if self.inventory:
-                    self.inventory.forget(name)
+        def remove() -> None:
+            self._check_lease()
+            commit.remove(self.shelf, name)
+            if self.inventory:
+                self.inventory.forget(name)
 
-        together(self.group, lambda: discard() if self.nodes.leads else None)
+        together(self.group, lambda: remove() if self.nodes.leads else None)
 
     def names(self) -> list[str]:
         """The checkpoints that this rank sees."""
