@@ -135,7 +135,7 @@ class Manifest:
         try:
             return cls(**_fields(tree))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = error if type(error) is ValueError else f"a part of it is missing, or of another kind ({type(error).__name__})"
+            said = error if type(error) is ValueError else "a part of it is missing, or of another kind"
             raise ManifestError(f"{where} makes no sense: {said}; use another checkpoint") from None
 
 

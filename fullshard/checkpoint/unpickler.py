@@ -57,8 +57,8 @@ class Unpickler:
             raise DamagedError("it has an opcode or refers to an object that is not known") from None
         except IndexError:
             raise DamagedError("it ends early") from None
-        except (TypeError, ValueError, struct.error) as error:
-            raise DamagedError(f"it makes no sense ({type(error).__name__})") from None
+        except (TypeError, ValueError, struct.error):
+            raise DamagedError("it makes no sense") from None
 
     def take(self, count: int) -> bytes:
         start, self.at = self.at, self.at + count

@@ -43,7 +43,7 @@ def main() -> None:
             for finding in found:
                 print(finding, flush=True)
             if time.monotonic() - began > given.minutes * 60:
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
                 break
     result = {
         "date": datetime.now(UTC).date().isoformat(),
