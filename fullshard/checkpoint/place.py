@@ -10,6 +10,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,12 @@ class Local(Place):
         return Local(self.path / name)
 
     def files(self) -> dict[str, int]:
-        return {e.name: e.stat().st_size for e in self._entries() if e.is_file(follow_symlinks=False)}
+        found = {}
+        for entry in self._entries():
+            with suppress(FileNotFoundError):  # it went meanwhile: another rank's, for one
+                if entry.is_file(follow_symlinks=False):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
 
     def directories(self) -> list[str]:
         return sorted(e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
