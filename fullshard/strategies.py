@@ -18,45 +18,45 @@ from fullshard.plan import Batch, Home, Layout, Mesh, Plan, PlanError, Precision
 Choice = tuple[Layout, bool | int]  # layout, reshard
 
 
-@checked_call("ddp(on_torch.describe(model), devices=8)", description=Description, devices=int)
+@checked_call("ddp(on_torch.describe(model), devices=8)", description=Description)
 def ddp(description: Description, devices: int, **common: Any) -> Plan:
     """Everything whole on every rank, gradients all-reduced (FSDP1: NO_SHARD)."""
     tensor = common.get("tensor", 1)
     return _plan(description, Mesh(replicate=_data(devices, tensor), tensor=tensor), lambda u: ("replicated", False), **common)
 
 
-@checked_call("zero1(on_torch.describe(model), devices=8)", description=Description, devices=int)
+@checked_call("zero1(on_torch.describe(model), devices=8)", description=Description)
 def zero1(description: Description, devices: int, **common: Any) -> Plan:
     """Optimizer state sharded; parameters and gradients whole for the length of a step."""
     return _plan(description, _flat(devices, common), lambda u: ("optimizer", False), **common)
 
 
-@checked_call("zero2(on_torch.describe(model), devices=8)", description=Description, devices=int)
+@checked_call("zero2(on_torch.describe(model), devices=8)", description=Description)
 def zero2(description: Description, devices: int, **common: Any) -> Plan:
     """Gradients and optimizer state sharded; gathered parameters kept until backward (SHARD_GRAD_OP)."""
     return _plan(description, _flat(devices, common), lambda u: ("sharded", False), **common)
 
 
-@checked_call("zero3(on_torch.describe(model), devices=8)", description=Description, devices=int)
+@checked_call("zero3(on_torch.describe(model), devices=8)", description=Description)
 def zero3(description: Description, devices: int, **common: Any) -> Plan:
     """Everything sharded, parameters gathered for forward and again for backward (FULL_SHARD)."""
     return _plan(description, _flat(devices, common), lambda u: ("sharded", True), **common)
 
 
-@checked_call("hybrid(on_torch.describe(model), replicate=2, shard=8)", description=Description, replicate=int, shard=int)
+@checked_call("hybrid(on_torch.describe(model), replicate=2, shard=8)", description=Description)
 def hybrid(description: Description, replicate: int, shard: int, **common: Any) -> Plan:
     """Sharded over `shard` ranks (a node), replicated `replicate` times (HYBRID_SHARD, HSDP)."""
     return _plan(description, Mesh(replicate, shard, common.get("tensor", 1)), lambda u: ("sharded", True), **common)
 
 
-@checked_call("hpz(on_torch.describe(model), devices=8, reshard=2)", description=Description, devices=int)
+@checked_call("hpz(on_torch.describe(model), devices=8, reshard=2)", description=Description)
 def hpz(description: Description, devices: int, reshard: int, **common: Any) -> Plan:
     """zero3 that keeps parameters on `reshard` ranks after forward, so that backward gathers only
     among those (ZeRO++ hpZ)."""
     return _plan(description, _flat(devices, common), lambda u: ("sharded", reshard), **common)
 
 
-@checked_call('mixed(on_torch.describe(model), devices=8, replicate=["embed"])', description=Description, devices=int)
+@checked_call('mixed(on_torch.describe(model), devices=8, replicate=["embed"])', description=Description)
 def mixed(
     description: Description, devices: int, *, replicate_below: int = 0, replicate: Sequence[str] = (), **common: Any
 ) -> Plan:

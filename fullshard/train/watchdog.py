@@ -95,7 +95,7 @@ class Watchdog:
     def begin(self, step: int) -> None:
         self.progress = Progress(f"step {step}")
         if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
-            faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True)
+            faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
 
     def end(self, seconds: float) -> None:
         """A step is done."""

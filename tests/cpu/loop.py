@@ -121,7 +121,8 @@ def ended(directory: str, overrides: list[str], name: str, resume: str | None = 
     """The exit code and the sentence that `fullshard train` would end with."""
     os.chdir(directory)
     try:
-        execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name, resume)
+        prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+        execute(prepared, Path("runs") / name, resume, accept=True)
     except fs.FullshardError as error:
         return error.exit_code, str(error)
     return 0, ""

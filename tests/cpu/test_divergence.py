@@ -58,7 +58,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def events(run: Path) -> list[dict]:
-    return [m for m in metrics(run) if "event" in m and m["event"] != "predicted"]
+    return [m for m in metrics(run) if m.get("event", "predicted") not in ("predicted", "kernels", "recipe changed")]
 
 
 def finite(shelf: Local) -> bool:

@@ -232,7 +232,7 @@ def test_where_nothing_can_be_written(tmp_path, refused):
     (tmp_path / "file").write_text("")
     assert "Not a directory" in refused("import", path, "-o", tmp_path / "file/out")
     assert "File name too long" in refused("import", path, "-o", tmp_path / ("x" * 300))
-    assert "is a number of steps" in refused("import", path, "-o", tmp_path / "out", "--step", "-1")
+    assert "greater than or equal to 0" in refused("import", path, "-o", tmp_path / "out", "--step", "-1")
     make(tmp_path / "shelf")
     assert "cannot write" in refused("export", tmp_path / "shelf", "-o", tmp_path / "file/out", "--format", "torch")
     assert "is no checkpoint" in refused("show", tmp_path / "file")
