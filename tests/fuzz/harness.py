@@ -17,8 +17,9 @@ from typing import Any
 
 from fullshard.errors import FullshardError
 
-SECONDS = 10  # of the processor that a case may take: a busy machine finds nothing that an idle one does not
-STUCK = 300  # seconds by the clock after which a case that no signal interrupts ends the process with its stack
+SECONDS = 10  # of the processor's time that a case may take: a loaded machine is no finding
+WAITS = 120  # seconds by the clock that a case may take, for one that waits
+STUCK = 300  # seconds after which a case that no signal interrupts ends the process with its stack
 LONGEST_SENTENCE = 2000  # characters
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # directories of cases: a disk would take most of the time
 
@@ -96,20 +97,23 @@ def _odd_sentence(said: str) -> str | None:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise after SECONDS in Python's code; end the process after STUCK elsewhere."""
+    """Raise after SECONDS of work or WAITS in Python's code; end the process after STUCK elsewhere."""
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"took longer than {SECONDS} s")
+        raise TimeoutError(f"took longer than {SECONDS} s of the processor's time, or {WAITS} s by the clock")
 
-    before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    timers = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITS))
+    before = [signal.signal(number, late) for number, _, _ in timers]
+    for _, timer, seconds in timers:
+        signal.setitimer(timer, seconds)
     faulthandler.dump_traceback_later(STUCK, exit=True)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGPROF, before)
+        for (number, timer, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 def _reset_resident() -> int:
