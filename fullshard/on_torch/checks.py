@@ -91,7 +91,7 @@ def remember_drawn(state: State, names: list[str]) -> None:
     so that the first step can tell whether it was loaded since."""
     sizes = {n: p.numel() for n, p in state.model.named_parameters()}
     trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
-    if trained and sum(sizes[n] for n in names) > trained:
+    if state.checks and trained and sum(sizes[n] for n in names) > trained:
         with state.values() as values:
             state.drawn = {n: _checksum(values[n]) for n in names}
 
