@@ -90,7 +90,7 @@ def test_of_several_starters_one_wins(place):
 
 
 def test_a_process_of_the_same_number_is_not_the_holder(tmp_path):
-    other = dataclasses.replace(lease._me("x"), started="1")
+    other = dataclasses.replace(lease._me("x"), pid=os.getppid(), started="1")  # which lives, and began later
     Local(tmp_path).create(lease.lease_name(1), other.to_bytes())
     with leased(Local(tmp_path)) as mine:
         assert mine.number == 2
