@@ -28,6 +28,7 @@ LARGEST = 1 << 30  # bytes of a manifest: a thousand ranks with ten thousand ten
 LATEST = 253_402_300_800  # seconds since 1970: the year 10000, which no calendar here knows
 MOST_COMPARED = 10**9  # numbers that are compared to find chunks that overlap
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{32})",\n')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -122,6 +123,8 @@ class Manifest:
         first = _FIRST_LINE.match(data)
         if not first or first[1].decode() != checksum(memoryview(data)[first.end() :]):
             raise ManifestError(f"{where} is damaged: its checksum does not match; use another checkpoint")
+        if _SURROGATE.search(data):  # half a character, which no text can hold; whole ones are written as they are
+            raise ManifestError(f"{where} is damaged: it holds a surrogate instead of a character; use another checkpoint")
         try:
             tree = parse_json(data, "it")
         except FullshardError as error:

@@ -1,6 +1,7 @@
 """Values that a file of an attacker, or a damaged one, may hold in the place of honest ones."""
 
 import json
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -71,12 +72,12 @@ def _change(random: Random, parent: Any, key: Any) -> None:
         case 1 if isinstance(parent, dict):
             parent[random.choice(TEXTS) or "other"] = parent.pop(key)
         case 1:
-            parent.insert(key, value(random))
+            parent.insert(key, deepcopy(value(random)))
         case 2:
             other = random.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
             parent[key], parent[other] = parent[other], parent[key]
         case _:
-            parent[key] = near(random, parent[key])
+            parent[key] = deepcopy(near(random, parent[key]))  # else two places would share it, and a change make a circle
 
 
 def text(tree: Any) -> str:
