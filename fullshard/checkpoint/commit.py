@@ -194,7 +194,7 @@ def half_written(run: Place) -> list[str]:
 def is_held(path: Path) -> bool:
     """Whether a live process holds this directory or file."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
     except FileNotFoundError:
         return False
     try:
