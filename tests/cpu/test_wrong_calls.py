@@ -12,7 +12,7 @@ CONSTRUCTIONS = {
     "zero3(model)": "write zero3(on_torch.describe(model), devices=8)",
     "zero3(model, 8)": "description cannot be a Llama; write zero3(on_torch.describe(model), devices=8)",
     "zero3(d)": "missing a required argument: 'devices'",
-    "zero3(d, '8')": "devices cannot be a str",
+    "zero3(d, '8')": "devices must be a positive integer, not '8'",
     "zero3(remmat=)": "has no argument 'remmat'",
     "describe(plan)": "model cannot be a Plan; write describe(model)",
     "find_plan(model)": "description cannot be a Llama; write find_plan(on_torch.describe(model, micro_batch=1",
