@@ -28,6 +28,7 @@ LARGEST = 1 << 30  # bytes of a manifest: a thousand ranks with ten thousand ten
 LATEST = 253_402_300_800  # seconds since 1970: the year 10000, which no calendar here knows
 MOST_COMPARED = 10**9  # numbers that are compared to find chunks that overlap
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{32})",\n')
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
@@ -194,9 +195,10 @@ def _file(name: str, value: Any) -> FileRecord:
     plain = bool(_FILE_NAME.fullmatch(name)) and name != MANIFEST
     _need(plain, f"{quoted(name)} is no name for a file of a checkpoint")
     _need(is_count(value["bytes"]), f"{name} has no size")
-    _need(isinstance(value["xxh3_128"], str), f"{name} has no checksum")
+    digest = value["xxh3_128"]
+    _need(isinstance(digest, str) and bool(_DIGEST.fullmatch(digest)), f"{name} has no checksum")
     _need(value.get("node") is None or is_count(value["node"]), f"{name} has no node")
-    return FileRecord(value["bytes"], value["xxh3_128"], value.get("node"))
+    return FileRecord(value["bytes"], digest, value.get("node"))
 
 
 def _tensor(name: str, value: Any, files: Mapping[str, FileRecord]) -> TensorRecord:

@@ -331,6 +331,7 @@ FORGED = {
     ),
     "bytes of two tensors": (lambda t: t["tensors"].update({"model.z": t["tensors"]["model.a"]}), "in the same bytes"),
     "bytes of many chunks": (aliases, "in the same bytes"),
+    "a checksum that is none": (lambda t: next(iter(t["files"].values())).update(xxh3_128="none"), "has no checksum"),
     "a step of 400 digits": (lambda t: t.update(step=10**400), "its step is no count"),
     "a version of 400 digits": (lambda t: t.update(version=10**400), "this fullshard reads up to"),
     "4 GiB that are not there": (lambda t: claims(t, 1 << 30), "bytes instead of 4294971392"),
