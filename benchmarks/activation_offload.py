@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-import fullshard.presets
 from fullshard import on_torch
 from fullshard.on_torch.models import build
 

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.checkpoint import direct
-from fullshard.direct import aligned, write_exactly
+from fullshard.checkpoint import file_writer
+from fullshard.direct_io import aligned, write_exactly
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.model.presets import LlamaSize, preset
 from fullshard.on_torch.models import GPT, Llama
-from fullshard.presets import LlamaSize, preset
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = ["fullshard", "dcp.async_save", "dcp.save"]
@@ -215,7 +215,7 @@ def middle(values: list[float]) -> float:
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
     room = (shutil.disk_usage(args.shelf).free - SPARE) // dist.get_world_size()
-    length = min(max(nbytes, 256 << 20), room) // direct.PIECE * direct.PIECE  # as long as a save: disks tire
+    length = min(max(nbytes, 256 << 20), room) // file_writer.PIECE * file_writer.PIECE  # as long as a save: disks tire
     memory = aligned(min(length, RAW))  # as a state would: not from the caches
     memory[:] = os.urandom(1 << 16) * (len(memory) >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
@@ -225,9 +225,13 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
     except OSError:
         return 0.0
-    with ThreadPoolExecutor(direct.IN_FLIGHT) as pool:
-        parts = [memory[at : at + direct.PIECE] for at in range(0, len(memory), direct.PIECE)]
-        list(pool.map(lambda i: write_exactly(file, parts[i % len(parts)], i * direct.PIECE), range(length // direct.PIECE)))
+    with ThreadPoolExecutor(file_writer.IN_FLIGHT) as pool:
+        parts = [memory[at : at + file_writer.PIECE] for at in range(0, len(memory), file_writer.PIECE)]
+        list(
+            pool.map(
+                lambda i: write_exactly(file, parts[i % len(parts)], i * file_writer.PIECE), range(length // file_writer.PIECE)
+            )
+        )
     os.fsync(file)
     dist.barrier()
     seconds = time.perf_counter() - start

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("error: this benchmark needs a GPU; the exactness tests run on a CPU (tests/cpu/test_chunked.py)")
+        raise SystemExit("error: this benchmark needs a GPU; the exactness tests run on a CPU (tests/cpu/test_chunked_loss.py)")
     about = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today()), "case": vars(args)}
     print(json.dumps({**about, "loss_alone": alone(args), "step": whole_step(args)}, indent=1))
 

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard import on_torch, presets
+from fullshard import on_torch
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.model import presets
 from fullshard.on_torch.measuring.timings import fastest
-from fullshard.planner.timeline import timeline
+from fullshard.planner.time.timeline import timeline
 
 BUSY = 0.05  # of the cores: more for others, and what is timed does not count
 

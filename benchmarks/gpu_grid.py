@@ -22,8 +22,9 @@ import torch
 import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
-from fullshard import on_torch, presets
-from fullshard.cluster import Cluster
+from fullshard import on_torch
+from fullshard.cluster.cluster import Cluster
+from fullshard.model import presets
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 

@@ -21,13 +21,12 @@ from pathlib import Path
 import torch
 
 import fullshard as fs
-import fullshard.presets
 from fullshard import on_torch
-from fullshard.on_torch.away import share
-from fullshard.on_torch.away.rule import rule_of
 from fullshard.on_torch.loss import LossFunction
+from fullshard.on_torch.offload.kernels.adam import rule_of
+from fullshard.on_torch.offload.updates import cpu_share
+from fullshard.storage.disk_speed import disk_rates
 from fullshard.text import bytes_text
-from fullshard.tiers.verdict import disk_rates
 
 GIB = 1 << 30
 # Bytes of host memory that the trials move for a parameter: by the cores (state in and out, gradient in, parameter out), and
@@ -68,11 +67,14 @@ def arguments() -> argparse.Namespace:
 
 def measure_floors(args: argparse.Namespace) -> dict[str, float]:
     device, rule = on_torch.start(), rule_of(fs.AdamW())
-    found = {"threads": float(share.update_threads()), "cpu_adamw_ns": share.cores_seconds(rule) / share.ELEMENTS * 1e9}
+    found = {
+        "threads": float(cpu_share.update_threads()),
+        "cpu_adamw_ns": cpu_share.cores_seconds(rule) / cpu_share.ELEMENTS * 1e9,
+    }
     if device.type == "cuda":
-        found["pcie_each_way_gbs"] = 12 * share.ELEMENTS / share.bus_seconds(device, rule) / 1e9
-        found["share"] = share.measured_share(device, rule, streamed=10, sent=8)
-        cores, bus = share.at_once(device, rule)
+        found["pcie_each_way_gbs"] = 12 * cpu_share.ELEMENTS / cpu_share.bus_seconds(device, rule) / 1e9
+        found["share"] = cpu_share.measured_share(device, rule, streamed=10, sent=8)
+        cores, bus = cpu_share.at_once(device, rule)
         found["dram_at_once_gbs"] = (UPDATED / cores + STREAMED / bus) / 1e9
     if args.disk:
         rates = disk_rates(args.disk)
@@ -111,7 +113,7 @@ def run_case(args: argparse.Namespace) -> list[dict[str, object]]:
     began = time.perf_counter()
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4), disk=args.disk, cpu_share=args.cpu_share, first_step_checks=False)
     ready = time.perf_counter() - began
-    vocab = fullshard.presets.preset(args.preset).vocab
+    vocab = fs.presets.preset(args.preset).vocab
     ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), device=device)
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     loss = on_torch.chunked_loss if args.loss == "chunked" else on_torch.summed_loss

@@ -28,12 +28,12 @@ from fullshard import on_torch
 from fullshard.data import Order
 from fullshard.data.pack import pack
 from fullshard.launch.local import inside_ranks, torchrun
-from fullshard.train.checkpoints import Checkpoints
-from fullshard.train.metrics import open_metrics
-from fullshard.train.prepare import make_optimizer, prepare
-from fullshard.train.progress import Bar
-from fullshard.train.recipe import Recipe, make_recipe
-from fullshard.train.run import Run, Signals
+from fullshard.runs.checkpointing import Checkpoints
+from fullshard.runs.metrics import open_metrics
+from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.progress import Bar
+from fullshard.runs.recipe import Recipe, make_recipe
+from fullshard.runs.run import Run, Signals
 
 LR, WARMUP, FINAL, CLIP = 2e-3, 20, 0.1, 1.0
 Step = Callable[[int], object]

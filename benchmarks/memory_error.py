@@ -33,9 +33,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard as fs
 from benchmarks.memory_probe import clean, history
 from fullshard import on_torch
+from fullshard.model.presets import LlamaSize, preset
 from fullshard.on_torch.models import GPT, Llama
-from fullshard.planner.memory import predict as predict_memory
-from fullshard.presets import LlamaSize, preset
+from fullshard.planner.memory.peak import predict as predict_memory
 
 
 @dataclass(frozen=True)

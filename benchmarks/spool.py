@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
-from fullshard.direct import aligned
+from fullshard.direct_io import aligned
+from fullshard.storage.disk import IN_FLIGHT, PART, Spool
 from fullshard.text import parse_bytes
-from fullshard.tiers.disk import IN_FLIGHT, PART, Spool
 
 KINDS = ("write", "read", "both")
 AHEAD = 2  # requests under way, as of a run that reads the next piece while it works on one

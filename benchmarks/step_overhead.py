@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fullshard as fs
-import fullshard.presets
 from fullshard import on_torch
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.on_torch.models import build

@@ -41,11 +41,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard as fs
 from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from fullshard import on_torch
-from fullshard.cluster import Cluster
-from fullshard.on_torch.measuring.cores import Cores
-from fullshard.on_torch.measuring.paces import issue_clock, share_of
+from fullshard.cluster.cluster import Cluster
+from fullshard.on_torch.measuring.host_pace import issue_clock, share_of
+from fullshard.on_torch.measuring.quiet_cores import Cores
 from fullshard.on_torch.measuring.timings import middle
-from fullshard.planner.timeline import timeline
+from fullshard.planner.time.timeline import timeline
 
 QUARTERS = 4  # of the cases: as many as the device holds at a time, with the activations of one of them
 AT_ONCE = 6  # models that are made at a time

@@ -25,8 +25,8 @@ from fullshard import on_torch
 from fullshard.checkpoint.export import export as export_checkpoint
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
 
 SIZE = LlamaSize(dim=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64)
 GLOBAL_BATCH = 8  # rows of all ranks: kept at every number of ranks, so that a step means the same everywhere

@@ -19,8 +19,8 @@ from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
 from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.runs.progress import Bar
 from fullshard.text import bytes_text, table
-from fullshard.train.progress import Bar
 
 PEAK_LR = 4e-3
 SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0

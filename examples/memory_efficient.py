@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
 from fullshard.text import table
 
 BF16 = fs.Precision(compute="bf16")

@@ -5,15 +5,16 @@ How a model is sharded is a value, the `Plan`. Importing this package imports ne
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard.cluster import Cluster
-from fullshard.description import Description
+from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError
+from fullshard.model import presets
+from fullshard.model.description import Description
 from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
 from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
 from fullshard.planner.estimate import Estimate, estimate
-from fullshard.planner.search import find_plan
+from fullshard.planner.search.search import find_plan
+from fullshard.runs.loop import train
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
-from fullshard.train.loop import train
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint
@@ -53,6 +54,7 @@ __all__ = [
     "hpz",
     "hybrid",
     "mixed",
+    "presets",
     "strategy",
     "train",
     "zero1",

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from fullshard.errors import FullshardError, nearest
-from fullshard.pieces import STAGING, TOLD
 from fullshard.reading import LARGEST_INTEGER, parse_json, read_text
 from fullshard.text import spans, table
+from fullshard.update_pieces import STAGING, TOLD
 
 VERSION = 4  # 1 had no staging, 2 no cpu_share, 3 no backlog
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fullshard.description import Description, UnitDescription
 from fullshard.errors import checked_call, nearest
-from fullshard.pieces import STAGING
+from fullshard.model.description import Description, UnitDescription
 from fullshard.plan import Batch, Home, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit
+from fullshard.update_pieces import STAGING
 
 Choice = tuple[Layout, bool | int]  # layout, reshard
 

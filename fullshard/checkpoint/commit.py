@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint import direct
+from fullshard.checkpoint import file_writer
 from fullshard.checkpoint.manifest import LARGEST, MANIFEST, Manifest
 from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.errors import FullshardError
@@ -91,14 +91,14 @@ def commit(made: Draft, manifest: bytes) -> None:
     made.staging.write(MANIFEST, manifest)
     if not (isinstance(made.staging, Local) and isinstance(made.target, Local)):
         return
-    direct.sync_directory(made.staging.path)
+    file_writer.sync_directory(made.staging.path)
     try:
         os.rename(made.staging.path, made.target.path)
     except OSError:
         if not made.target.path.exists():
             raise
         _replace(made.staging.path, made.target.path)
-    direct.sync_directory(made.target.path.parent)
+    file_writer.sync_directory(made.target.path.parent)
 
 
 def _replace(new: Path, old: Path) -> None:

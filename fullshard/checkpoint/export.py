@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.average import FLOATS, narrow
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.opening import read_small, refusing
-from fullshard.checkpoint.pickles import state_dict_pickle
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import Files
+from fullshard.checkpoint.torch_pickles import state_dict_pickle
+from fullshard.checkpoint.untrusted_files import read_small, refusing
 from fullshard.checkpoint.verify import refuse_damaged
 from fullshard.checkpoint.writer import (
     FILE_BYTES,
@@ -32,7 +32,7 @@ from fullshard.checkpoint.writer import (
     write_whole_directory,
 )
 from fullshard.errors import FullshardError
-from fullshard.presets import PRESETS, LlamaSize
+from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.reading import is_directory, parse_json
 
 WORDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.checkpoint.archive import Archive
-from fullshard.checkpoint.foreign import Foreign, as_name, as_shape, as_table, below, gathered, known_as
+from fullshard.checkpoint.foreign_tensors import Foreign, as_name, as_shape, as_table, below, gathered, known_as
 from fullshard.checkpoint.manifest import boxes_overlap
-from fullshard.checkpoint.opening import read_small
-from fullshard.checkpoint.pickles import LARGEST_PICKLE, FileTensor, unpickle
 from fullshard.checkpoint.safetensors import ITEM_BYTES, is_count
+from fullshard.checkpoint.torch_archive import Archive
+from fullshard.checkpoint.torch_pickles import LARGEST_PICKLE, FileTensor, unpickle
 from fullshard.checkpoint.unpickler import Inert
+from fullshard.checkpoint.untrusted_files import read_small
 from fullshard.checkpoint.writer import Source
 from fullshard.errors import FullshardError
 

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.archive import Archive
-from fullshard.checkpoint.foreign import Foreign, as_name, as_shape, as_table, as_tensor, gathered, known_as
-from fullshard.checkpoint.pickles import FileTensor
+from fullshard.checkpoint.foreign_tensors import Foreign, as_name, as_shape, as_table, as_tensor, gathered, known_as
 from fullshard.checkpoint.safetensors import is_count
+from fullshard.checkpoint.torch_archive import Archive
+from fullshard.checkpoint.torch_pickles import FileTensor
 from fullshard.checkpoint.unpickler import Inert
 from fullshard.checkpoint.writer import Source
 from fullshard.errors import FullshardError

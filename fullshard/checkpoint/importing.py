@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.checkpoint.archive import Archive
-from fullshard.checkpoint.foreign import Foreign, as_name, as_shape, as_tensor, below, gathered, known_as, refuse_inflated
+from fullshard.checkpoint.foreign_tensors import Foreign, as_name, as_shape, as_tensor, below, gathered, known_as, refuse_inflated
 from fullshard.checkpoint.import_dcp import from_dcp
 from fullshard.checkpoint.import_deepspeed import from_deepspeed
-from fullshard.checkpoint.opening import quoted, read_small, refusing
-from fullshard.checkpoint.pickles import FileTensor
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, Files, is_count
+from fullshard.checkpoint.torch_archive import Archive
+from fullshard.checkpoint.torch_pickles import FileTensor
 from fullshard.checkpoint.unpickler import Inert
+from fullshard.checkpoint.untrusted_files import quoted, read_small, refusing
 from fullshard.checkpoint.writer import Source, write_checkpoint
 from fullshard.errors import FullshardError
 

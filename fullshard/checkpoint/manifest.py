@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from fullshard.checkpoint.opening import is_name, quoted
 from fullshard.checkpoint.safetensors import ITEM_BYTES, Box, is_count, is_shape
+from fullshard.checkpoint.untrusted_files import is_name, quoted
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json
 

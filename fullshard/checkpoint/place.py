@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import direct
-from fullshard.checkpoint.opening import open_plain, refusing
-from fullshard.direct import read_exactly
+from fullshard.checkpoint import file_writer
+from fullshard.checkpoint.untrusted_files import open_plain, refusing
+from fullshard.direct_io import read_exactly
 from fullshard.errors import FullshardError
 
 PUT = 1 << 26  # bytes that an object store is given at once
@@ -50,7 +50,7 @@ class Place(ABC):
         """The whole file, durable: the first `length` bytes of `data`, which may be padded for the disk's sake."""
 
     @abstractmethod
-    def write_made(self, name: str, length: int, make: direct.Make) -> None:
+    def write_made(self, name: str, length: int, make: file_writer.Make) -> None:
         """The whole file, durable, of bytes that `make` fills memory with, piece after piece, from an offset on."""
 
     @abstractmethod
@@ -133,10 +133,10 @@ class Local(Place):
             os.close(file)
 
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
-        direct.write_file(self.path / name, memoryview(data), len(data) if length is None else length)
+        file_writer.write_file(self.path / name, memoryview(data), len(data) if length is None else length)
 
-    def write_made(self, name: str, length: int, make: direct.Make) -> None:
-        direct.write_made(self.path / name, length, make)
+    def write_made(self, name: str, length: int, make: file_writer.Make) -> None:
+        file_writer.write_made(self.path / name, length, make)
 
     def create(self, name: str, data: bytes) -> bool:
         fresh = self.path / f"{name}.{secrets.token_hex(4)}.partial"
@@ -248,7 +248,7 @@ class Remote(Place):
             for start in range(0, len(whole), PUT):
                 file.write(whole[start : start + PUT])
 
-    def write_made(self, name: str, length: int, make: direct.Make) -> None:
+    def write_made(self, name: str, length: int, make: file_writer.Make) -> None:
         memory = memoryview(bytearray(min(PUT, length)))
         with self._asked(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
             for start in range(0, length, PUT):

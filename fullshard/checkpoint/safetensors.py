@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.opening import is_name, open_plain, quoted, read_small, refusing
+from fullshard.checkpoint.untrusted_files import is_name, open_plain, quoted, read_small, refusing
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json
 

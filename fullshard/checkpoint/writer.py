@@ -12,11 +12,11 @@ from typing import Any
 import xxhash
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.direct import sync_directory
+from fullshard.checkpoint.file_writer import sync_directory
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
-from fullshard.checkpoint.opening import refusing
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, make_header
+from fullshard.checkpoint.untrusted_files import refusing
 from fullshard.errors import FullshardError
 
 FILE_BYTES = 5 * 10**9  # of one file, as Hugging Face cuts them

@@ -54,7 +54,7 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
 def _about(shelf: Any, name: str) -> dict[str, Any]:
     """A row of `ls`. `damaged`: what is wrong, as far as the manifest and the sizes of files tell; else None."""
     from fullshard.checkpoint import commit
-    from fullshard.checkpoint.retire import size_problems
+    from fullshard.checkpoint.pruning import size_problems
 
     row = {"name": name, "step": commit.step_of(name), "created": None, "bytes": None, "cursor": None, "metrics": ""}
     if wrong := size_problems(shelf.child(name)):
@@ -195,8 +195,8 @@ def _lease(shelf: "Place", keep: int) -> Iterator[None]:
 
 def _collect(shelf: "Place", keep: int, dry: bool) -> None:
     from fullshard.checkpoint import commit
+    from fullshard.checkpoint.pruning import Inventory
     from fullshard.checkpoint.retention import Kept
-    from fullshard.checkpoint.retire import Inventory
 
     dead, held = commit.garbage(shelf)
     known = Inventory.of(shelf) if keep > 0 else Inventory(shelf)
@@ -235,7 +235,7 @@ def can_resume(
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
-    from fullshard.train.resuming import resumable
+    from fullshard.runs.resuming import resumable
 
     try:
         typer.echo(f"yes: {resumable(run, ranks)}")

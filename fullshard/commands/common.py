@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from fullshard import presets
-from fullshard.description import Description
 from fullshard.errors import FullshardError
+from fullshard.model import presets
+from fullshard.model.description import Description
 from fullshard.plan import DType
 from fullshard.reading import is_directory, is_plain_file
 

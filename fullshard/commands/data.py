@@ -53,7 +53,7 @@ def pack(
     Example: fullshard data pack chat.jsonl -o tokens --chat --tokenizer llama/
     """
     from fullshard.data.pack import pack
-    from fullshard.train.progress import counter
+    from fullshard.runs.progress import counter
 
     options = {"end": end, "field": field, "chat": chat, "template": template, "workers": workers}
     with counter("documents", "tokens") as count:

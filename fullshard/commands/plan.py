@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard import presets
 from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_costs, describe_model, print_json
 from fullshard.errors import FullshardError
+from fullshard.model import presets
 from fullshard.plan import Batch, Plan, Precision, Prefetch
-from fullshard.planner.failures import Saving, parse_mtbf, saving
+from fullshard.planner.checkpoint_interval import Saving, parse_mtbf, saving
 from fullshard.strategies import STRATEGIES, choose
 
 if TYPE_CHECKING:
-    from fullshard.cluster import Cluster
-    from fullshard.planner.search import Found
+    from fullshard.cluster.cluster import Cluster
+    from fullshard.planner.search.search import Found
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
@@ -172,7 +172,7 @@ def plan(
 
 
 def _priced(name: str, price: float | None) -> "Cluster":
-    from fullshard.cluster import Cluster
+    from fullshard.cluster.cluster import Cluster
 
     found = Cluster.load(name)
     if price is None:
@@ -193,7 +193,7 @@ def _search(
     *,
     clip: bool,
 ) -> "Found":
-    from fullshard.planner.search import find_plan
+    from fullshard.planner.search.search import find_plan
     from fullshard.text import parse_bytes
 
     pinned = dict(_pin(text) for text in fix)
@@ -213,7 +213,7 @@ def _search(
 
 
 def _saving(found: "Found", model: str, sequence: int, cluster: str, mtbf: float) -> Saving:
-    from fullshard.cluster import Cluster
+    from fullshard.cluster.cluster import Cluster
 
     description = describe_costs(model, sequence, found.plan.precision.compute)
     return saving(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
@@ -236,7 +236,7 @@ def _number(text: str) -> object:
 
 
 def _show_found(found: "Found", as_json: bool, saves: Saving | None) -> None:
-    from fullshard.planner.search import summary
+    from fullshard.planner.search.search import summary
 
     if as_json:
         print_json(

@@ -12,7 +12,7 @@ from fullshard.launch.local import inside_ranks
 from fullshard.slurm import adopt_slurm
 
 if TYPE_CHECKING:
-    from fullshard.train.prepare import Prepared
+    from fullshard.runs.prepare import Prepared
 
 
 def train(
@@ -91,8 +91,8 @@ def _join(given: Given) -> None:
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     prepared = on_torch.all_or_none(lambda: _prepare(given, int(os.environ["WORLD_SIZE"])))
-    from fullshard.train.agreement import identity, refuse_disagreement
-    from fullshard.train.run import execute
+    from fullshard.runs.agreement import identity, refuse_disagreement
+    from fullshard.runs.run import execute
 
     refuse_disagreement(identity(prepared, given.run, given.resume))
     execute(prepared, given.run, given.resume, accept=given.accept)
@@ -101,14 +101,14 @@ def _join(given: Given) -> None:
 
 def _prepare(given: Given, ranks: int | None) -> "Prepared":
     """Refuse, before anything is made, whatever cannot work."""
-    from fullshard.train.recipe import load_recipe
+    from fullshard.runs.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes
     _import_torch()
-    from fullshard.train.metrics import refuse_sinks
-    from fullshard.train.prepare import prepare
-    from fullshard.train.resuming import refuse_resume
-    from fullshard.train.run import refuse_path, refuse_run
+    from fullshard.runs.metrics import refuse_sinks
+    from fullshard.runs.prepare import prepare
+    from fullshard.runs.resuming import refuse_resume
+    from fullshard.runs.run import refuse_path, refuse_run
 
     refuse_sinks(recipe)
     if given.accept and given.resume is None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.order import Order
-from fullshard.data.rows import Rows, Stream, Whole
+from fullshard.data.samples import Rows, Stream, Whole
 from fullshard.data.tokens import TokenFile
 from fullshard.errors import FullshardError, nearest
 

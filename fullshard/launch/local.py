@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fullshard.errors import DIVERGED, LOST, REFUSED
-from fullshard.tiers.limits import explain_kill, kills
+from fullshard.storage.memory_limits import explain_kill, kills
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 STRAGGLE = 10.0  # seconds that ranks may end apart after a signal

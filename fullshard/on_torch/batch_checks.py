@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError, a_kind
-from fullshard.on_torch.chunked import chunked_loss
 from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
+from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.plan import Plan
 
 BATCH = "a batch is a dict of tensors, {'input_ids': ids[:, :-1], 'labels': ids[:, 1:]}"

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.batch_checks import first_batch_fault
-from fullshard.on_torch.chunked import chunked_loss
 from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import not_numbers, refuse_unset
 from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
+from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.on_torch.state import State
 from fullshard.plan import Unit
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from fullshard.description import Description, Kind, Tensor, UnitDescription
 from fullshard.errors import FullshardError, checked_call, nearest
+from fullshard.model.description import Description, Kind, Tensor, UnitDescription
 from fullshard.on_torch.dtypes import word
-from fullshard.on_torch.tracing.costs import costs
+from fullshard.on_torch.tracing.trace_costs import costs
 from fullshard.plan import DType
 from fullshard.text import spans
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from fullshard.on_torch.board import Board, within
+from fullshard.on_torch.store_messages import Board, within
 
 PATIENCE = 10.0  # seconds that a store may take to answer
 PEER = re.compile(

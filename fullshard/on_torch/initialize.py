@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.parts import local_part
 from fullshard.on_torch.private import same_cut
+from fullshard.on_torch.shard_ranges import local_part
 
 if TYPE_CHECKING:
     from fullshard.on_torch.weights import Weights

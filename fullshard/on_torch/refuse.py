@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.away.activation_units import refuse_activations
-from fullshard.on_torch.away.rule import rule_of
-from fullshard.on_torch.away.units import is_away
+from fullshard.on_torch.offload.activations.select import refuse_activations
+from fullshard.on_torch.offload.kernels.adam import rule_of
+from fullshard.on_torch.offload.units import is_away
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit

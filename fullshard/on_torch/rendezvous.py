@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.board import POLL, Board
+from fullshard.on_torch.store_messages import POLL, Board
 
 PATIENCE = timedelta(minutes=10)  # for ranks that start late
 

@@ -13,18 +13,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
-from fullshard.on_torch.away.activations import spill_activations
-from fullshard.on_torch.away.optimizer_hooks import hook_optimizer
-from fullshard.on_torch.away.resting import make_resting
-from fullshard.on_torch.away.state_dict_hooks import hook_model
-from fullshard.on_torch.away.tiered import Tiered
 from fullshard.on_torch.dtypes import TORCH
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.initialize import Initializer, materialize
-from fullshard.on_torch.optim import make_optimizer, refuse_optimizer
+from fullshard.on_torch.offload.activations.hooks import spill_activations
+from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
+from fullshard.on_torch.offload.state_dict_hooks import hook_model
+from fullshard.on_torch.offload.stores.resting import make_resting
+from fullshard.on_torch.offload.tiered_optimizer import Tiered
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.weights import Weights

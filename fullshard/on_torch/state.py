@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.away.activations import Activations
-from fullshard.on_torch.away.tiered import Tiered
-from fullshard.on_torch.optim import makes_slots
+from fullshard.on_torch.offload.activations.hooks import Activations
+from fullshard.on_torch.offload.tiered_optimizer import Tiered
 from fullshard.on_torch.ranks import Meshes
+from fullshard.on_torch.sharded_optimizer import makes_slots
 from fullshard.plan import Plan
 
 
@@ -103,7 +103,7 @@ class State:
     @property
     def kernels(self) -> dict[str, str]:
         """What updates the units that rest away from the device, by lane; nothing where none does."""
-        from fullshard.on_torch.away.update_kernels import update_kernels
+        from fullshard.on_torch.offload.kernels.selection import update_kernels
 
         return update_kernels(self.tiers) if self.tiers else {}
 
@@ -114,13 +114,13 @@ class State:
 
     def save_checkpoint(self, shelf: str | Path, **about: Any) -> str:
         """For `fullshard.checkpoint.save`."""
-        from fullshard.on_torch.checkpoints import checkpoint
+        from fullshard.on_torch.saving import save
 
-        return checkpoint.save_checkpoint(shelf, self, **about)
+        return save.save_checkpoint(shelf, self, **about)
 
     def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
         """For `fullshard.checkpoint.load`."""
-        from fullshard.on_torch.checkpoints import restore
+        from fullshard.on_torch.saving import restore
 
         return restore.load_checkpoint(where, self, **options)
 

@@ -17,8 +17,8 @@ from fullshard.on_torch.batch_checks import on_device, refuse_batches
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
-from fullshard.on_torch.optim import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.state import State
 
 OutOfMemory = torch.OutOfMemoryError

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard.description import UnitDescription
 from fullshard.errors import FullshardError
+from fullshard.model.description import UnitDescription
 from fullshard.on_torch.ranks import Meshes
 from fullshard.plan import Plan, Unit
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.safetensors import Entry, Files
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.parts import local_box
+from fullshard.on_torch.shard_ranges import local_box
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # old files hold what models compute today

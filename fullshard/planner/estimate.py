@@ -4,16 +4,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.cluster import Cluster
-from fullshard.costs import evaluate
-from fullshard.description import Description
+from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError, checked_call
+from fullshard.model.costs import evaluate
+from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.homes import slots_of
-from fullshard.planner.memory import Peak, predict
-from fullshard.planner.timeline import Timeline, timeline
-from fullshard.planner.transfers import balance
+from fullshard.planner.memory.peak import Peak, predict
+from fullshard.planner.step.offload_bytes import slots_of
+from fullshard.planner.time.offload_lanes import balance
+from fullshard.planner.time.timeline import Timeline, timeline
 from fullshard.text import bytes_text, count_text, seconds_text, table
 
 CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fullshard.cluster import Cluster
-from fullshard.description import Description
+from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError
+from fullshard.model.description import Description
 from fullshard.plan import Batch, Plan, Unit
 from fullshard.planner.estimate import cores_share, host_available
-from fullshard.planner.memory import predict
-from fullshard.planner.timeline import timeline
+from fullshard.planner.memory.peak import predict
+from fullshard.planner.time.timeline import timeline
 from fullshard.text import bytes_text
 
 

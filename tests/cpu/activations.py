@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.on_torch.away import activations, slots
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
+from fullshard.on_torch.offload.activations import hooks, host_pool
 from tests.cpu import hugging_face, parity
 
 ROWS, LENGTH, STEPS = 2, parity.LENGTH, 4
@@ -93,12 +93,12 @@ def compare(case: Case) -> dict:
 
 def small_too(function, *args):
     """`function` on a GPU, where small tensors would stay, and two runs of one program may differ."""
-    small, activations.SMALL["cuda"] = activations.SMALL["cuda"], 1
+    small, hooks.SMALL["cuda"] = hooks.SMALL["cuda"], 1
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return function(*args)
     finally:
-        activations.SMALL["cuda"] = small
+        hooks.SMALL["cuda"] = small
         torch.use_deterministic_algorithms(False)
 
 
@@ -181,7 +181,7 @@ def _fail(*_) -> None:
 def longer() -> tuple[list[str], bool, list[int]]:
     """A first step of short rows: what is said when longer ones come, and that it is said once."""
     found, held = [], []
-    smallest, slots.SMALLEST = slots.SMALLEST, 512
+    smallest, host_pool.SMALLEST = host_pool.SMALLEST, 512
     try:
         states = [start(Case(remat="full"), host=host) for host in (True, False)]
         for i, length in enumerate((4, 4, 12, 4, 12)):
@@ -192,17 +192,17 @@ def longer() -> tuple[list[str], bool, list[int]]:
             held.append(states[0].activations.slots.nbytes)
         return found, numbers[0] == numbers[1], held
     finally:
-        slots.SMALLEST = smallest
+        host_pool.SMALLEST = smallest
 
 
 def nothing_large() -> str:
-    small, activations.SMALL["cpu"] = activations.SMALL["cpu"], 1 << 20
+    small, hooks.SMALL["cpu"] = hooks.SMALL["cpu"], 1 << 20
     try:
         train(start(Case(), host=True))
     except FullshardError as error:
         return str(error)
     finally:
-        activations.SMALL["cpu"] = small
+        hooks.SMALL["cpu"] = small
     return "no error"
 
 

@@ -154,9 +154,9 @@ def _rank(attempt: Attempt, rank: int, meeting: str) -> None:
     import torch.distributed as dist
 
     from fullshard.checkpoint import lease
-    from fullshard.train.prepare import prepare
-    from fullshard.train.recipe import load_recipe
-    from fullshard.train.run import execute
+    from fullshard.runs.prepare import prepare
+    from fullshard.runs.recipe import load_recipe
+    from fullshard.runs.run import execute
 
     lease.RENEWAL = 0.05  # seconds: often enough to be killed in
     os.environ["LOCAL_RANK"] = str(rank)
@@ -226,7 +226,7 @@ def _die_in(kill: Kill) -> None:
 
 
 def _watch_rollback(kill: Kill, reached: Callable[[str], bool]) -> None:
-    from fullshard.train.checkpoints import Checkpoints
+    from fullshard.runs.checkpointing import Checkpoints
 
     load = Checkpoints.roll_back
 
@@ -297,10 +297,9 @@ BASE = ["checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant", "tr
 
 def _warm(here: str, world: int, store: bool) -> None:
     """Import, before the first fork, what the ranks will need."""
-    import fullshard.on_torch
-    import fullshard.train.run  # noqa: F401
-    from fullshard.train.prepare import prepare
-    from fullshard.train.recipe import load_recipe
+
+    from fullshard.runs.prepare import prepare
+    from fullshard.runs.recipe import load_recipe
 
     os.chdir(here)
     prepare(load_recipe("recipe.toml", BASE), world)

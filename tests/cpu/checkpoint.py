@@ -19,11 +19,11 @@ from fullshard.checkpoint import commit, lease
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.retention import Kept
+from fullshard.model.presets import GPTSize
 from fullshard.on_torch.agree import give_group, settle, take_group, tally
-from fullshard.on_torch.checkpoints.checkpoint import Checkpointer
-from fullshard.on_torch.checkpoints.named import model_tensors, needed_bytes, optimizer_tensors
 from fullshard.on_torch.models import GPT
-from fullshard.presets import GPTSize
+from fullshard.on_torch.saving.save import Checkpointer
+from fullshard.on_torch.saving.state_tensors import model_tensors, needed_bytes, optimizer_tensors
 from tests.cpu import parity
 from tests.pure import test_checkpoint as pure
 
@@ -190,7 +190,7 @@ def through_dcp(shelf: str) -> bool:
     """DCP's own save and load, with our storage below."""
     import torch.distributed.checkpoint as dcp
 
-    from fullshard.on_torch.checkpoints.storage import About, Reader, Writer
+    from fullshard.on_torch.saving.dcp_storage import About, Reader, Writer
 
     saved = {n: p.detach() for n, p in make_state("zero3", seed=1).model.named_parameters()}
     dcp.save(saved, storage_writer=Writer(shelf, About(step=5)))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch import all_or_none
-from fullshard.train.agreement import identity, refuse_disagreement
-from fullshard.train.prepare import prepare
-from fullshard.train.recipe import load_recipe
+from fullshard.runs.agreement import identity, refuse_disagreement
+from fullshard.runs.prepare import prepare
+from fullshard.runs.recipe import load_recipe
 
 
 def compare(here: str, told: list[list[str]], options: list[tuple[str, str | None]]) -> str:

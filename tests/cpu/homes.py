@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard import on_torch, pieces
-from fullshard.on_torch.away import streamed
-from fullshard.on_torch.away.packing import pack, unpack
-from fullshard.on_torch.away.rule import apply_rule
-from fullshard.on_torch.away.units import local
+from fullshard import on_torch, update_pieces
+from fullshard.on_torch.offload.kernels.adam import apply_rule
+from fullshard.on_torch.offload.stores.packing import pack, unpack
+from fullshard.on_torch.offload.units import local
+from fullshard.on_torch.offload.updates import gpu
 from fullshard.plan import Home
 from fullshard.strategies import choose
 
@@ -59,7 +59,7 @@ def resident(case: Case) -> Case:
 
 
 def make(case: Case, disk: str) -> on_torch.State:
-    pieces.PIECE = 1 << 10  # so that a unit of a small model has several
+    update_pieces.PIECE = 1 << 10  # so that a unit of a small model has several
     model = on_torch.load_model(case.model)
     for name, p in model.named_parameters():
         p.requires_grad_(not (case.frozen and case.frozen in name))
@@ -150,15 +150,15 @@ class ByTorch:
 
 def by_one_kernel(cases: list[Case]) -> list[float]:
     """How far each case is from itself with a kernel for a run of a piece."""
-    found, before = [], streamed.one_kernel
+    found, before = [], gpu.one_kernel
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
             plain = train(case, disk)
-            streamed.one_kernel = lambda device, rule: ByTorch
+            gpu.one_kernel = lambda device, rule: ByTorch
             try:
                 own = train(case, disk)
             finally:
-                streamed.one_kernel = before
+                gpu.one_kernel = before
             assert own["state"].tiers.streamed.one_kernel is ByTorch
             assert own["state"].tiers.moved() == plain["state"].tiers.moved()
             found.append(apart(own["values"], plain["values"]))
@@ -227,7 +227,7 @@ def carried(one: Case, other: Case, shelf: str) -> float:
 
 def dealt(share: float, argument: float | None = None) -> tuple[float, str]:
     """Which part of the pieces the cores have under a plan that names it."""
-    pieces.PIECE = 1 << 10
+    update_pieces.PIECE = 1 << 10
     model = on_torch.load_model("llama-nano")
     plan = fs.zero3(
         on_torch.describe(model), devices=1, batch=fs.Batch(ROWS, LENGTH), home=Home(optimizer="host"), cpu_share=share

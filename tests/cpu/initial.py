@@ -9,8 +9,8 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
 from tests.cpu import hugging_face, parity
 
 

@@ -11,8 +11,8 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.verify import problems
 from fullshard.commands import checkpoint as commands
 from fullshard.data import TokenFile
-from fullshard.train.prepare import shelf_of
-from fullshard.train.recipe import load_recipe
+from fullshard.runs.prepare import shelf_of
+from fullshard.runs.recipe import load_recipe
 from tests.cpu.chaos import Attempt, row_digest, run_once
 
 ROWS = 4  # of a step

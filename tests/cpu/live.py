@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.on_torch.private import WRAPPERS, forget_meshes, sole_owner
-from fullshard.on_torch.tracing.kernels import StandIns
+from fullshard.on_torch.tracing.cuda_kernels import StandIns
 
 aten = torch.ops.aten
 ONLY_CUDA = {aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default}

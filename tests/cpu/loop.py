@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.away import one_pass
 from fullshard.on_torch.loss import summed_loss
-from fullshard.train.prepare import batches as make_batches
-from fullshard.train.prepare import make_optimizer, prepare
-from fullshard.train.recipe import load_recipe
-from fullshard.train.run import execute
+from fullshard.on_torch.offload.kernels import cpu_adam
+from fullshard.runs.prepare import batches as make_batches
+from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.recipe import load_recipe
+from fullshard.runs.run import execute
 
 
 def run(directory: str, overrides: list[str], name: str) -> None:
@@ -35,14 +35,14 @@ def without_a_compiler(directory: str, overrides: list[str], name: str) -> str:
     """What the run prints, on one line."""
     before, printed = dict(os.environ), io.StringIO()
     os.environ |= {"CC": "no-such-compiler", "XDG_CACHE_HOME": f"{directory}/cache"}
-    one_pass.built.cache_clear()
+    cpu_adam.built.cache_clear()
     try:
         with contextlib.redirect_stderr(printed):
             run(directory, overrides, name)
     finally:
         os.environ.clear()
         os.environ |= before
-        one_pass.built.cache_clear()
+        cpu_adam.built.cache_clear()
     return " ".join(printed.getvalue().split())
 
 

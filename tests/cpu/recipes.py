@@ -8,13 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.data.pack import pack
-from fullshard.train.prepare import prepare
-from fullshard.train.recipe import load_recipe
-from fullshard.train.run import execute
+from fullshard.runs.prepare import prepare
+from fullshard.runs.recipe import load_recipe
+from fullshard.runs.run import execute
 
 MODELS = """
 from fullshard.on_torch.models import GPT, Llama
-from fullshard.presets import GPTSize, LlamaSize
+from fullshard.model.presets import GPTSize, LlamaSize
 
 def llama():
     return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=384, sequence=64))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.on_torch.away.slots import ALIGNMENT, Slots
+from fullshard.on_torch.offload.activations.host_pool import ALIGNMENT, Slots
 from tests.cpu import activations, parity
 from tests.cpu.activations import Case
 

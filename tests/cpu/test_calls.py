@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from fullshard import on_torch
-from fullshard.on_torch.measuring import paces
+from fullshard.on_torch.measuring import host_pace
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.trace import trace
 
@@ -82,7 +82,7 @@ def test_a_trace_counts_what_torch_really_does(remat):
 
 
 def test_paces_are_told_apart():
-    found = paces.paces(CPU)
+    found = host_pace.paces(CPU)
     assert set(found) == {"launch", "checkpointed", "saved", "dispatched"}
     assert all(0 < seconds < 0.1 for seconds in found.values())
 
@@ -92,4 +92,4 @@ def test_paces_come_out_of_times_that_were_made_of_them():
     full, selective, empty = Counter(regions=2, saved=6), Counter(regions=2, saved=6, dispatched=4), Counter(regions=2, saved=2)
     times = {"none": 20.0, "forward": 7.0, "full": 20.0 + 7 + 2 * 3 + 6 * 2, "selective": 20.0 + 7 + 2 * 3 + 6 * 2 + 4 * 5}
     times |= {"empty none": 4.0, "empty forward": 1.0, "empty full": 4.0 + 1 + 2 * 3 + 2 * 2}
-    assert paces._solve(times, full, selective, empty) == {"checkpointed": 3.0, "saved": 2.0, "dispatched": 5.0}
+    assert host_pace._solve(times, full, selective, empty) == {"checkpointed": 3.0, "saved": 2.0, "dispatched": 5.0}

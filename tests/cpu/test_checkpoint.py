@@ -13,8 +13,8 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import checksum
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
-from fullshard.on_torch.checkpoints.background import Background
-from fullshard.on_torch.checkpoints.staging import Copying
+from fullshard.on_torch.saving.background import Background
+from fullshard.on_torch.saving.staging import Copying
 from tests.cpu import checkpoint
 from tests.pure.test_checkpoint import CRAFTED, DAMAGES
 

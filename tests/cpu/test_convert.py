@@ -221,7 +221,7 @@ def test_crafted_files_do_nothing_but_fail_with_a_sentence(tmp_path, kind):
 
 
 def pickle_of(storage: str = "0", shape: int = 2) -> bytes:
-    from fullshard.checkpoint.pickles import state_dict_pickle, text
+    from fullshard.checkpoint.torch_pickles import state_dict_pickle, text
 
     return state_dict_pickle([("w", "F32", (shape,))]).replace(text("0"), text(storage))
 

@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 import torch
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
+from fullshard.model.presets import LlamaSize
 
 class Fragile(Llama):
     def forward(self, input_ids, *args, **kwargs):

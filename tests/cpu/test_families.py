@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.planner import memory
-from fullshard.planner.schedule import schedule
+from fullshard.planner.memory import peak
+from fullshard.planner.step.schedule import schedule
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, LOSSES, _fresh, _peak, _without_cuda  # noqa: F401 (a fixture)
 
@@ -55,7 +55,7 @@ def off(build, remat: str, loss: str, monkeypatch) -> int:
     plan = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat=remat)
     measured = live.run_step(build(), plan, LOSSES[loss], VOCAB)
     _without_cuda(monkeypatch)
-    return _peak(memory.steady(plan, found, schedule(plan, found, loss=loss), slots=2)) - measured.peak
+    return _peak(peak.steady(plan, found, schedule(plan, found, loss=loss), slots=2)) - measured.peak
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

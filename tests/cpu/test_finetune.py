@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
-from fullshard.train.schedule import factor
+from fullshard.runs.lr_schedule import factor
 from tests.cpu import finetune
 from tests.cpu.test_train import metrics, train
 

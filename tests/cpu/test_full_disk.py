@@ -17,8 +17,8 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
-from fullshard.train.lines import Lines
-from fullshard.train.metrics import Metrics, rewind
+from fullshard.runs.json_lines import Lines
+from fullshard.runs.metrics import Metrics, rewind
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
@@ -161,7 +161,7 @@ def test_a_start_without_room_is_refused_in_a_sentence(here, disk, ranks):
 
 
 def test_lines_keep_their_order_and_count_what_they_lose(disk, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("fullshard.train.lines"), "HELD", 5)
+    monkeypatch.setattr(importlib.import_module("fullshard.runs.json_lines"), "HELD", 5)
     lines = Lines(disk / "lines.jsonl")
     lines.append({"n": 0})
     fill(disk)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fullshard import on_torch
-from fullshard.costs import Op, evaluate
+from fullshard.model.costs import Op, evaluate
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models.llama import Llama
-from fullshard.presets import LlamaSize
 
 ROWS, TOKENS, DIM, KV, FFN = 2, 128, 256, 128, 768
 SIZE = LlamaSize(dim=DIM, layers=4, heads=4, kv_heads=2, ffn=FFN, vocab=64, sequence=TOKENS)

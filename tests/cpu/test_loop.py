@@ -13,8 +13,8 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.data.pack import pack
 from fullshard.on_torch import initialize, load_model, summed_loss
-from fullshard.train.prepare import prepare
-from fullshard.train.recipe import load_recipe
+from fullshard.runs.prepare import prepare
+from fullshard.runs.recipe import load_recipe
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 

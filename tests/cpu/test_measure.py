@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fullshard import on_torch
-from fullshard.cluster import Cluster, Measured
+from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.cluster.measured import Gemm
 from fullshard.errors import FullshardError
-from fullshard.measured import Gemm
 from fullshard.on_torch.measuring import timings
 from fullshard.on_torch.measuring.measure import cluster_of, fit, known_device
 

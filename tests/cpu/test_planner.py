@@ -9,15 +9,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import fullshard as fs
-from fullshard import kernels, on_torch
-from fullshard.costs import evaluate
-from fullshard.on_torch import chunked
+from fullshard import on_torch
+from fullshard.model import kernel_workspace
+from fullshard.model.costs import evaluate
+from fullshard.model.presets import LlamaSize
+from fullshard.on_torch import loss_chunks
 from fullshard.on_torch.models import Llama
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.tracing.kernels import StandIns
-from fullshard.planner import memory, replay
-from fullshard.planner.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
-from fullshard.presets import LlamaSize
+from fullshard.on_torch.tracing.cuda_kernels import StandIns
+from fullshard.planner.memory import peak, replay
+from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
 from tests.cpu import live
 
 ROWS, TOKENS, VOCAB = 2, 32, 50
@@ -102,7 +103,7 @@ def test_the_peak_is_that_of_the_storages_alive(name, loss, monkeypatch):
     _without_cuda(monkeypatch)
     kind, wanted = case(name)
     operations = schedule(wanted, description(kind), loss=loss)
-    tape = memory.steady(wanted, description(kind), operations, slots=2)
+    tape = peak.steady(wanted, description(kind), operations, slots=2)
     assert abs(_peak(tape) - ran(name, loss).peak) <= 64  # bytes: counters and factors of the step itself
 
 
@@ -112,9 +113,9 @@ def _peak(tape: replay.Tape) -> int:
 
 def _without_cuda(monkeypatch) -> None:
     """CPU kernels have other temporaries, or none."""
-    for rule in kernels.HIDDEN:
-        monkeypatch.setitem(kernels.HIDDEN, rule, lambda *_: ())
-    monkeypatch.setitem(kernels.HIDDEN, "chunk_cat", lambda *_: (0,))
+    for rule in kernel_workspace.HIDDEN:
+        monkeypatch.setitem(kernel_workspace.HIDDEN, rule, lambda *_: ())
+    monkeypatch.setitem(kernel_workspace.HIDDEN, "chunk_cat", lambda *_: (0,))
     replay._evaluated.cache_clear()
 
 
@@ -176,7 +177,7 @@ def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
-    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (chunked.BUDGET, chunked.BYTES_A_LOGIT, chunked.TILE)
+    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_A_LOGIT, loss_chunks.TILE)
 
 
 @pytest.mark.full
@@ -185,7 +186,7 @@ def test_blocks_that_stood_aside_cost_what_blocks_cost(monkeypatch):
     wanted = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat="full", remat_every=2)
     measured = live.run_step(build("plain", layers=6), wanted, on_torch.chunked_loss, VOCAB)
     _without_cuda(monkeypatch)
-    tape = memory.steady(wanted, found, schedule(wanted, found, loss="chunked"), slots=2)
+    tape = peak.steady(wanted, found, schedule(wanted, found, loss="chunked"), slots=2)
     assert abs(_peak(tape) - measured.peak) <= 64
 
 

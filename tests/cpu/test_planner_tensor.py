@@ -9,13 +9,13 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.costs import TENSOR_AXIS, evaluate
+from fullshard.model.costs import TENSOR_AXIS, evaluate
+from fullshard.model.presets import GPTSize, LlamaSize
 from fullshard.on_torch.models import GPT, Llama
-from fullshard.planner import memory, replay
-from fullshard.planner.candidates import Wanted, strategies
-from fullshard.planner.schedule import schedule
-from fullshard.planner.timeline import timeline
-from fullshard.presets import GPTSize, LlamaSize
+from fullshard.planner.memory import peak, replay
+from fullshard.planner.search.space import Wanted, strategies
+from fullshard.planner.step.schedule import schedule
+from fullshard.planner.time.timeline import timeline
 from tests.cpu import live
 from tests.cpu.test_planner import _peak, _without_cuda
 
@@ -68,7 +68,7 @@ def test_collectives_and_the_peak_are_those_of_the_engine(name, monkeypatch):
     ran = live.run_step(build(vocab), wanted, LOSSES[loss], vocab)
     assert [c for op in operations for c in _collectives(op)] == ran.collectives
     _without_cuda(monkeypatch)
-    tape = memory.steady(wanted, description(vocab), operations, slots=2)
+    tape = peak.steady(wanted, description(vocab), operations, slots=2)
     assert abs(_peak(tape) - ran.peak) <= 64  # bytes: counters and factors of the step itself
 
 
@@ -83,7 +83,7 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
     rows = 16 + 8 + 8 + 22 + 22  # of queries, keys, values, gate and up on a rank of the tensor axis
     block = (rows * 32 + 32 * 16 + 32 * 22) // 2  # and half of them by FSDP
     norms, tables = 7 * 32 // 2, 2 * 13 * 32  # norms are whole on the tensor axis; 25 rows of a vocabulary are 13 and 12
-    assert memory.at_rest(wanted, description(50), 2)["device"]["params"] == 4 * (3 * block + norms + tables)
+    assert peak.at_rest(wanted, description(50), 2)["device"]["params"] == 4 * (3 * block + norms + tables)
     cluster = fs.Cluster.load("4xh100")
     found = timeline(wanted, description(50), cluster, loss="plain")
     assert found.busy["tensor"] > 0

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard import FullshardError, Plan, presets
+from fullshard import FullshardError, Plan
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
-from fullshard.train.resuming import resumable
+from fullshard.model import presets
+from fullshard.runs.resuming import resumable
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 

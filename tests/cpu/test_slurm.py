@@ -15,7 +15,7 @@ from tests.cpu.slurm import free_ports, slurm  # noqa: F401 - a fixture
 ROOT = Path(__file__).parents[2]
 MODEL = """
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
+from fullshard.model.presets import LlamaSize
 
 def make():
     return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=64))

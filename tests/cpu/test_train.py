@@ -17,14 +17,14 @@ from fullshard import optimizer as optimizers
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
 from fullshard.on_torch import describe, initialize, load_model
+from fullshard.runs.lr_schedule import factor
+from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.recipe import load_recipe
 from fullshard.strategies import zero3
-from fullshard.train.prepare import make_optimizer, prepare
-from fullshard.train.recipe import load_recipe
-from fullshard.train.schedule import factor
 
 MODEL = """
 from fullshard.on_torch.models import Llama
-from fullshard.presets import LlamaSize
+from fullshard.model.presets import LlamaSize
 
 def make():
     return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=64))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fullshard import FullshardError
-from fullshard.on_torch.away import one_pass, streamed
-from fullshard.on_torch.away.rule import Rule
+from fullshard.on_torch.offload.kernels import cpu_adam
+from fullshard.on_torch.offload.kernels.adam import Rule
+from fullshard.on_torch.offload.updates import gpu
 from fullshard.plan import Home
 from tests.cpu import homes
 from tests.cpu.homes import Case
@@ -25,25 +26,25 @@ def kernels(case: Case, compiler: str | None = None, cache: str = "") -> dict[st
     before = dict(os.environ)
     if compiler is not None:
         os.environ |= {"CC": compiler, "XDG_CACHE_HOME": cache}
-        one_pass.built.cache_clear()
+        cpu_adam.built.cache_clear()
     try:
         return homes.make(case, ".").kernels
     finally:
         os.environ.clear()
         os.environ |= before
-        one_pass.built.cache_clear()
+        cpu_adam.built.cache_clear()
 
 
 def test_a_state_says_which_kernels_update_it(ranks, tmp_path):
     host = Case((Home(optimizer="host"),), compute="bf16")
     found = ranks(1).run(kernels, host)[0]
-    assert found["cpu_update"] == "compiled (update.c)" or found["cpu_update"].startswith("torch: ")
+    assert found["cpu_update"] == "compiled (cpu_adam.c)" or found["cpu_update"].startswith("torch: ")
     assert found["gpu_update"] == "torch (Triton's kernel is for packed state on a GPU)"
     missing = ranks(1).run(kernels, host, "no-such-compiler", str(tmp_path))[0]
     assert missing["cpu_update"] == "torch: there is no C compiler (no-such-compiler)"
     refusing = ranks(1).run(kernels, host, "false", str(tmp_path))[0]
-    assert refusing["cpu_update"] == "torch: false cannot compile update.c: no message"
-    assert ranks(1).run(kernels, Case((Home(optimizer="host"),)))[0]["cpu_update"] == "torch (update.c is not for float32)"
+    assert refusing["cpu_update"] == "torch: false cannot compile cpu_adam.c: no message"
+    assert ranks(1).run(kernels, Case((Home(optimizer="host"),)))[0]["cpu_update"] == "torch (cpu_adam.c is not for float32)"
     assert ranks(1).run(kernels, Case())[0] == {}
 
 
@@ -58,23 +59,23 @@ def test_a_state_says_which_kernels_update_it(ranks, tmp_path):
 )
 def test_without_triton_torchs_kernels_do_it_and_say_why(monkeypatch, error, said):
     plant(monkeypatch, error)
-    assert streamed.find_kernel.__wrapped__(CUDA, ADAMW)[0] is None
-    assert said in streamed.find_kernel.__wrapped__(CUDA, ADAMW)[1]
+    assert gpu.find_kernel.__wrapped__(CUDA, ADAMW)[0] is None
+    assert said in gpu.find_kernel.__wrapped__(CUDA, ADAMW)[1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: invalid argument"), KeyError("float32"), AssertionError()])
 def test_a_fault_of_the_kernel_is_no_missing_compiler(monkeypatch, error):
     plant(monkeypatch, error)
     with pytest.raises(FullshardError, match="fails on this GPU") as caught:
-        streamed.find_kernel.__wrapped__(CUDA, ADAMW)
+        gpu.find_kernel.__wrapped__(CUDA, ADAMW)
     assert "\n" not in str(caught.value)
 
 
 def plant(monkeypatch, error: Exception | None) -> None:
     """A kernel whose trial ends so: without a GPU there is no other."""
-    import fullshard.on_torch.away as package
+    import fullshard.on_torch.offload.kernels as package
 
-    module = ModuleType("fullshard.on_torch.away.one_kernel")
+    module = ModuleType("fullshard.on_torch.offload.kernels.triton_adam")
 
     def agrees(rule: Rule, device: torch.device) -> bool:
         if error is not None:
@@ -83,4 +84,4 @@ def plant(monkeypatch, error: Exception | None) -> None:
 
     module.agrees = agrees
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(package, "one_kernel", module, raising=False)
+    monkeypatch.setattr(package, "triton_adam", module, raising=False)

@@ -11,10 +11,10 @@ from typing import Any
 
 import typer
 
-from fullshard import presets
 from fullshard.cli import app, refusal, refuse_arguments
 from fullshard.data import TokenWriter
 from fullshard.errors import FullshardError
+from fullshard.model import presets
 from fullshard.strategies import zero3
 from tests.fuzz import mutate
 from tests.fuzz.harness import Target
@@ -98,7 +98,7 @@ def command() -> Any:
 def plan_text() -> str:
     """Also imports what the commands import, so that no case pays for it."""
     import fullshard.on_torch
-    import fullshard.train.run
+    import fullshard.runs.run
 
     assert fullshard.on_torch.load_model("llama-nano")
     for name in presets.PRESETS:

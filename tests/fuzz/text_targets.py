@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from fullshard import Cluster, Home, Plan, presets
-from fullshard.cluster import NOMINAL
+from fullshard import Cluster, Home, Plan
+from fullshard.cluster.cluster import NOMINAL
 from fullshard.data import Batches, TokenFile, TokenWriter
 from fullshard.data import templates as chat_templates
 from fullshard.data.chat import conversation
 from fullshard.data.pack import pack
 from fullshard.data.templates import Template
 from fullshard.errors import FullshardError
+from fullshard.model import presets
+from fullshard.runs.recipe import load_recipe
 from fullshard.strategies import zero3
-from fullshard.train.recipe import load_recipe
 from tests.fuzz import mutate
 from tests.fuzz.command_lines import COMMAND_LINES
 from tests.fuzz.harness import Target

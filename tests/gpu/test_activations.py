@@ -5,7 +5,7 @@ python -m pytest tests/gpu
 
 import pytest
 
-from tests.cpu import activations, filed_activations
+from tests.cpu import activations, disk_activations
 from tests.cpu.activations import Case
 from tests.cpu.ranks import Ranks
 
@@ -53,8 +53,8 @@ def test_forwards_without_backward_leave_nothing_behind(ranks):
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 @pytest.mark.parametrize("homes", [("disk",), ("device", "host", "disk")])
 def test_activations_on_disk_change_no_bit(ranks, homes, remat):
-    case = filed_activations.Case(homes, remat, accumulate=2, compute="bf16", loss="chunked")
-    (found,) = ranks.run(activations.small_too, filed_activations.compare, case, 4)
+    case = disk_activations.Case(homes, remat, accumulate=2, compute="bf16", loss="chunked")
+    (found,) = ranks.run(activations.small_too, disk_activations.compare, case, 4)
     assert found["numbers"], found
     assert found["params"]
     assert found["left"] == 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from fullshard.checkpoint import commit, direct
+from fullshard.checkpoint import commit, file_writer
 from fullshard.checkpoint.average import average, narrow_to_bf16
 from fullshard.checkpoint.compare import differences, statistics
 from fullshard.checkpoint.manifest import MANIFEST, Chunk, FileRecord, Manifest, ManifestError, TensorRecord, checksum
@@ -379,7 +379,7 @@ def test_files_of_others_are_not_touched(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 65536 * 3, 65536 * 9 + 5])
 def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
-    monkeypatch.setattr(direct, "PIECE", 65536)  # so that memory is used again
+    monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that memory is used again
     monkeypatch.setattr("fullshard.checkpoint.place.PUT", 65536)
     whole = random.Random(length).randbytes(length)
     for place in (Local(tmp_path), open_place("memory://made")):
@@ -395,8 +395,8 @@ def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
 
 
 def test_a_file_that_cannot_be_made_raises_and_leaves_no_write_under_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct, "PIECE", 4096)
+    monkeypatch.setattr(file_writer, "PIECE", 4096)
     with pytest.raises(OSError, match="No space left"):
-        direct.write_made(Path("/dev/full"), 65536, lambda at, memory: None)
+        file_writer.write_made(Path("/dev/full"), 65536, lambda at, memory: None)
     with pytest.raises(ZeroDivisionError):
-        direct.write_made(tmp_path / "file", 65536, lambda at, memory: 1 // (8192 - at))
+        file_writer.write_made(tmp_path / "file", 65536, lambda at, memory: 1 // (8192 - at))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard import Plan, presets, zero3
+from fullshard import Plan, zero3
+from fullshard.model import presets
 
 PLAN = ("plan", "llama-nano", "--devices", "4")
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard import kernels
-from fullshard.costs import Calls, Costs, Event, Op, Section, Trace, constant, evaluate, fit, from_json, to_json
 from fullshard.errors import FullshardError
+from fullshard.model import kernel_workspace
+from fullshard.model.costs import Calls, Costs, Event, Op, Section, Trace, constant, evaluate, fit, from_json, to_json
 
 GRID = [(b, t) for b in (1, 3) for t in (5, 8, 20)]
 whole = st.integers(-(10**12), 10**12)
@@ -67,4 +67,4 @@ def test_what_was_not_traced_is_said():
     ],
 )
 def test_kernels_allocate_what_was_measured(rule, arguments, measured):
-    assert list(kernels.HIDDEN[rule](*arguments)) == measured
+    assert list(kernel_workspace.HIDDEN[rule](*arguments)) == measured

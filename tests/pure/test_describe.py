@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from fullshard import FullshardError, zero3
-from fullshard.description import Description
+from fullshard.model.description import Description
 from fullshard.on_torch import describe
 from fullshard.on_torch.refuse import refuse
 

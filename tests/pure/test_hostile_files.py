@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from fullshard.checkpoint.importing import import_weights
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.pickles import number, numbers, state_dict_pickle, text
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.reader import open_checkpoint
+from fullshard.checkpoint.torch_pickles import number, numbers, state_dict_pickle, text
 from fullshard.cli import main
 from tests.pure.checkpoints import make
 from tests.pure.test_checkpoint import sealed, tree_of
@@ -178,7 +178,7 @@ def test_a_storage_is_compared_once_and_piece_by_piece(tmp_path, monkeypatch):
             read.append(len(data))
             return zlib.crc32(data, *before)
 
-    monkeypatch.setattr("fullshard.checkpoint.pickles.zlib", Counted)
+    monkeypatch.setattr("fullshard.checkpoint.torch_pickles.zlib", Counted)
     with at_most(40 * MiB):
         import_weights(str(path), Local(tmp_path / "out"))
     assert sum(read) == 64 * MiB + len(table(*views))

@@ -15,16 +15,16 @@ import fullshard
 HOUSE = Path(fullshard.__file__).parent
 # What the package shows from above L0: `fs.train`, which imports its engine when it is called, and the planner, which
 # needs nothing but the standard library.
-SHOWN = {"fullshard.train.loop", "fullshard.planner.estimate", "fullshard.planner.search"}
+SHOWN = {"fullshard.runs.loop", "fullshard.planner.estimate", "fullshard.planner.search.search"}
 FACE = 4  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
     {
-        *("errors", "text", "reading", "plan", "description", "strategies", "optimizer", "presets"),
-        *("costs", "kernels", "hardware", "measured", "cluster", "pieces", "direct", "slurm"),
+        *("errors", "text", "reading", "plan", "strategies", "optimizer", "engine"),
+        *("model", "cluster", "direct_io", "update_pieces", "slurm"),
     },
-    {"planner", "tiers", "checkpoint", "data"},
+    {"planner", "storage", "checkpoint", "data"},
     {"on_torch", "on_jax"},
-    {"train", "launch", "observe", "doctor"},
+    {"runs", "launch", "observe", "doctor"},
     {""},
     {"commands"},
     {"cli"},
@@ -35,9 +35,9 @@ HEAVY = {"torch", "transformers", "peft", "jax", "jaxlib", "flax", "optax", "orb
 MAY = {
     "on_torch": {"torch", "transformers", "peft"},
     "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
-    "tiers": {"torch"},  # pinned memory
+    "storage": {"torch"},  # pinned memory
 }
-MAY_LAZILY = {"train": {"torch"}, "launch": {"torch"}}  # the launcher is torch's own
+MAY_LAZILY = {"runs": {"torch"}, "launch": {"torch"}}  # the launcher is torch's own
 
 
 @dataclass(frozen=True)
@@ -170,34 +170,43 @@ PLANTED = [
     ("fullshard.plan", "from . import cli", "imports point downward"),
     ("fullshard.plan", "import fullshard", "imports point downward"),
     ("fullshard.plan", "from fullshard import Plan", "imports point downward"),
-    ("fullshard.planner.search", "import torch", "only engines import it"),
-    ("fullshard.planner.search", "from fullshard.tiers import host", "imports point downward"),
+    ("fullshard.planner.search.search", "import torch", "only engines import it"),
+    ("fullshard.planner.search.search", "from fullshard.storage import host", "imports point downward"),
     ("fullshard.checkpoint.commit", "try:\n    import torch\nexcept ImportError:\n    pass", "only engines import it"),
     ("fullshard.on_torch.shard", "from fullshard import on_jax", "imports point downward"),
     ("fullshard.on_torch.shard", "import jax.numpy as jnp", "only engines import it"),
     ("fullshard.on_torch.shard", "from fullshard.planner import search", "engines carry plans out, they do not search"),
-    ("fullshard.on_torch.shard", "from fullshard.planner.search import find", "engines carry plans out, they do not search"),
-    ("fullshard.on_torch.shard", "from ..train import loop", "imports point downward"),
+    (
+        "fullshard.on_torch.shard",
+        "from fullshard.planner.search.search import find",
+        "engines carry plans out, they do not search",
+    ),
+    ("fullshard.on_torch.shard", "from ..runs import loop", "imports point downward"),
     ("fullshard.on_jax.shard", "import torch", "only engines import it"),
     ("fullshard.on_jax.shard", "def f():\n    from fullshard.on_torch import describe", "imports point downward"),
-    ("fullshard.train.loop", "from torch import nn", "only engines import it"),
-    ("fullshard.train.loop", "class A:\n    import torch", "only engines import it"),
-    ("fullshard.train.loop", "from fullshard.observe import page", "imports point downward"),
+    ("fullshard.runs.loop", "from torch import nn", "only engines import it"),
+    ("fullshard.runs.loop", "class A:\n    import torch", "only engines import it"),
+    ("fullshard.runs.loop", "from fullshard.observe import page", "imports point downward"),
     ("fullshard.cli", "def f():\n    import torch", "only engines import it"),
     ("fullshard.shed.plan", "", "is in no layer"),
     ("fullshard.cli", "from fullshard.shed import plan", "it is in no layer"),
 ]
 ALLOWED = [
     ("fullshard.plan", "import json\nfrom fullshard.errors import nearest\nfrom .text import table"),
-    ("fullshard.tiers.host", "import torch\nfrom fullshard.tiers import disk"),
-    ("fullshard.planner.search", "from fullshard.planner import schedule\nfrom fullshard.cluster import Cluster"),
+    ("fullshard.storage.host", "import torch\nfrom fullshard.storage import disk"),
+    ("fullshard.planner.search.search", "from fullshard.planner import schedule\nfrom fullshard.cluster.cluster import Cluster"),
     ("fullshard.on_torch.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
     ("fullshard.on_jax.shard", "import jax, optax"),
-    ("fullshard.train.loop", "from fullshard import on_torch\ndef f():\n    import torch"),
-    ("fullshard.train.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-    ("fullshard.cli", "import typer, fullshard\ndef f():\n    from fullshard.train import loop"),
+    ("fullshard.runs.loop", "from fullshard import on_torch\ndef f():\n    import torch"),
+    ("fullshard.runs.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ("fullshard.cli", "import typer, fullshard\ndef f():\n    from fullshard.runs import loop"),
 ]
-PLANNED = MODULES | {"fullshard.planner.search", "fullshard.planner.schedule", "fullshard.on_jax", "fullshard.shed.plan"}
+PLANNED = MODULES | {
+    "fullshard.planner.search.search",
+    "fullshard.planner.step.schedule",
+    "fullshard.on_jax",
+    "fullshard.shed.plan",
+}
 
 
 @pytest.mark.parametrize(("module", "text", "why"), PLANTED)
@@ -217,7 +226,7 @@ def test_allowed(module, text):
         ("from fullshard.plan import Plan", 0),
         ("from fullshard.planner import memory", 1),
         ("from .on_torch import shard", 1),
-        ("def train():\n    from fullshard.train import loop", 0),
+        ("def train():\n    from fullshard.runs import loop", 0),
         ("def main():\n    from fullshard import cli", 1),
     ],
 )

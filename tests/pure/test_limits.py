@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import FullshardError
-from fullshard.tiers.limits import MACHINE, explain_kill, host_limit, kills, limits, refuse_more_than
+from fullshard.storage.memory_limits import MACHINE, explain_kill, host_limit, kills, limits, refuse_more_than
 
 GiB = 1 << 30
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import fullshard as fs
-import fullshard.presets
-from fullshard.planner.allocator import Allocator, replay
-from fullshard.planner.memory import highest, predict
-from fullshard.planner.thin import Thin, thinned
+import fullshard.model.presets
+from fullshard.planner.memory.allocator import Allocator, replay
+from fullshard.planner.memory.peak import highest, predict
+from fullshard.planner.search.reduced_model import Thin, thinned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20
@@ -81,8 +81,8 @@ def test_predicted_peaks_are_those_measured(row):
 
 def test_planning_a_preset_needs_no_torch():
     program = (
-        "import sys, fullshard as fs, fullshard.presets\n"
-        "from fullshard.planner.memory import predict\n"
+        "import sys, fullshard as fs, fullshard.model.presets\n"
+        "from fullshard.planner.memory.peak import predict\n"
         "d = fs.presets.describe('llama3-405b')\n"
         "plan = fs.zero3(d, devices=512, precision=fs.Precision(compute='bf16'), batch=fs.Batch(1, 8192), remat='full')\n"
         "assert predict(plan, d).allocated > 0 and 'torch' not in sys.modules\n"

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fullshard import FullshardError
+from fullshard.model.presets import GPTSize, LlamaSize
 from fullshard.on_torch import load_model
 from fullshard.on_torch.models import GPT, Llama, build
-from fullshard.presets import GPTSize, LlamaSize
 
 IDS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
 

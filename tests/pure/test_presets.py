@@ -1,6 +1,7 @@
 import pytest
 
-from fullshard import FullshardError, on_torch, presets
+from fullshard import FullshardError, on_torch
+from fullshard.model import presets
 
 PUBLISHED = {
     "gpt2": 124_439_808,

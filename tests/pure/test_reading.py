@@ -14,7 +14,7 @@ from fullshard.data.pack import pack
 from fullshard.data.tokenizer import open_tokenizer
 from fullshard.errors import LONGEST
 from fullshard.reading import DEEPEST, parse_json, parse_toml, read_text
-from fullshard.train.recipe import load_recipe
+from fullshard.runs.recipe import load_recipe
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 
@@ -144,7 +144,8 @@ def test_numbers_that_no_machine_has():
 
 
 def small_plan() -> dict:
-    from fullshard import presets, zero3
+    from fullshard import zero3
+    from fullshard.model import presets
 
     return zero3(presets.describe("llama-125m"), devices=2).to_dict()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fullshard import FullshardError
-from fullshard.train.recipe import Recipe, _section, load_recipe
-from fullshard.train.schedule import factor
+from fullshard.runs.lr_schedule import factor
+from fullshard.runs.recipe import Recipe, _section, load_recipe
 
 SMALL = """
 [model]
@@ -200,7 +200,7 @@ def test_schedules_stay_between_final_and_one(kind):
 @pytest.mark.parametrize("name", ["AdamW", "adamw", "ADAMW"])
 def test_an_optimizer_is_the_same_in_upper_and_lower_case(tmp_path, name):
     from fullshard.optimizer import AdamW
-    from fullshard.train.prepare import make_optimizer
+    from fullshard.runs.prepare import make_optimizer
 
     recipe = load(tmp_path, SMALL, f"optim.name={name}")
     assert recipe.optim.name == "adamw"

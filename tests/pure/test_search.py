@@ -8,14 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 import fullshard as fs
-from fullshard import FullshardError, presets
+from fullshard import FullshardError
 from fullshard.cli import app
-from fullshard.cluster import Cluster
-from fullshard.planner import whole
+from fullshard.cluster.cluster import Cluster
+from fullshard.model import presets
 from fullshard.planner.estimate import estimate
-from fullshard.planner.home_words import home_words
 from fullshard.planner.remedies import remedies
-from fullshard.planner.search import find_plan
+from fullshard.planner.search import full_model
+from fullshard.planner.search.explain import home_words
+from fullshard.planner.search.search import find_plan
 from fullshard.text import bytes_text, parse_bytes
 
 EIGHT = "llama-1.5b"
@@ -57,8 +58,8 @@ def test_the_pick_is_the_best_of_all(limit):
 
 def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     judged = []
-    tried = whole.Whole.tried
-    monkeypatch.setattr(whole.Whole, "tried", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
+    tried = full_model.Whole.tried
+    monkeypatch.setattr(full_model.Whole, "tried", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
     spared = [u.name for u in found.plan.units if "layers" in u.name and u.remat == "none"]
     assert 0 < len(spared) < 32
@@ -332,8 +333,8 @@ def test_what_passes_on_its_way_to_disk_has_room_on_the_host_too():
 
 def test_few_candidates_are_judged_whole_where_nothing_fits_on_the_device(monkeypatch):
     judged = []
-    predict = whole.predict
-    monkeypatch.setattr(whole, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
+    predict = full_model.predict
+    monkeypatch.setattr(full_model, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
     found = find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, global_batch=64)
     assert found.estimate.fits
     assert len(judged) <= 6

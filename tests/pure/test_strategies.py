@@ -1,7 +1,7 @@
 import pytest
 
 import fullshard as fs
-from fullshard.description import Description, Tensor, UnitDescription
+from fullshard.model.description import Description, Tensor, UnitDescription
 from fullshard.strategies import STRATEGIES
 
 

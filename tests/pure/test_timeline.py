@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 
 import fullshard as fs
-from fullshard import presets
-from fullshard.cluster import Cluster, Measured
-from fullshard.costs import Calls
-from fullshard.planner import timeline as timelines
-from fullshard.planner.links import collective_seconds
-from fullshard.planner.thin import thinned
-from fullshard.planner.timeline import timeline
-from fullshard.planner.work import Machine
-from fullshard.presets import preset
+from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.model import presets
+from fullshard.model.costs import Calls
+from fullshard.model.presets import preset
+from fullshard.planner.search.reduced_model import thinned
+from fullshard.planner.time import timeline as timelines
+from fullshard.planner.time.collectives import collective_seconds
+from fullshard.planner.time.roofline import Machine
+from fullshard.planner.time.timeline import timeline
 
 
 def cluster(name: str, **link) -> Cluster:

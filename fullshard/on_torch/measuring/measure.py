@@ -18,18 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.cluster import PACES, Cluster, Measured
+from fullshard.cluster.cluster import PACES, Cluster, Measured
+from fullshard.cluster.hardware import DEVICES, Node
+from fullshard.cluster.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.errors import FullshardError
-from fullshard.hardware import DEVICES, Node
-from fullshard.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.on_torch.agree import give_group, take_group, together
-from fullshard.on_torch.away.rule import rule_of
-from fullshard.on_torch.away.share import at_once
-from fullshard.on_torch.measuring import paces, small_change, timings
+from fullshard.on_torch.measuring import host_pace, pointwise, timings
+from fullshard.on_torch.offload.kernels.adam import rule_of
+from fullshard.on_torch.offload.updates.cpu_share import at_once
 from fullshard.on_torch.ranks import start
 from fullshard.optimizer import AdamW
-from fullshard.tiers.limits import limits
-from fullshard.tiers.verdict import Rates, disk_rates, no_disk
+from fullshard.storage.disk_speed import Rates, disk_rates, no_disk
+from fullshard.storage.memory_limits import limits
 
 Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -81,7 +81,7 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Progre
     for i, (name, part) in enumerate(_parts(device, where, quick).items()):
         progress(name)
         _attempt(name, part, found)
-        look = paces.paces if i % 3 == 0 else paces.glance
+        look = host_pace.paces if i % 3 == 0 else host_pace.glance
         _attempt("the host's pace", partial(_pace, look, device, beside), found)
     values = _slowest(found)
     return cluster_of(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
@@ -141,7 +141,7 @@ def _pace(
 ) -> dict[str, Any]:
     """What the looks between the other parts tell together: a shared host is quiet at one time and not at another."""
     so_far.append(look(device))
-    return paces.together(so_far)
+    return host_pace.together(so_far)
 
 
 def _beside(device: torch.device) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, An
 def _pointwise(device: torch.device, budget: float) -> float:
     if device.type == "cuda":
         return timings.pointwise(16384, device, _dtype(device), budget)
-    return small_change.rate(4 * budget)
+    return pointwise.rate(4 * budget)
 
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:

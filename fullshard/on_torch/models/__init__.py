@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from fullshard.model.presets import LlamaSize, preset
 from fullshard.on_torch.models.gpt import GPT
 from fullshard.on_torch.models.llama import Llama
-from fullshard.presets import LlamaSize, preset
 
 __all__ = ["GPT", "Llama", "build"]
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.model.presets import GPTSize
 from fullshard.on_torch.models.attention import Mask, attend, document_mask
-from fullshard.presets import GPTSize
 
 
 class Attention(nn.Module):

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models.attention import Mask, attend, document_mask
-from fullshard.presets import LlamaSize
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

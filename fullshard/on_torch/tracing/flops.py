@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fullshard.hardware import DEVICES
+from fullshard.cluster.hardware import DEVICES
 from fullshard.on_torch.measuring.measure import device_name
 from fullshard.on_torch.state import State
 

@@ -8,7 +8,7 @@ Its pointwise kernels read what is stored, and write what will be, once between 
 from collections import Counter
 from dataclasses import replace
 
-from fullshard.costs import OpKind
+from fullshard.model.costs import OpKind
 from fullshard.on_torch.tracing.trace import RawEvent, RawOp, RawSection, Recorder, Use
 
 INSIDE = ("forward", "backward")  # the moments of a block after which its own code runs

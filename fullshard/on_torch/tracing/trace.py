@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fullshard.costs import Action, Moment, OpKind
-from fullshard.description import Description
-from fullshard.on_torch import chunked
+from fullshard.model.costs import Action, Moment, OpKind
+from fullshard.model.description import Description
+from fullshard.on_torch import loss_chunks
 from fullshard.on_torch.loss import LossFunction
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.tracing.kernels import StandIns, hidden, launches, work
-from fullshard.on_torch.tracing.shadow import Shadows
-from fullshard.on_torch.tracing.tally import tallied
+from fullshard.on_torch.tracing.cuda_kernels import StandIns, hidden, launches, work
+from fullshard.on_torch.tracing.meta_values import Shadows
+from fullshard.on_torch.tracing.python_calls import tallied
 from fullshard.plan import Remat
 
 aten = torch.ops.aten
@@ -265,7 +265,7 @@ def _rematerialized(model: nn.Module, description: Description, remat: Remat, co
 @contextmanager
 def _chunks(recorder: Recorder) -> Iterator[None]:
     """Inside, the chunked loss takes one chunk, marked: its sizes are those of a chunk of that many tokens."""
-    one, budget = chunked._one_chunk, chunked.BUDGET
+    one, budget = loss_chunks._one_chunk, loss_chunks.BUDGET
 
     def marked(*args: Any) -> Tensor:
         unit = recorder.sections[-1].unit
@@ -275,12 +275,12 @@ def _chunks(recorder: Recorder) -> Iterator[None]:
         recorder.mark("chunked", unit)
         return found
 
-    setattr(chunked, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
-    chunked.BUDGET = 1 << 60
+    setattr(loss_chunks, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
+    loss_chunks.BUDGET = 1 << 60
     try:
         yield
     finally:
-        chunked._one_chunk, chunked.BUDGET = one, budget
+        loss_chunks._one_chunk, loss_chunks.BUDGET = one, budget
 
 
 class _Done(torch.autograd.Function):

@@ -1,0 +1,97 @@
+"""Whole files to disk and back, past the page cache where the filesystem lets us.
+
+A checkpoint is written once and rarely read: caching it would push out what training needs, and the copy into
+the cache costs a core. Memory that is aligned (see `fullshard.direct_io`) goes straight to the disk.
+"""
+
+import errno
+import fcntl
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, write_exactly
+
+PIECE = 1 << 24  # bytes of one write
+SMALL = 1 << 20  # bytes up to which the page cache is as good
+IN_FLIGHT = 4  # writes at a time: one alone does not fill a disk's queue
+
+Make = Callable[[int, memoryview], None]
+
+
+def write_file(path: Path, data: memoryview, length: int) -> None:
+    """Create or replace a file of the first `length` bytes of `data`, and fsync. Raises OSError, on a full disk for one."""
+    direct = len(data) > SMALL and len(data) % ALIGNMENT == 0
+    end = len(data) if direct else length
+    with _created(path, length, direct=direct) as file:
+        _write(file, data[: min(PIECE, end)], 0)
+        rest = range(PIECE, end, PIECE)
+        if rest:
+            with ThreadPoolExecutor(IN_FLIGHT) as pool:
+                list(pool.map(lambda at: _write(file, data[at : min(at + PIECE, end)], at), rest))
+
+
+def write_made(path: Path, length: int, make: Make) -> None:
+    """As `write_file`, of bytes that are nowhere yet: `make` fills memory with those from an offset on, piece after piece.
+    Takes memory for as many pieces as are in flight."""
+    free = [aligned(min(PIECE, length)) for _ in range(IN_FLIGHT)]
+    flying: deque[tuple[Future[None], memoryview]] = deque()
+    with _created(path, length, direct=True) as file, ThreadPoolExecutor(IN_FLIGHT) as pool:
+        for at in range(0, length, PIECE):
+            memory, size = free.pop() if free else _landed(flying), min(PIECE, length - at)
+            make(at, memory[:size])
+            flying.append((pool.submit(_write, file, memory[: aligned_size(size)], at), memory))
+            if at == 0:  # alone: it finds out whether the disk takes direct requests
+                free.append(_landed(flying))
+        while flying:
+            _landed(flying)
+
+
+def _landed(flying: deque[tuple[Future[None], memoryview]]) -> memoryview:
+    """The memory of the oldest write, once it is done."""
+    future, memory = flying.popleft()
+    future.result()
+    return memory
+
+
+@contextmanager
+def _created(path: Path, length: int, *, direct: bool) -> Iterator[int]:
+    """A new file, cut to its length (direct requests write whole pages) and durable in the end."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+    except OSError:
+        if not direct:
+            raise
+        file = os.open(path, flags, 0o666)
+    try:
+        yield file
+        if direct:
+            os.ftruncate(file, length)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    """Through the page cache where the filesystem, or this memory, allows nothing else."""
+    try:
+        write_exactly(file, data, at)
+    except OSError as error:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        write_exactly(file, data, at)
+
+
+def sync_directory(path: Path) -> None:
+    """Make a new name in a directory durable."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

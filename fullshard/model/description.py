@@ -1,0 +1,158 @@
+"""What a model is made of, without the model: units, tensors, sizes.
+
+An engine's `describe` writes it; strategies and the planner read it. Standard library only.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fullshard.model.costs import Costs
+from fullshard.text import bytes_text, count_text, table
+
+ITEM_BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+Kind = Literal["embed", "block", "middle", "head", "root"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter or buffer. `ties`: the other names under which the model knows the same storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+    trainable: bool = True
+    ties: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit: the modules that belong together, and what they hold."""
+
+    name: str
+    kind: Kind
+    modules: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trainable(self) -> int:
+        return sum(p.numel for p in self.parameters if p.trainable)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parameters)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as the planner sees it. Its units are in the order in which forward meets them; every
+    parameter is in exactly one. `buffers`: those of modules outside every unit. `costs`: what computing it
+    takes, if it was traced."""
+
+    model: str
+    units: tuple[UnitDescription, ...]
+    buffers: tuple[Tensor, ...] = ()
+    costs: Costs | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        return sum(u.numel for u in self.units)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(u.nbytes for u in self.units)
+
+    @property
+    def trainable(self) -> int:
+        return sum(u.trainable for u in self.units)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "trainable": self.trainable,
+            "bytes": self.nbytes,
+            "units": [
+                {
+                    "name": u.name,
+                    "kind": u.kind,
+                    "modules": list(u.modules),
+                    "parameters": u.numel,
+                    "trainable": u.trainable,
+                    "bytes": u.nbytes,
+                    "share": u.numel / max(self.numel, 1),
+                    "dtypes": sorted({p.dtype for p in u.parameters}),
+                    "tied": [[p.name, *p.ties] for p in u.parameters if p.ties],
+                    "buffers": [b.name for b in u.buffers],
+                }
+                for u in self.units
+            ],
+            "buffers": [b.name for b in self.buffers],
+        }
+
+    def __str__(self) -> str:
+        rows = [_row(run, self.numel) for run in _runs(self.units)]
+        total = ["total", f"{len(self.units)} units", "", count_text(self.numel), bytes_text(self.nbytes), "100.0%"]
+        text = table(["unit", "kind", "modules", "parameters", "bytes", "share"], [*rows, total], right=(3, 4, 5))
+        return f"{self.model}\n\n{text}{_notes(self)}"
+
+
+def _row(run: list[UnitDescription], whole: int) -> list[str]:
+    first, count = run[0], len(run)
+    name = first.name if count == 1 else f"{first.name} … {run[-1].name}"
+    kind = first.kind if count == 1 else f"{first.kind} ×{count}"
+    modules = ", ".join(m or "(root)" for m in first.modules) if count == 1 else "one each"
+    numel, nbytes = sum(u.numel for u in run), sum(u.nbytes for u in run)
+    return [name, kind, modules, count_text(numel), bytes_text(nbytes), f"{100 * numel / max(whole, 1):.1f}%"]
+
+
+def _notes(description: Description) -> str:
+    tensors = [p for u in description.units for p in u.parameters]
+    lines = [f"tied: {p.name} = {', '.join(p.ties)}" for p in tensors if p.ties]
+    if (frozen := description.numel - description.trainable) > 0:
+        lines.append(f"frozen: {count_text(frozen)} of {count_text(description.numel)} parameters")
+    if len(dtypes := {p.dtype for p in tensors}) > 1:
+        lines.append(f"dtypes: {', '.join(sorted(dtypes))}")
+    return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
+
+
+def _runs(units: tuple[UnitDescription, ...]) -> Iterator[list[UnitDescription]]:
+    """Neighbouring blocks of the same size, together; anything else alone."""
+    run: list[UnitDescription] = []
+    for unit in units:
+        same = run and (run[0].kind, run[0].nbytes, len(run[0].modules)) == (unit.kind, unit.nbytes, len(unit.modules))
+        if run and not (same and unit.kind == "block"):
+            yield run
+            run = []
+        run.append(unit)
+    if run:
+        yield run

@@ -1,0 +1,1 @@
+"""Where the bytes of offloaded units are stored: device, host memory or files."""

@@ -1,0 +1,37 @@
+"""Writes the costs of the built-in presets, so that planning them needs no torch.
+
+python -m fullshard.on_torch.tracing.ship_presets
+"""
+
+import json
+import lzma
+
+import torch
+
+from fullshard.model.costs import Trace, to_json
+from fullshard.model.presets import PRESETS, SHIPPED
+from fullshard.on_torch.describe import describe
+from fullshard.on_torch.models import build
+
+
+def traces(name: str) -> dict[tuple[str, str, str], Trace]:
+    """Of the preset called `name`, traced anew."""
+    with torch.device("meta"):
+        model = build(name)
+    found: dict[tuple[str, str, str], Trace] = {}
+    for compute in ("bf16", "fp32"):
+        costs = describe(model, micro_batch=1, sequence=1, compute=compute).costs
+        assert costs is not None
+        assert costs.shape is None, name
+        found |= costs.traces
+    return found
+
+
+def main() -> None:
+    rows = {name: to_json(traces(name)) for name in PRESETS}
+    SHIPPED.write_bytes(lzma.compress(json.dumps(rows, separators=(",", ":"), sort_keys=True).encode()))
+    print(f"{SHIPPED}: {SHIPPED.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

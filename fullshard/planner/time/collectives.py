@@ -1,0 +1,174 @@
+"""Seconds of a collective on a cluster: an alpha–beta model per link level.
+
+A group's collective starts, travels its hops and moves its bytes at the pace of the slowest link on its way.
+Inside a node every device has its own link. Between nodes a ring is in fact as many rings as the group has
+ranks on a node, each leaving through its own rank's adapter: so the ranks of one node add up their shares of
+the network, and a group with one rank a node has one share.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import get_args
+
+from fullshard.cluster.cluster import Cluster, ClusterError
+from fullshard.cluster.hardware import Link, check_one_of
+from fullshard.cluster.measured import Collective, CollectiveKind
+from fullshard.plan import Mesh
+
+KINDS: tuple[str, ...] = get_args(CollectiveKind)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a group lies over nodes: over how many, and with how many ranks on the node that has the fewest."""
+
+    ranks: int
+    nodes: int
+    fewest: int
+
+
+def axis(mesh: Mesh, name: str) -> tuple[int, int]:
+    """Ranks and stride of the groups along a mesh axis; `data` is replicate and shard together."""
+    groups = {
+        "tensor": (mesh.tensor, 1),
+        "shard": (mesh.shard, mesh.tensor),
+        "replicate": (mesh.replicate, mesh.shard * mesh.tensor),
+        "data": (mesh.data, mesh.tensor),
+    }
+    check_one_of("axis", name, tuple(groups))
+    return groups[name]
+
+
+def collective_seconds(kind: CollectiveKind, nbytes: float, ranks: int, cluster: Cluster, *, stride: int = 1) -> float:
+    """Seconds of one collective over groups of `ranks` ranks that lie `stride` apart, all groups at once.
+
+    `nbytes` is the size of the whole tensor: what an all-gather leaves on every rank, what a reduce-scatter
+    starts from on every rank.
+    """
+    check_one_of("collective", kind, KINDS)
+    if ranks == 1:
+        return 0.0
+    spread = spread_of(ranks, stride, cluster)
+    measured = _measured(kind, spread, cluster)
+    if measured is not None:
+        return _timed(measured, nbytes, spread, cluster)
+    return min(
+        latency + wire(algorithm, kind, nbytes, ranks) / bus_bandwidth(spread, cluster)
+        for algorithm, latency in _latencies(kind, spread, cluster).items()
+    )
+
+
+def collective_source(kind: CollectiveKind, ranks: int, cluster: Cluster, *, stride: int = 1) -> str:
+    """Whether `collective_seconds` rests on a measured collective or on nominal links."""
+    spread = spread_of(ranks, stride, cluster)
+    return "nominal" if _measured(kind, spread, cluster) is None else "measured"
+
+
+def wire(algorithm: str, kind: str, nbytes: float, ranks: int) -> float:
+    """Bytes the busiest link carries: NCCL's bus bytes for a ring; in a binary tree everything twice."""
+    if algorithm == "tree":
+        return 2 * nbytes
+    share = (ranks - 1) / ranks
+    return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "broadcast": 1.0}[kind]
+
+
+def bus_bandwidth(spread: Spread, cluster: Cluster) -> float:
+    """Bytes a second of the slowest link level that a group's rings cross."""
+    levels = []
+    if spread.ranks > spread.nodes:  # some node has two of them
+        levels.append(_inner_bandwidth(-(-spread.ranks // spread.nodes), cluster))
+    if spread.nodes > 1:
+        levels.append(spread.fewest * cluster.network.bandwidth * cluster.network.efficiency)
+    return min(levels)
+
+
+def _inner_bandwidth(ranks: int, cluster: Cluster) -> float:
+    link = cluster.node.link
+    share = (ranks - 1) / (cluster.node.devices - 1) if link.topology == "mesh" else 1.0
+    return link.bandwidth * link.efficiency * share
+
+
+# -- latency ------------------------------------------------------------------------------------------
+
+
+def _latencies(kind: str, spread: Spread, cluster: Cluster) -> dict[str, float]:
+    """Seconds before the bytes count, by algorithm. Only all-reduce and broadcast have trees."""
+    inner, outer = cluster.node.link, cluster.network
+    start = max(inner.start, outer.start if spread.nodes > 1 else 0.0)
+    return {
+        name: start + inside * inner.latency + between * outer.latency
+        for name, (inside, between) in _hops(kind, spread, inner).items()
+    }
+
+
+def _hops(kind: str, spread: Spread, link: Link) -> dict[str, tuple[float, int]]:
+    """By algorithm: how many hops inside nodes and how many between them one piece travels."""
+    passes = 2 if kind == "all_reduce" else 1
+    between = spread.nodes - 1
+    hops = {"ring": (passes * _ring_hops(spread.ranks - spread.nodes, link), passes * between)}
+    if kind in ("all_reduce", "broadcast"):
+        on_node = -(-spread.ranks // spread.nodes)
+        hops["tree"] = (passes * math.ceil(math.log2(on_node)), passes * math.ceil(math.log2(spread.nodes)))
+    return hops
+
+
+def _ring_hops(steps: int, link: Link) -> float:
+    """A torus has a ring along each axis, so that a piece travels the axes' lengths, not their product."""
+    axes = {"torus2": 2, "torus3": 3}.get(link.topology, 1)
+    return axes * ((steps + 1) ** (1 / axes) - 1)
+
+
+# -- where a group lies -------------------------------------------------------------------------------
+
+
+def spread_of(ranks: int, stride: int, cluster: Cluster) -> Spread:
+    """The spread of the group that has it worst: the step waits for it."""
+    if ranks < 1 or stride < 1 or cluster.devices % (ranks * stride):
+        raise ClusterError(
+            f"groups of {ranks} ranks {stride} apart do not tile {cluster.devices} devices; "
+            f"write a count and a stride whose product divides {cluster.devices}"
+        )
+    return _spread(ranks, stride, cluster.devices, cluster.node.devices)
+
+
+@lru_cache(maxsize=4096)
+def _spread(ranks: int, stride: int, devices: int, node: int) -> Spread:
+    found = {
+        _lie(range(first, first + ranks * stride, stride), node)
+        for block in range(0, devices, ranks * stride)
+        for first in range(block, block + stride)
+    }
+    return max(found, key=lambda s: (s.nodes > 1, -s.fewest, s.nodes))
+
+
+def _lie(group: range, node: int) -> Spread:
+    counts: dict[int, int] = {}
+    for rank in group:
+        counts[rank // node] = counts.get(rank // node, 0) + 1
+    return Spread(len(group), len(counts), min(counts.values()))
+
+
+# -- measured -----------------------------------------------------------------------------------------
+
+
+def _measured(kind: str, spread: Spread, cluster: Cluster) -> Collective | None:
+    """The measured collective that tells of this group: of its kind, and over the same levels of links with
+    as many ranks a node; the nearest in ranks if there are several."""
+    known = cluster.measured.collectives if cluster.measured else ()
+    fitting = [c for c in known if c.kind == kind and _alike(c, spread, cluster)]
+    return min(fitting, key=lambda c: abs(c.ranks - spread.ranks), default=None)
+
+
+def _alike(c: Collective, spread: Spread, cluster: Cluster) -> bool:
+    if c.nodes == 1 or spread.nodes == 1:
+        mesh = cluster.node.link.topology == "mesh"  # fewer ranks use fewer wires
+        return c.nodes == spread.nodes and (c.ranks == spread.ranks or not mesh)
+    return c.ranks // c.nodes == spread.fewest and spread.ranks == spread.fewest * spread.nodes
+
+
+def _timed(c: Collective, nbytes: float, spread: Spread, cluster: Cluster) -> float:
+    """The measured line; its latency scaled by the nominal latencies where the ranks are not the measured ones."""
+    there = _latencies(c.kind, Spread(c.ranks, c.nodes, c.ranks // c.nodes), cluster)["ring"]
+    here = _latencies(c.kind, spread, cluster)["ring"]
+    return c.latency * here / there + wire("ring", c.kind, nbytes, spread.ranks) / c.bandwidth

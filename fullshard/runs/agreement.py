@@ -1,0 +1,118 @@
+"""Ranks that were told the same: recipe, plan, data and versions, compared before the first collective that depends on them.
+
+Ranks that differ would train on without a word, wait for each other for ever, or fail in a collective's own terms.
+"""
+
+import hashlib
+import itertools
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.data import TokenFile
+from fullshard.errors import FullshardError
+from fullshard.runs.prepare import Prepared
+
+if TYPE_CHECKING:
+    from fullshard.on_torch.store_messages import Board
+
+# Where things lie may differ between machines; what lies there may not, and is compared by itself.
+PLACES = {"data.path", "data.valid", "disk.path", "model.name", "model.weights", "sample.tokenizer", "plan.file", "plan.cluster"}
+SAMPLE = 1 << 16  # bytes of each end of a file of weights
+_count = itertools.count()  # of comparisons: each has keys of its own
+PATIENCE = 300.0  # seconds: reading a model's description or data may take one rank longer than another
+
+
+def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any]:
+    """By key, all that must be the same on every rank."""
+    recipe = flat(prepared.recipe.model_dump(mode="json"))
+    found = {key: value for key, value in recipe.items() if key not in PLACES}
+    found |= {f"the plan's {key}": value for key, value in flat(prepared.plan.to_dict()).items()}
+    found |= {"the tokens of data.path": data_identity(prepared.data), "the model": _shapes(prepared.model)}
+    found |= {"the tokens of data.valid": data_identity(prepared.valid)} if prepared.valid else {}
+    found |= {"the files of model.weights": weights_identity(prepared.weights)} if prepared.weights else {}
+    found |= {"--run": str(run), "--resume": resume}
+    return found | {
+        "Python": sys.version.split()[0],
+        "fullshard": sys.modules["fullshard"].__version__,
+        "torch": version("torch"),
+    }
+
+
+def data_identity(tokens: TokenFile) -> str:
+    """What the index says of the tokens, their checksums included, as a short text."""
+    about = [tokens.vocab, tokens.tokenizer, str(tokens.dtype), tokens.shards]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weights_identity(directory: Path) -> str:
+    """Names, sizes, headers and last bytes of a directory's weights, as a short text: all of them would take too long."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE))
+            file.seek(max(0, path.stat().st_size - SAMPLE))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def _shapes(model: Any) -> str:
+    """The names, shapes and dtypes of a model's parameters, as a short text."""
+    named = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A JSON tree by dotted keys."""
+    if isinstance(tree, dict) and tree:
+        return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else str(key)).items()}
+    if isinstance(tree, list) and any(isinstance(v, dict) for v in tree):
+        return {k: v for i, value in enumerate(tree) for k, v in flat(value, f"{prefix}.{i}").items()}
+    return {prefix: tree}
+
+
+def refuse_disagreement(mine: dict[str, Any]) -> None:
+    """Raise, on all ranks alike, where one was told something else than the first. Collective, but no collective: ranks
+    that disagree would not get through one."""
+    from fullshard.on_torch.store_messages import Board
+    from fullshard.on_torch.ranks import rank_and_world
+
+    (rank, world), board, key = rank_and_world(), Board(), f"told-{next(_count)}"
+    mine = json.loads(json.dumps(mine))  # as others will read it
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    board.put(f"{key}/{rank}", digest)
+    if rank == 0:
+        board.put(f"{key}/first", mine)
+        board.put(f"{key}/verdict", {"wrong": _compare(board, key, digest, world)})
+    elif (first := board.wait(lambda: board.get(f"{key}/first"), PATIENCE)) not in (None, mine):
+        board.put(f"{key}/difference/{rank}", first_difference(first, mine))
+    verdict = board.wait(lambda: board.get(f"{key}/verdict"), 2 * PATIENCE)
+    if verdict is None:
+        raise FullshardError("the first rank did not come to the start of the run; look at its output")
+    if verdict["wrong"]:
+        raise FullshardError(verdict["wrong"])
+
+
+def _compare(board: "Board", key: str, digest: str, world: int) -> str | None:
+    """By the first rank: the sentence about the first rank that differs, if one does."""
+    told = board.collect(key, range(world), PATIENCE)
+    missing = [r for r in range(world) if r not in told]
+    if missing:
+        return f"rank {missing[0]} did not come to the start of the run within {PATIENCE:.0f} s; look at its output"
+    other = next((r for r in range(world) if told[r] != digest), None)
+    if other is None:
+        return None
+    found = board.collect(f"{key}/difference", [other], PATIENCE)[other]
+    return (
+        f"rank {other} differs from rank 0: {found['key']} is {found['mine']} there and {found['first']} on rank 0; "
+        "start all ranks with the same recipe, data and versions"
+    )
+
+
+def first_difference(first: dict[str, Any], mine: dict[str, Any]) -> dict[str, str]:
+    """The key in which two differ; one of the recipe before what follows from it."""
+    key = next(k for k in [*first, *mine] if first.get(k) != mine.get(k))
+    return {"key": key, "first": json.dumps(first.get(key)), "mine": json.dumps(mine.get(key))}

@@ -1,0 +1,248 @@
+"""A run's checkpoints: when one is due, what it says besides the state, and how a run goes on from one."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.export import export
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.reader import Checkpoint
+from fullshard.checkpoint.retention import Kept
+from fullshard.errors import FullshardError
+from fullshard.model.presets import PRESETS, LlamaSize
+from fullshard.runs.agreement import data_identity
+from fullshard.runs.metrics import Metrics
+from fullshard.runs.prepare import Prepared, shelf_of
+from fullshard.runs.progress import Bar
+from fullshard.runs.recipe import Recipe
+from fullshard.runs.resuming import Change, refuse_changes, refuse_other_data
+
+if TYPE_CHECKING:
+    from fullshard.on_torch import Saving, State
+
+
+class Checkpoints:
+    """The checkpoints of a run under way on this rank."""
+
+    def __init__(self, prepared: Prepared, state: "State", directory: Path, metrics: Metrics, bar: Bar, *, accept: bool = False):
+        from fullshard import on_torch
+
+        self.prepared, self.wanted, self.state = prepared, prepared.recipe.checkpoint, state
+        self.recipe = prepared.recipe.model_dump(mode="json")
+        self.metrics, self.bar = metrics, bar
+        self.accept, self.changes = accept, list[Change]()  # of the recipe since the checkpoint, and whether they are meant
+        w = self.wanted
+        kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
+        shelf = str(shelf_of(prepared.recipe, directory))
+        self.writer = on_torch.Checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
+        self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
+        self.saving: Saving | None = None
+        self.cursor = 0  # of the save in flight, or of the one that failed last
+        self.failures, self.again = 0, math.inf  # saves that failed in a row, and the step after which to try again
+        self.postponed = False  # whether one fell due after a step that was not finite
+        self.poisoned = self.lost = False  # what became of the last one: see `Saving`
+        self.why, self.failed = "", -1  # the last one that failed: why, and of which step
+        self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
+        self.noted = ""  # what was said of a save; once is enough
+        self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
+
+    def start(self, resume: str | None) -> Manifest | None:
+        """Load what is to be resumed, if anything; refuse what cannot work before a step is lost to it."""
+        found = self._resume(resume) if resume else None
+        if not resume and self.writer.names():
+            raise FullshardError(f"{self.writer.shelf} holds checkpoints already; write --resume auto, or another --run")
+        self.writer.sweep()
+        self.writer.refuse_small(self._at_once())
+        self.saved = found.step if found else -1
+        return found
+
+    def _at_once(self) -> int:
+        """How many checkpoints will lie on the disk at the same time, at least."""
+        w, steps = self.wanted, self.prepared.recipe.steps
+        made = int(w.final) + (steps // w.every if w.every else 0)
+        return min(made, w.keep + 1) if w.keep else made
+
+    def _resume(self, resume: str) -> Manifest | None:
+        from fullshard import on_torch
+
+        if resume == "auto":
+            place, damaged = self.writer.newest()
+            for sentence in damaged:
+                self.bar.say(f"passed over: {sentence}")
+            if place is None and damaged:
+                raise FullshardError(f"no checkpoint in {self.writer.shelf} is whole ({damaged[0]}); start another --run")
+            if place is None:
+                self.bar.say(f"no checkpoint in {self.writer.shelf} yet: from the beginning")
+                return None
+            manifest = Checkpoint(place).manifest
+        else:
+            place = commit.find(resume)
+            manifest = Checkpoint(place).manifest
+            later = [n for n in self.writer.names() if (commit.step_of(n) or 0) > manifest.step]
+            if later:
+                raise FullshardError(f"{self.writer.shelf} has later checkpoints than {place}; resume into another --run")
+        refuse_other_data(manifest, self.prepared)
+        self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
+        on_torch.load_checkpoint(place, self.state, verified=resume == "auto")
+        self.bar.say(f"resumed at step {manifest.step} from {place}")
+        self.origin = None if resume == "auto" else place
+        return manifest
+
+    def last_good(self, below: float = math.inf) -> Place | None:
+        """The newest checkpoint that is whole, of a step below `below`, or the one that the run began from."""
+        place, damaged = self.writer.newest(below)
+        for sentence in damaged:
+            self.bar.say(f"passed over: {sentence}")
+        began = self.origin if self.origin and commit.read_manifest(self.origin).step < below else None
+        return place or began
+
+    def roll_back(self, place: Place, helpless: int | None = None) -> Manifest:
+        """Load what `last_good` found. `helpless`: the step of a later checkpoint that led nowhere; it goes."""
+        from fullshard import on_torch
+
+        manifest = on_torch.load_checkpoint(place, self.state, verified=place is not self.origin)
+        if helpless is not None:
+            self.writer.discard(helpless)
+        self.saved, self.poisoned, self.postponed, self.again = manifest.step, False, False, math.inf
+        return manifest
+
+    # -- saving ----------------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Whether this rank's clock, or a save that failed, asks for one; the first rank's counts."""
+        timed = bool(self.wanted.minutes) and time.monotonic() - self.since >= self.wanted.minutes * 60
+        return timed or self.state.step + 1 >= self.again
+
+    def troubled(self) -> bool:
+        """Whether this rank knows of a save that must end the run; all have to hear of it in the same step."""
+        return self.saving is not None and self.saving.done() and (self.saving.poisoned or self.saving.lost)
+
+    def after_step(self, due: bool, troubled: bool, finite: bool, cursor: int, extra: dict[str, Any]) -> None:
+        """Save if it is time to, and say what became of the last one. After a step that was not `finite` nothing is saved:
+        what comes of it, nobody knows yet."""
+        every = self.wanted.every
+        self.postponed = self.postponed or due or bool(every and self.state.step % every == 0)
+        if troubled or (self.saving and self.saving.done() and not self.troubled()):
+            self._report()
+        if self.postponed and finite and not (self.poisoned or self.lost):
+            self.save(cursor, extra)
+
+    def save(self, cursor: int, extra: dict[str, Any], *, retire: bool = True) -> None:
+        self._report()
+        if self.poisoned or self.lost:
+            return
+        data = self.prepared.data
+        about = extra | {"data": {"tokens": len(data), "documents": data.documents, "identity": data_identity(data)}}
+        metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
+        self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics, retire=retire)
+        if self.saving.note and self.saving.note != self.noted:
+            self.noted = self.saving.note
+            self.bar.say(self.noted)
+        self.since, self.saved, self.cursor = time.monotonic(), self.state.step, cursor
+        self.postponed, self.again = False, math.inf
+        if not self.wanted.background:
+            self._report()
+
+    def _report(self, then: str = "; the run goes on, and tries again soon") -> None:
+        """Wait for the save in flight; a failed one does not end the run."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
+            saving.result()
+            self.failures = 0
+        except FullshardError as error:
+            self.why, self.failed = str(error), saving.step
+            self.metrics.write(event="checkpoint failed", step=saving.step, why=self.why)
+            self.saved, self.poisoned, self.lost = -1, saving.poisoned, saving.lost
+            self.again = self.state.step + min(2**self.failures, LONGEST_WAIT)
+            self.failures += 1
+            self.bar.say(self.why if self.poisoned or self.lost else self.why + then)
+        for sentence in saving.passed:
+            self.bar.say(sentence)
+
+    def finish(self, cursor: int, extra: dict[str, Any], finite: bool, asked: Callable[[], bool]) -> None:
+        """The last one, of the state as the run leaves it; raises where it cannot be saved. `asked`: whether somebody wants
+        no more attempts. One after a step that was not finite makes no older one go."""
+        self._report()
+        until, pause, before = time.monotonic() + self.wanted.retry_seconds, 1.0, asked()
+        while self.wanted.final and self.saved != self.state.step and not (self.poisoned or self.lost):
+            self.save(cursor, extra, retire=finite)
+            self._report("")
+            if self.saved == self.state.step or self.poisoned or self.lost:
+                break
+            if self.writer.agree(time.monotonic() + pause > until or asked() > before):
+                raise SaveFailedError(self._not_saved())
+            self.bar.say(f"{self.writer.shelf} is tried again in {pause:.0f} s, for {self.wanted.retry_seconds:.0f} s in all")
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+        self.refuse_lost()
+
+    def refuse_lost(self) -> None:
+        if self.lost:
+            raise SaveFailedError(self.why)
+
+    def wait(self) -> None:
+        """Until no save is in flight, and what became of it is known."""
+        self._report()
+
+    def newest_name(self) -> str | None:
+        """The newest checkpoint that this rank sees."""
+        names = self.writer.names()
+        return str(self.writer.shelf.child(names[-1])) if names else None
+
+    def _not_saved(self) -> str:
+        newest = self.newest_name()
+        if newest is None:
+            return f"{self.why}; there is no checkpoint of this run: make room, or write checkpoint.path=OTHER, and start again"
+        return f"{self.why}; make room and go on with --resume auto, or elsewhere with --resume {newest} --run OTHER"
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def release(self) -> None:
+        """Let others write to the shelf, whatever has become of the other ranks."""
+        self.writer.release()
+
+
+LONGEST_WAIT = 64  # steps between two attempts at a save that fails again and again
+
+
+class SaveFailedError(FullshardError):
+    """What a run has computed is not saved."""
+
+    exit_code = 1
+
+
+# -- the export at the end ----------------------------------------------------------------------------------
+
+
+def export_target(recipe: Recipe, directory: Path) -> Path | None:
+    """Where the end of the run is exported to, if it is."""
+    wanted = recipe.checkpoint.export
+    return None if wanted is False else directory / "export" if wanted is True else Path(wanted)
+
+
+def refuse_export(recipe: Recipe, directory: Path) -> None:
+    """Raise, before a step is trained, where the export at the end could not be made."""
+    target = export_target(recipe, directory)
+    if target is None:
+        return
+    if target.exists():
+        raise FullshardError(f"checkpoint.export: {target} exists already; remove it, or write another directory")
+    name = recipe.model.name
+    if not recipe.lora and not Path(name).is_dir() and not isinstance(PRESETS.get(name), LlamaSize):
+        raise FullshardError(f"checkpoint.export needs a model with a Hugging Face config, which {name} has not; leave it out")
+
+
+def export_end(recipe: Recipe, directory: Path) -> Path | None:
+    """The end of a run as a Hugging Face directory; adapters as PEFT's. Not collective: the first rank calls it."""
+    target = export_target(recipe, directory)
+    if target is None:
+        return None
+    newest = commit.checkpoint_name(recipe.steps)
+    return export(str(shelf_of(recipe, directory).child(newest)), target, "peft" if recipe.lora else "hf")

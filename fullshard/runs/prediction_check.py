@@ -1,0 +1,115 @@
+"""Every prediction is checked: what the planner expected of a run, held against what it does."""
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fullshard.planner.estimate import Estimate
+from fullshard.planner.remedies import advice
+from fullshard.text import bytes_text, seconds_text
+from fullshard.runs.prepare import Prepared, step_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from fullshard.on_torch import State
+
+FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
+MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
+HOST = 0.03  # and of a step, what the host's pace has to change before it is told
+LOOKS = 3  # at the host, a step
+
+
+class Host(Protocol):
+    """`look`: how many times as long as the cluster's the host takes now to issue work; `step`: what a step takes by that.
+    Looks come `between` the steps, since a shared host changes within seconds, or only after the last. `measured`: whether the
+    cluster is this machine as it was timed."""
+
+    between: bool
+
+    @property
+    def measured(self) -> bool: ...
+
+    def look(self) -> float: ...
+
+    def step(self, share: float) -> float: ...
+
+
+class Verdict:
+    """Collects a few steps, then says how the prediction did; once."""
+
+    def __init__(self, expected: Estimate, host: Host):
+        self.expected, self.host = expected, host
+        self.seconds: list[float] = []
+        self.shares: list[float] = []
+        self.peak = 0
+        self.steps = 0
+        self.numbers: dict[str, float | int] = {}
+
+    def add(self, seconds: float, memory: dict[str, int]) -> str | None:
+        """After a step; the verdict after the last that counts."""
+        self.steps += 1
+        if self.steps >= FIRST:
+            self.seconds.append(seconds)
+            self.peak = max(self.peak, memory["memory_allocated"])
+        on_gpu = "memory_reserved" in memory
+        if on_gpu and (FIRST <= self.steps <= LAST if self.host.between else self.steps == LAST):
+            self.shares.append(self.host.look())
+        return self._say(on_gpu) if self.steps == LAST else None
+
+    def _say(self, on_gpu: bool) -> str:
+        e, seconds = self.expected, statistics.median(self.seconds)
+        self.numbers = {"predicted_seconds": e.step_seconds, "measured_seconds": seconds}
+        words, predicted = f"a step takes {seconds_text(seconds)}, predicted {seconds_text(e.step_seconds)}", e.step_seconds
+        if on_gpu:
+            share = statistics.median(self.shares)
+            predicted = self.host.step(share)
+            self.numbers |= {"host_share": share, "predicted_with_this_host": predicted}
+            if abs(predicted / e.step_seconds - 1) > HOST:
+                words += f", {seconds_text(predicted)} with the host as it is, at {1 / share:.2f} of the cluster's pace"
+        wrong = abs(predicted / seconds - 1) > TIME
+        if on_gpu:  # a CPU's allocator keeps no count
+            self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
+            words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
+            wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
+        if not wrong:
+            return words
+        again = "times this machine anew" if self.host.measured else "makes a cluster file of this machine"
+        return f"{words}: the prediction is off; `fullshard measure` {again} for plan.cluster"
+
+
+@dataclass
+class ThisHost:
+    """This rank's own. Where state rests away its updates run on under the next step, and looks between would wait for them."""
+
+    prepared: Prepared
+    device: "torch.device"
+    between: bool
+
+    @property
+    def measured(self) -> bool:
+        return self.prepared.cluster.measured is not None
+
+    def look(self) -> float:
+        from fullshard import on_torch
+
+        cluster = self.prepared.cluster
+        return on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), self.device, looks=LOOKS)
+
+    def step(self, share: float) -> float:
+        p = self.prepared
+        assert p.description is not None
+        return step_seconds(p.recipe, p.plan, p.description, p.cluster.with_host(share))
+
+
+def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
+    """What was expected, and the planner's remedies with what each costs."""
+    recipe, plan, description = prepared.recipe, prepared.plan, prepared.description
+    expected = prepared.estimate
+    said = f" (predicted: {bytes_text(expected.needed)} of {bytes_text(expected.available)})" if expected else ""
+    if description is None or description.costs is None:
+        helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
+    else:
+        clip = recipe.optim.clip is not None
+        helps = advice(plan, description, prepared.cluster, loss=recipe.train.loss, clip=clip)
+    return f"out of memory in step {state.step + 1}{said}; {helps}"

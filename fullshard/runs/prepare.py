@@ -1,0 +1,332 @@
+"""From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard import optimizer
+from fullshard.model import presets
+from fullshard.checkpoint.place import Place, open_place
+from fullshard.cluster.cluster import Cluster
+from fullshard.data import Batches, TokenFile
+from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
+from fullshard.model.description import Description
+from fullshard.errors import FullshardError
+from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
+from fullshard.planner.estimate import Estimate, estimate
+from fullshard.planner.search.search import find_plan
+from fullshard.planner.time.timeline import timeline
+from fullshard.model.presets import PRESETS
+from fullshard.reading import is_plain_file, parse_json, read_text
+from fullshard.strategies import choose
+from fullshard.text import parse_bytes
+from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
+from fullshard.runs.recipe import OWN, Recipe, changed
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that has been held against its model, its data and the number of ranks."""
+
+    recipe: Recipe
+    plan: Plan
+    model: Any  # on meta
+    weights: Path | None
+    data: TokenFile
+    valid: TokenFile | None
+    tokenizer: Tokenizer | None  # to sample with
+    cluster: Cluster  # what the plan is predicted for
+    description: Description | None  # the model's, where its costs are known
+    estimate: Estimate | None  # what the planner expects of it
+    rest_seconds: float | None = None  # of a step, if its disk cost nothing
+
+
+def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
+    """`ranks`: by default all GPUs, or 2."""
+    from fullshard import on_torch
+
+    ranks = ranks if ranks is not None else on_torch.local_devices()
+    if ranks < 1:
+        raise FullshardError(f"ranks must be at least 1, not {ranks}")
+    model = on_torch.load_model(recipe.model.name)
+    weights = weights_of(recipe)
+    if recipe.lora:
+        model = on_torch.add_adapters(model, **recipe.lora.model_dump())
+    if recipe.lora and weights is None:
+        raise FullshardError(
+            f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
+            "model.weights = 'path/to/weights'"
+        )
+    if weights:
+        on_torch.Weights(model, weights)  # the right names and shapes
+    cluster = _cluster(recipe, ranks)
+    plan, expected, known = _plan(recipe, model, cluster)
+    if recipe.plan.cluster and expected is None:
+        raise FullshardError(
+            f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
+            "write that, or leave it out"
+        )
+    on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
+    on_torch.refuse_optimizer(make_optimizer(recipe))
+    if directory := disk_of(recipe, plan):
+        refuse_full_disk(directory, _filed(recipe, plan, model, expected), ranks)
+    if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
+        raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
+    data, valid = open_data(recipe, model)
+    batches(recipe, plan, data, 0)  # enough tokens for one sample
+    rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
+    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
+
+
+def _plan(recipe: Recipe, model: Any, cluster: Cluster) -> tuple[Plan, Estimate | None, Description | None]:
+    """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
+    costs those are."""
+    from fullshard import on_torch
+
+    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
+    if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
+        plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), cluster.devices)
+        return plan, _expected(recipe, plan, shipped, cluster), shipped
+    compute: Any = recipe.plan.compute
+    if shipped is None or not _traced(shipped, compute):
+        shipped = on_torch.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
+    found = find_plan(
+        shipped,
+        cluster,
+        sequence=recipe.data.sequence,
+        global_batch=recipe.train.global_batch,
+        fix=_pinned(recipe),
+        limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
+        loss=recipe.train.loss,
+        optimizer=make_optimizer(recipe),
+        clip=recipe.optim.clip is not None,
+        disk=recipe.disk.path is not None,
+    )
+    return found.plan, found.estimate, shipped
+
+
+def _pinned(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe says of the plan; the compute dtype is the recipe's own even where it is the default."""
+    keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
+    pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
+    return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
+
+
+def _expected(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
+    if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
+        return None
+    return estimate(
+        plan,
+        description,
+        cluster,
+        loss=recipe.train.loss,
+        optimizer=make_optimizer(recipe),
+        clip=recipe.optim.clip is not None,
+    )
+
+
+def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float | None:
+    """Seconds of a step if the host held what rests on disk; None where nothing does."""
+    homes = ("params", "optimizer", "activations")
+    on_disk: dict[str, Any] = {u.name: {k: "host" for k in homes if getattr(u.home, k) == "disk"} for u in plan.units}
+    if not any(on_disk.values()):
+        return None
+    units = tuple(replace(u, home=replace(u.home, **on_disk[u.name])) for u in plan.units)
+    return step_seconds(recipe, replace(plan, units=units), description, cluster)
+
+
+def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
+    """What the planner says of a step's time alone."""
+    clip = recipe.optim.clip is not None
+    return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
+
+
+def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None) -> int:
+    """Bytes of a rank's files; those of activations as far as they are known."""
+    from fullshard import on_torch
+
+    if expected is not None:
+        return expected.disk.allocated_bytes
+    return filed_bytes(plan, on_torch.describe(model, title=recipe.model.name), make_optimizer(recipe))
+
+
+def _traced(description: Description, compute: str) -> bool:
+    return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
+
+
+def _cluster(recipe: Recipe, ranks: int) -> Cluster:
+    """The cluster that the recipe names, or the devices that are there."""
+    from fullshard import on_torch
+
+    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else on_torch.local_cluster(ranks)
+    if found.devices != ranks:
+        found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
+    if recipe.disk.path is not None:
+        found = found.with_disk(max(1, free_disk(recipe.disk.path, ranks)))
+    return found
+
+
+def weights_of(recipe: Recipe) -> Path | None:
+    """The directory that the weights are read from, or None where they are drawn."""
+    name, wanted = Path(recipe.model.name), recipe.model.weights
+    if wanted == "draw":
+        return None
+    if wanted == "auto":
+        return name if name.is_dir() and any(name.glob("*.safetensors")) else None
+    if not Path(wanted).is_dir():
+        raise FullshardError(f"model.weights = {wanted!r} is no directory; write one of safetensors files, 'auto' or 'draw'")
+    if recipe.model.name in PRESETS:
+        _refuse_scaled_positions(recipe.model.name, Path(wanted))
+    return Path(wanted)
+
+
+def _refuse_scaled_positions(preset: str, directory: Path) -> None:
+    """A preset rotates by its theta alone; with weights that were trained otherwise it would give other logits."""
+    config = directory / "config.json"
+    found = parse_json(read_text(config, "config"), str(config)) if is_plain_file(config) else {}
+    if not isinstance(found, dict):
+        raise FullshardError(f"{config} is no Hugging Face config: it is not a JSON object")
+    scaling = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
+
+
+def open_data(recipe: Recipe, model: Any) -> tuple[TokenFile, TokenFile | None]:
+    """The token files, held against the model."""
+    from fullshard import on_torch
+
+    data = TokenFile(recipe.data.path)
+    valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
+    vocab, longest = on_torch.limits(model)
+    if vocab is not None and data.vocab > vocab:
+        raise FullshardError(
+            f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"
+        )
+    if longest is not None and recipe.data.sequence > longest:
+        raise FullshardError(f"data.sequence = {recipe.data.sequence} is longer than the model's {longest}; shorten it")
+    if recipe.data.boundaries == "attention" and not on_torch.takes_positions(model):
+        raise FullshardError(
+            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {type(model).__name__}'s does not: "
+            "write 'labels'"
+        )
+    if Path(recipe.model.name).is_dir():
+        refuse_other_tokenizer(data, recipe.model.name)
+    if valid:
+        refuse_different(data, valid)
+    return data, valid
+
+
+def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
+    """What turns prompts into tokens; None where nothing is sampled."""
+    if not recipe.sample.every:
+        return None
+    near = Path(recipe.model.name) / "tokenizer.json"
+    given = recipe.sample.tokenizer or ("bytes" if data.tokenizer == "bytes" else str(near) if near.is_file() else None)
+    if given is None:
+        raise FullshardError("sample.prompts need a tokenizer; write sample.tokenizer = 'path/to/tokenizer.json'")
+    if (
+        given != "bytes"
+        and Path(given).is_file()
+        and data.tokenizer.startswith("sha256:")
+        and file_name(Path(given)) != data.tokenizer
+    ):
+        raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
+    return open_tokenizer(given, None)
+
+
+def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
+    """The plan of the recipe's file or strategy, for this many ranks."""
+    wanted = recipe.plan
+    if wanted.file is not None:
+        return _plan_of_file(recipe, wanted.file, ranks)
+    if ranks % (wanted.tensor * wanted.replicate):
+        raise FullshardError(f"plan.tensor = {wanted.tensor} × plan.replicate = {wanted.replicate} must divide the {ranks} ranks")
+    rows = ranks // wanted.tensor * recipe.train.micro_batch
+    if recipe.train.global_batch % rows:
+        raise FullshardError(
+            f"train.global_batch = {recipe.train.global_batch} is not a multiple of {rows}: "
+            f"{ranks // wanted.tensor} data ranks × train.micro_batch = {recipe.train.micro_batch}"
+        )
+    return choose(
+        wanted.strategy,
+        description,
+        devices=ranks,
+        tensor=wanted.tensor,
+        replicate=wanted.replicate,
+        reshard=wanted.reshard,
+        replicate_below=wanted.replicate_below,
+        keep_whole=wanted.keep_whole,
+        spell=_spell,
+        precision=Precision(compute=wanted.compute, reduce=wanted.reduce, master=wanted.master),
+        batch=Batch(recipe.train.micro_batch, recipe.data.sequence, recipe.train.global_batch // rows, wanted.sync),
+        prefetch=Prefetch(wanted.prefetch, wanted.prefetch),
+        remat=wanted.remat,
+        remat_every=wanted.remat_every,
+        compile=wanted.compile,
+        home=Home(recipe.home.params, recipe.home.optimizer, recipe.home.activations),
+        staging=recipe.home.staging,
+        cpu_share=recipe.home.cpu_share,
+        backlog=recipe.home.backlog,
+    )
+
+
+def disk_of(recipe: Recipe, plan: Plan) -> str | None:
+    """The directory for what the plan puts on disk."""
+    on_disk = [u.name for u in plan.units if "disk" in (u.home.params, u.home.optimizer, u.home.activations)]
+    if on_disk and recipe.disk.path is None:
+        raise FullshardError(f"unit {on_disk[0]} of the plan has a home on disk; write disk.path, a directory there")
+    if recipe.disk.path is not None and not on_disk and recipe.plan.file is not None:
+        raise FullshardError("disk.path has no effect: no unit of the plan has a home on disk; leave it out")
+    return recipe.disk.path if on_disk else None
+
+
+def _spell(field: str, *value: object) -> str:
+    """A field of a strategy as the recipe's key."""
+    return f"plan.{field} = {value[0]!r}" if value else f"plan.{field}"
+
+
+def _plan_of_file(recipe: Recipe, file: str, ranks: int) -> Plan:
+    plan = Plan.load(file)
+    rows = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch
+    if plan.mesh.devices != ranks:
+        raise FullshardError(f"{file} is for {plan.mesh.devices} devices, but {ranks} ranks will run; start that many")
+    if rows != recipe.train.global_batch or plan.batch.sequence != recipe.data.sequence:
+        raise FullshardError(
+            f"{file} is for steps of {rows} × {plan.batch.sequence} tokens, the recipe for "
+            f"{recipe.train.global_batch} × {recipe.data.sequence}; make them agree"
+        )
+    return plan
+
+
+def shelf_of(recipe: Recipe, directory: Path) -> Place:
+    """Where a run's checkpoints lie."""
+    return open_place(recipe.checkpoint.path or directory / "checkpoints")
+
+
+def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches:
+    return Batches(
+        tokens,
+        recipe.data.sequence,
+        plan.batch.micro_batch,
+        plan.batch.accumulate,
+        rank,
+        plan.mesh.data,
+        recipe.train.seed,
+        recipe.data.shuffle,
+        recipe.data.boundaries,
+        recipe.data.packing,
+    )
+
+
+def make_optimizer(recipe: Recipe) -> optimizer.Optimizer:
+    o = recipe.optim
+    own: dict[str, Any] = {key: getattr(o, key) for key in OWN.get(o.name, ())}
+    match o.name:
+        case "sgd":
+            return optimizer.SGD(lr=o.lr, decay_all=o.decay_all, **own)
+        case "adamw":
+            return optimizer.AdamW(lr=o.lr, decay_all=o.decay_all, **own)
+        case "adam":
+            return optimizer.Adam(lr=o.lr, decay_all=o.decay_all, **own)
+    return optimizer.TorchOptimizer(o.name, o.lr, tuple(o.options.items()), o.decay_all)

@@ -1,0 +1,124 @@
+"""What a resumed run may change: nothing that the order of samples depends on, and what moves the loss curve only if that is
+meant."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.verify import problems
+from fullshard.errors import FullshardError
+from fullshard.reading import parse_json, read_text
+from fullshard.runs.agreement import data_identity, flat
+from fullshard.runs.prepare import Prepared, prepare, shelf_of
+from fullshard.runs.recipe import Recipe, make_recipe
+from fullshard.runs.lr_schedule import factor
+
+ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples
+CURVE = ("optim.", "schedule.", "lora.", "data.boundaries")  # keys, or sections, by which the losses to come change
+POINTS = 1000  # of a learning-rate schedule that are compared
+
+Change = tuple[str, Any, Any]  # key, in the checkpoint, now
+
+
+def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
+    """A cursor is a place in one order of samples; in another it means nothing."""
+    if manifest.recipe is None or manifest.cursor is None:
+        raise FullshardError("this checkpoint says nothing about its data; load it with fullshard.checkpoint.load")
+    old, new = flat(manifest.recipe), flat(prepared.recipe.model_dump(mode="json"))
+    for key in ORDER:
+        if old.get(key) != new[key]:
+            said = f"{key} = {new[key]!r}, but the checkpoint has {old.get(key)!r}"
+            raise FullshardError(f"{said}: the order of samples would change; keep it, or start another run")
+    data = manifest.state.get("extra", {}).get("data")
+    had = data.get("identity") if isinstance(data, dict) else None  # what a program saved may mean something else
+    if had is not None and had != data_identity(prepared.data):
+        raise FullshardError(f"{prepared.data.path} holds other tokens than the checkpoint was trained on; use those")
+
+
+def changes(manifest: Manifest, prepared: Prepared) -> list[Change]:
+    """What of the recipe or the plan is other than in the checkpoint, and changes the losses to come."""
+    return [*_recipe_changes(manifest, prepared.recipe), *_precision_changes(manifest, prepared)]
+
+
+def _recipe_changes(manifest: Manifest, recipe: Recipe) -> Iterator[Change]:
+    old, new = flat(manifest.recipe or {}), flat(recipe.model_dump(mode="json"))
+    for key in new:
+        if key.startswith(CURVE) and key in old and old[key] != new[key]:
+            yield key, old[key], new[key]
+    before = _schedule_of(manifest)
+    if before is not None and before.steps != recipe.steps and not _same_rates(before, recipe, manifest.step):
+        yield "train.steps", before.steps, recipe.steps
+
+
+def _schedule_of(manifest: Manifest) -> Recipe | None:
+    """The checkpoint's recipe, if this version of fullshard can still read it."""
+    try:
+        return make_recipe(manifest.recipe or {}, "the checkpoint's recipe")
+    except FullshardError:
+        return None
+
+
+def _same_rates(old: Recipe, new: Recipe, step: int) -> bool:
+    """Whether two lengths of a run give the same learning rate from its last step on, as far as both go."""
+    first, last = max(0, step - 1), max(step, min(old.steps, new.steps))
+    every = max(1, (last - first) // POINTS)
+    rates = ([factor(i, r.steps, **r.schedule.model_dump()) for i in range(first, last, every)] for r in (old, new))
+    return next(rates) == next(rates)
+
+
+def _precision_changes(manifest: Manifest, prepared: Prepared) -> Iterator[Change]:
+    old, new = flat(manifest.plan or {}), flat(prepared.plan.to_dict())
+    for key in new:
+        if key.startswith("precision.") and key in old and old[key] != new[key]:
+            yield f"the plan's {key}", old[key], new[key]
+
+
+def refuse_changes(manifest: Manifest, prepared: Prepared, *, accept: bool) -> list[Change]:
+    """What changes the curve, if that is accepted; else it is refused."""
+    found = changes(manifest, prepared)
+    if found and not accept:
+        key, old, new = found[0]
+        more = f" (and {', '.join(k for k, _, _ in found[1:])})" if found[1:] else ""
+        raise FullshardError(
+            f"{key} = {json.dumps(new)} here and {json.dumps(old)} in the checkpoint{more}: the losses to come would change; "
+            "keep it, or add --accept-changes"
+        )
+    return found
+
+
+def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: bool) -> None:
+    """Raise, before ranks start, where a run cannot go on from a checkpoint that was named."""
+    place = commit.find(resume)
+    manifest = Checkpoint(place).manifest
+    refuse_other_data(manifest, prepared)
+    refuse_changes(manifest, prepared, accept=accept)
+    inside = str(place).startswith(f"{shelf_of(prepared.recipe, directory)}/")
+    if not inside and (directory / "metrics.jsonl").exists():
+        raise FullshardError(f"{directory} holds another run already; give another directory with --run")
+
+
+def resumable(directory: Path, ranks: int | None) -> str:
+    """What a run would go on from, with this many ranks; raises why it cannot. Starts nothing."""
+    from fullshard import on_torch
+
+    try:
+        tree = parse_json(read_text(directory / "recipe.json", "recipe"))
+    except FullshardError:
+        raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
+    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
+    shelf = shelf_of(prepared.recipe, directory)
+    names = commit.committed(shelf)
+    whole = next((n for n in reversed(names) if not problems(shelf.child(n))), None)
+    if whole is None:
+        why = problems(shelf.child(names[-1]))[0] if names else f"{shelf} has no checkpoint"
+        raise FullshardError(f"{why}; the run would have to begin again")
+    manifest = commit.read_manifest(shelf.child(whole))
+    refuse_other_data(manifest, prepared)
+    weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
+    refuse_others(str(shelf.child(whole)), weights, on_torch.weights_of(prepared.model, prepared.plan))
+    left = prepared.recipe.steps - manifest.step
+    return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"

@@ -1,0 +1,105 @@
+"""Host memory of a fixed size, pinned where a GPU copies from and to it. Never grows: what a plan says is what is used."""
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from fullshard.direct_io import ALIGNMENT, aligned_size
+from fullshard.errors import FullshardError
+from fullshard.storage.memory_limits import explain_kill, host_limit, kills, refuse_more_than
+from fullshard.text import bytes_text
+
+__all__ = ["Arena", "bytes_of", "explain_kill", "host_limit", "kills", "refuse_more_than", "room"]
+
+TOUCHED = 32767  # pages of one touch: below what torch would cut up among threads of its own
+THREADS = 16
+
+
+class Arena:
+    """Memory of its own pages, all of it there from the start; given out piece by piece, and given back as a whole.
+
+    `why` is what the memory is for, in errors. Each piece is pinned by a registration of its own: torch's pinned memory
+    would come from a cache that rounds up to powers of two and grows, and CUDA does not promise a copy that crosses from
+    one registration into the next.
+    """
+
+    def __init__(self, nbytes: int, pinned: bool, why: str):
+        refuse_more_than(nbytes, 1, why)
+        self.nbytes, self.pinned, self.why, self.used = aligned_size(nbytes), pinned, why, 0
+        self._memory = _pages(self.nbytes, why)
+        self._registered: list[int] = []
+        # Pages that were given up while they are pinned cannot be pinned again when they come back.
+        weakref.finalize(self, _unpin, self._registered).atexit = False
+        _touch(self._memory)
+
+    def take(self, nbytes: int, align: int = ALIGNMENT) -> Tensor:
+        """The next `nbytes`, zeroed, from a multiple of `align` on; whole pages are used up."""
+        if align % ALIGNMENT:
+            raise ValueError(f"align = {align} must be a multiple of {ALIGNMENT}: pages are pinned as a whole")
+        start = -(-self.used // align) * align
+        end = start + aligned_size(nbytes)
+        if end > self.nbytes:
+            raise FullshardError(
+                f"{self.why}: {bytes_text(nbytes)} more of host memory are wanted when {bytes_text(self.used)} of the"
+                f" {bytes_text(self.nbytes)} that were planned are taken"
+            )
+        if self.pinned and nbytes:
+            self._pin(self._memory[start:end])
+        self.used = end
+        return self._memory[start : start + nbytes]
+
+    def _pin(self, piece: Tensor) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
+        if int(code) != 0:
+            raise FullshardError(
+                f"{bytes_text(piece.numel())} of host memory for {self.why} cannot be pinned; raise the limit (ulimit -l)"
+            )
+        self._registered.append(piece.data_ptr())
+
+    def close(self) -> None:
+        """Unpin. No copy may be under way; the memory itself goes when the last piece goes."""
+        _unpin(self._registered)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = self.used = 0
+
+
+def _unpin(registered: list[int]) -> None:
+    if registered:
+        torch.cuda.synchronize()
+    while registered:
+        torch.cuda.cudart().cudaHostUnregister(registered.pop())
+
+
+def room(sizes: Iterable[int]) -> int:
+    """Bytes that an arena needs to give out pieces of these sizes."""
+    return sum(aligned_size(n) for n in sizes)
+
+
+def bytes_of(piece: Tensor) -> memoryview:
+    """A tensor's memory, for reading and writing files."""
+    return piece.view(torch.uint8).numpy().data
+
+
+def _pages(nbytes: int, why: str) -> Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise FullshardError(f"{bytes_text(nbytes)} of host memory for {why} cannot be had: {error.strerror}") from None
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # else a fork, as of a data worker, copies all that is pinned
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _touch(memory: Tensor) -> None:
+    """Have the kernel find all pages now, with several cores: one alone takes a minute for 100 GB."""
+    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(lambda part: part.zero_(), memory[::ALIGNMENT].split(TOUCHED)))
