@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the engine is the caller's: this module imports no torch of
     from fullshard.on_torch.loss import LossFunction
 
 
-@checked_call("fullshard.runs(state, batches, steps=1000), where batches gives a list of dicts a step", steps=int)
+@checked_call("fullshard.train(state, batches, steps=1000), where batches gives a list of dicts a step", steps=int)
 def train(
     state: "State",
     batches: "Iterable[list[dict]]",

@@ -103,7 +103,7 @@ def test_training_goes_on_without_room_and_every_line_is_written_in_the_end(here
 
 def test_an_end_that_cannot_be_saved_is_a_failure_that_says_what_to_do(here, disk):
     run = disk / "run"
-    options = ["train.steps=150", "checkpoint.every=5", "checkpoint.keep=1", "checkpoint.retry_seconds=2.0"]
+    options = ["train.steps=50", "checkpoint.every=5", "checkpoint.keep=1", "checkpoint.retry_seconds=2.0"]
     training = Training(here, *options, "--run", str(run))
     training.until(lambda: steps(run) > 12)
     fill(disk)
@@ -111,7 +111,7 @@ def test_an_end_that_cannot_be_saved_is_a_failure_that_says_what_to_do(here, dis
     newest = commit.committed(Local(run / "checkpoints"))[-1]
     last = training.said.strip().splitlines()
     sentence = next(line for line in last if line.startswith("error: "))
-    assert sentence.startswith("error: the checkpoint of step 150 was not saved: ")
+    assert sentence.startswith("error: the checkpoint of step 50 was not saved: ")
     assert sentence.endswith(f"go on with --resume auto, or elsewhere with --resume {run}/checkpoints/{newest} --run OTHER")
     assert "the run goes on, and tries again soon" in training.said
     assert "lines of " in training.said
@@ -120,7 +120,7 @@ def test_an_end_that_cannot_be_saved_is_a_failure_that_says_what_to_do(here, dis
     (disk / "ballast").unlink()
     again = Training(here, *options, "--resume", str(run / "checkpoints" / newest), "--run", str(here / "other"))
     assert again.end() == 0, again.said
-    assert problems(Local(here / "other/checkpoints/step-00000150")) == []
+    assert problems(Local(here / "other/checkpoints/step-00000050")) == []
 
 
 def test_the_last_save_waits_for_room(here, disk, ranks):
