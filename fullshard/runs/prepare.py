@@ -20,7 +20,8 @@ from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
-from fullshard.runs.recipe import OWN, Recipe, changed
+from fullshard.runs.recipe import Recipe
+from fullshard.runs.recipe_sections import OWN, changed
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
 
