@@ -52,7 +52,7 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
 
 
 def _about(shelf: Any, name: str) -> dict[str, Any]:
-    """A row of `ls`. `damaged`: what is wrong, as far as the manifest and the sizes of files tell; else None."""
+    """A row of `ls`. `damaged` says what the manifest and the file sizes show to be wrong, or is None."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.pruning import size_problems
 
@@ -172,7 +172,7 @@ def gc(
 
 @contextmanager
 def _lease(shelf: "Place", keep: int) -> Iterator[None]:
-    """The shelf's lease, where there is anything to remove. Beside a live run only what no process holds goes."""
+    """The lease of the directory, taken only if there is something to remove. While a run holds it, only abandoned files go."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.lease import read_leases, take_lease
     from fullshard.checkpoint.place import Local

@@ -65,7 +65,7 @@ class UnitOptions:
 
 
 def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: UnitOptions) -> Plan:
-    """The plan that the options say, for the number of devices that they say."""
+    """The plan that the options describe."""
     o = options
     assert o.devices is not None
     return choose(
