@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from fullshard.cluster.calibration import Calibration, calibration_of
 from fullshard.cluster.hardware import (
     DEVICES,
     NETWORKS,
@@ -40,20 +41,6 @@ __all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Nod
 VERSION = 1
 MOST = 16384  # devices
 NAME = re.compile(r"([0-9]+)x([a-z][a-z0-9]*)", re.I)
-# Fused attention, as shares of the rate of large matrix products: forward, backward.
-ATTENTION = (0.7, 0.6)
-NARROW = 0.78  # of that, heads of 64
-# Of a plain copy's rate, what the pointwise kernels of an eager block reach: casts, broadcasts and strides among them.
-POINTWISE = 0.55
-
-# Of their rates alone, what the cores' update and PCIe both ways reach while both read and write the host's memory (H200,
-# 16 cores: 0.24 and 0.28 ns a parameter at once, 0.20 and 0.24 alone).
-AT_ONCE = 0.85
-
-# What remat costs the host, in bare launches, as it was timed on H200s: to enter a region, to save a tensor in one, an
-# operation that goes through Python.
-CHECKPOINTED, SAVED, DISPATCHED = 20.0, 2.2, 2.2
-ISSUED = 1.16  # of the last: an operation of a model, with its module and autograd's part; both are Python
 
 Source = Literal["measured", "nominal"]
 PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's: of what it does to issue a step
@@ -85,12 +72,16 @@ Quantity = Literal[
 NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[float], str]]] = {
     "memory": ("device memory", lambda d, h: d.memory, bytes_text),
     "hbm": ("memory bandwidth", lambda d, h: d.hbm * d.hbm_efficiency, lambda x: rate_text(x, "B/s")),
-    "pointwise": ("pointwise kernels", lambda d, h: d.hbm * d.hbm_efficiency * POINTWISE, lambda x: rate_text(x, "B/s")),
+    "pointwise": ("pointwise kernels", lambda d, h: _nominal_pointwise(d), lambda x: rate_text(x, "B/s")),
     "launch": ("kernel launch", lambda d, h: d.launch, seconds_text),
-    "issued": ("issuing an operation", lambda d, h: d.launch * DISPATCHED * ISSUED, seconds_text),
-    "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
-    "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
-    "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
+    "issued": (
+        "issuing an operation",
+        lambda d, h: d.launch * calibration_of(d).remat_dispatch * calibration_of(d).op_dispatches,
+        seconds_text,
+    ),
+    "checkpointed": ("entering a remat region", lambda d, h: d.launch * calibration_of(d).remat_region, seconds_text),
+    "saved": ("saving a tensor there", lambda d, h: d.launch * calibration_of(d).remat_saved_tensor, seconds_text),
+    "dispatched": ("selective remat, an op", lambda d, h: d.launch * calibration_of(d).remat_dispatch, seconds_text),
     "quiet": ("these on a quiet core", lambda d, h: 1.0, lambda x: f"{x:.0%}"),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
@@ -98,8 +89,12 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "pcie_both": ("both at once", lambda d, h: h.pcie_both, lambda x: rate_text(x, "B/s")),
     "dram": ("host memory bandwidth", lambda d, h: h.dram, lambda x: rate_text(x, "B/s")),
     "adamw": ("CPU AdamW, a parameter", lambda d, h: h.adamw, seconds_text),
-    "pcie_beside": ("both, beside CPU AdamW", lambda d, h: h.pcie_both * AT_ONCE, lambda x: rate_text(x, "B/s")),
-    "adamw_beside": ("CPU AdamW beside both", lambda d, h: h.adamw / AT_ONCE, seconds_text),
+    "pcie_beside": (
+        "both, beside CPU AdamW",
+        lambda d, h: h.pcie_both * calibration_of(d).shared_dram,
+        lambda x: rate_text(x, "B/s"),
+    ),
+    "adamw_beside": ("CPU AdamW beside both", lambda d, h: h.adamw / calibration_of(d).shared_dram, seconds_text),
     "disk_read": ("disk read", lambda d, h: h.disk_read, lambda x: rate_text(x, "B/s")),
     "disk_write": ("disk write", lambda d, h: h.disk_write, lambda x: rate_text(x, "B/s")),
     "disk_both": ("disk, both at once", lambda d, h: _in_turn(h.disk_read, h.disk_write), lambda x: rate_text(x, "B/s")),
@@ -107,16 +102,20 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
 }
 
 
-# Quantities that follow from others where they were not measured themselves.
-FROM: dict[Quantity, Callable[[Callable[[Quantity], float]], float]] = {
-    "checkpointed": lambda of: CHECKPOINTED * of("launch"),
-    "saved": lambda of: SAVED * of("launch"),
-    "dispatched": lambda of: DISPATCHED * of("launch"),
-    "issued": lambda of: ISSUED * of("dispatched"),
-    "pcie_beside": lambda of: AT_ONCE * of("pcie_both"),
-    "adamw_beside": lambda of: of("adamw") / AT_ONCE,
-    "disk_both": lambda of: _in_turn(of("disk_read"), of("disk_write")),
+# Quantities that were not measured themselves follow from others, by the calibration.
+DERIVED: dict[Quantity, Callable[[Callable[[Quantity], float], Calibration], float]] = {
+    "checkpointed": lambda of, fitted: fitted.remat_region * of("launch"),
+    "saved": lambda of, fitted: fitted.remat_saved_tensor * of("launch"),
+    "dispatched": lambda of, fitted: fitted.remat_dispatch * of("launch"),
+    "issued": lambda of, fitted: fitted.op_dispatches * of("dispatched"),
+    "pcie_beside": lambda of, fitted: fitted.shared_dram * of("pcie_both"),
+    "adamw_beside": lambda of, fitted: of("adamw") / fitted.shared_dram,
+    "disk_both": lambda of, fitted: _in_turn(of("disk_read"), of("disk_write")),
 }
+
+
+def _nominal_pointwise(device: Device) -> float:
+    return device.hbm * device.hbm_efficiency * calibration_of(device).pointwise_bandwidth
 
 
 def _in_turn(read: float, write: float) -> float:
@@ -148,6 +147,11 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.devices // self.node.devices)
 
+    @property
+    def calibration(self) -> Calibration:
+        """The fitted numbers that the planner uses for these devices."""
+        return calibration_of(self.device)
+
     # -- questions ---------------------------------------------------------------------------------
 
     def nominal(self, quantity: Quantity) -> float:
@@ -160,8 +164,8 @@ class Cluster:
         """The measured value if there is one, the nominal otherwise; bytes, bytes a second, seconds or a share."""
         nominal = self.nominal(quantity)
         found = getattr(self.measured, quantity, None)
-        if found is None and quantity in FROM:
-            return FROM[quantity](self.of)
+        if found is None and quantity in DERIVED:
+            return DERIVED[quantity](self.of, self.calibration)
         return nominal if found is None else found
 
     def source_of(self, quantity: Quantity | Literal["gemm", "attention"], dtype: str = "bf16") -> Source:
@@ -197,8 +201,9 @@ class Cluster:
         counts as flops."""
         timed = self._attention(dtype)
         if not timed:
-            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else NARROW)
-            return rate * ATTENTION[0], rate * ATTENTION[1]
+            fitted = self.calibration
+            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else fitted.attention_narrow_heads)
+            return rate * fitted.attention_forward, rate * fitted.attention_backward
         close = min((a.width for a in timed), key=lambda w: abs(w - width))
         points = [a for a in timed if a.width == close]
         forward = _interpolate([(a.sequence, a.forward) for a in points], sequence)

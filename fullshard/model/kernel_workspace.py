@@ -7,8 +7,10 @@ library only.
 
 from collections.abc import Callable
 
-WORKSPACE = 32 << 20  # cuBLAS, Hopper: one for each thread that multiplies; torch's CUDABlas.cpp
-MULTIPROCESSORS = 132  # H100 and H200
+from fullshard.cluster.calibration import HOPPER
+
+CUBLAS_WORKSPACE = int(HOPPER.cublas_workspace)
+MULTIPROCESSORS = int(HOPPER.multiprocessors)
 
 
 def attention_backward(rows: int, heads: int, key_heads: int, tokens: int, keys: int, width: int, item: int) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ class Estimate:
     mfu: float | None
     price: float | None  # of a million tokens
     bottleneck: str
+    calibration: str  # name of the fitted numbers that were used
+    calibrated_for_device: bool  # False if those of another kind of device were used
 
     @property
     def needed(self) -> int:
@@ -124,6 +126,8 @@ def estimate(
         mfu=mfu(plan, description, cluster, loss, time.seconds),
         price=None if price is None else price * cluster.devices / 3600 / rate * 1e6,
         bottleneck=bottleneck(time),
+        calibration=cluster.calibration.name,
+        calibrated_for_device=cluster.calibration.covers(cluster.device),
     )
 
 
@@ -252,4 +256,5 @@ def _summary(e: Estimate) -> str:
         words.append(f"MFU {e.mfu:.1%}")
     if e.price is not None:
         words.append(f"{e.price:.2f} a million tokens")
-    return f"{', '.join(words)}; bottleneck: {e.bottleneck}"
+    other = "" if e.calibrated_for_device else "; this device has no calibration of its own, so step times can be further off"
+    return f"{', '.join(words)}; bottleneck: {e.bottleneck}\ncalibration: {e.calibration}{other}"

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 import fullshard as fs
+from fullshard.cluster import cluster as clusters
+from fullshard.cluster.calibration import HOPPER, Fitted
 from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.model.costs import Calls
 from fullshard.model.presets import preset
 from fullshard.planner.search.reduced_model import thinned
-from fullshard.planner.time import timeline as timelines
 from fullshard.planner.time.collectives import collective_seconds
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.timeline import timeline
@@ -167,7 +168,7 @@ def test_a_compiled_block_costs_the_host_its_guards(monkeypatch):
     """12 blocks, three micro-batches, forward and backward: 72 times 11 operations."""
     made, where = plan("gpt2", 8, rows=1, tokens=128, accumulate=3, compile=True), Cluster.named("8xh100")
     with_guards = timeline(made, presets.describe("gpt2"), where).busy["host"]
-    monkeypatch.setattr(timelines, "ON_GPU", dataclasses.replace(timelines.ON_GPU, compiled=0.0))
+    monkeypatch.setattr(clusters, "calibration_of", lambda device: dataclasses.replace(HOPPER, compiled_guards=Fitted(0.0)))
     without = timeline(made, presets.describe("gpt2"), where).busy["host"]
     assert with_guards - without == pytest.approx(72 * 11 * where.of("issued"))
 

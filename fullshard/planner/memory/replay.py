@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from fullshard.model.costs import Section
 from fullshard.model.description import Description
-from fullshard.model.kernel_workspace import HIDDEN, WORKSPACE
+from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, HIDDEN
 from fullshard.plan import Place, Plan
 from fullshard.planner.step.offload_bytes import SHARE, Away, Waiting
 from fullshard.planner.step.saved_activations import Spilled
@@ -170,7 +170,7 @@ class Replay:
         """cuBLAS's: one for the thread that runs forward, one for autograd's."""
         for thread in threads or ("forward", "backward"):
             if ("workspace", thread) not in self.tape.alive:
-                self._add("workspace", thread, WORKSPACE, "workspace")
+                self._add("workspace", thread, CUBLAS_WORKSPACE, "workspace")
 
     def _batch(self) -> None:
         """Token ids and labels of all micro-batches, int64."""

@@ -7,20 +7,8 @@ from fullshard.model.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # the paces of `Calls`, in its order
-# Of a GPU's copy rate: kernels over a vocabulary's worth of logits go through memory in one sweep; those of a block, which
-# broadcast, transpose and cast, do not.
-SWEEP = 0.89
-# What kernels reach, as a profiler saw them on an H200 (benchmarks/results/2026-11-16-kernels-h200.json): those that widen what
-# they read, as bf16 gradients on their way into a buffer of fp32; those over a list of tensors (the norm, scaling by it, a buffer
-# as wide as what goes into it); and AdamW, which has five lists.
-WIDENING, LISTED, UPDATING = 0.45, 0.84, 0.66
-ISSUED_BY_CPU = 3.0  # launches of an operation: a CPU launches by doing it
-SMALLEST = 2e-6  # seconds: a kernel that does next to nothing
-# Of the rates that kernels reach when each is timed alone, what is left of them inside a step, where caches are cold and
-# clocks follow all of them: from 30 steps on an H200. Nominal efficiencies are those of steps already.
-TOGETHER = 0.93
 # GPUs multiply rows that begin at multiples of 16 bytes; others (a vocabulary of 50,257) take older, slower kernels.
-ALIGNED, UNALIGNED = 8, 0.16
+ALIGNED = 8  # elements of 2 bytes
 
 
 @dataclass(frozen=True)
@@ -47,14 +35,17 @@ class Machine:
         self.cluster, self.dtype, self.tensor = cluster, dtype, tensor
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
-        cpu = cluster.device.kind == "cpu"
-        self.sweep = self.pointwise if cpu else SWEEP * self.hbm
+        fitted, cpu, cuda = cluster.calibration, cluster.device.kind == "cpu", cluster.device.kind == "cuda"
+        self.chunked_loss = self.pointwise if cpu else fitted.chunked_loss_bandwidth * self.hbm
         self.adding = self.hbm if cpu else self.pointwise
-        self.joining = (WIDENING if cpu else LISTED) * self.hbm  # a CPU pads and copies
-        self.listing, self.updating = (self.hbm, self.hbm) if cpu else (LISTED * self.hbm, UPDATING * self.hbm)
-        self.issued = ISSUED_BY_CPU * cluster.of("launch") if cpu else cluster.of("issued")
-        self.together = TOGETHER if cluster.measured and cluster.device.kind == "cuda" else 1.0
-        self.least = SMALLEST if cluster.device.kind == "cuda" else 0.0
+        self.widening, self.listing = fitted.widening_bandwidth * self.hbm, fitted.foreach_bandwidth * self.hbm
+        self.joining = self.widening if cpu else self.listing  # a CPU pads and copies
+        self.updating = fitted.adamw_bandwidth * self.hbm
+        self.issued = fitted.op_launches * cluster.of("launch") if cpu else cluster.of("issued")
+        # Measured rates are those of kernels alone. Nominal efficiencies are those inside a step already.
+        self.in_step_rate = fitted.in_step_rate if cluster.measured and cuda else 1.0
+        self.least = fitted.kernel_floor if cuda else 0.0
+        self.unaligned = fitted.unaligned_gemm if cuda else 1.0
         self.known: dict[tuple[int, int, int, bool, bool], Work] = {}
 
     def section(self, section: Section, rows: int, tokens: int, *, backward: bool, chunk: bool = False) -> Work:
@@ -75,7 +66,7 @@ class Machine:
             op = self._here(op, backward)
             totals[op.kind] += self._seconds(op, rows, tokens, backward, chunk)
             kernels += op.count
-        on_device = {kind: seconds / self.together for kind, seconds in totals.items()}
+        on_device = {kind: seconds / self.in_step_rate for kind, seconds in totals.items()}
         return Work(**on_device, kernels=kernels, tensor=waited, python=self._python(section.calls))
 
     def _python(self, calls: Calls) -> float:
@@ -98,12 +89,12 @@ class Machine:
         flops, moved = evaluate(op.flops, rows, tokens), evaluate(op.moved, rows, tokens)
         least = self.least * op.count
         if op.kind == "pointwise":
-            return max(moved / (self.sweep if chunk else self.pointwise), least)
+            return max(moved / (self.chunked_loss if chunk else self.pointwise), least)
         shape = [evaluate(s, rows, tokens) for s in op.shape]
         if op.kind == "gemm":
             rate = self.cluster.gemm_rate(flops / op.count, self.dtype)
-            if self.least and any(n % ALIGNED for n in shape):
-                rate *= UNALIGNED
+            if any(n % ALIGNED for n in shape):
+                rate *= self.unaligned
             return max(flops / rate, moved / self.hbm, least)
         rate = self.cluster.attention_rate(tokens, shape[0] if shape else 128, self.dtype)[backward]
         return max(flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
@@ -114,7 +105,7 @@ class Machine:
 
     def join(self, elements: float, read: int, written: int) -> float:
         """Seconds to bring gradients into a buffer, of so many bytes an element here and there."""
-        return elements * (read + written) / (self.joining if read == written else WIDENING * self.hbm)
+        return elements * (read + written) / (self.joining if read == written else self.widening)
 
     def sweep_list(self, nbytes: float) -> float:
         """Seconds of a kernel that goes through lists of tensors of so many bytes."""

@@ -25,34 +25,9 @@ from fullshard.planner.time.roofline import Machine, Work
 
 LANES = ("compute", "gather", "reduce", "copies", "tensor")
 BACKWARD: tuple[Moment | str, ...] = ("backward", "done", "end")
-# Ranks differ from each other by chance, a step waits for the last of them, and the more there are the later that is.
-# A spread of this share of a step puts the published losses of weak scaling where they are up to 128 devices.
-SPREAD = 0.015
-# While a collective runs, its kernels hold some of the device's cores, and compute beside it takes so much longer. With it
-# the published losses from 8 to 512 devices come out, where collectives grow by a hop for every rank.
-CROWDING = 0.4
 TRIFLE = 1e-9  # seconds: what subtractions leave
 QUIET = 0.97  # of its mean pace on a quiet core: such a host is its own
 STEPS = 3  # until what is left over from one step to the next is the same each time
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The host's time beside a model's operations, in units of one: at a unit's door, which does less where gradients are only
-    added up, and for a rank alone; for every parameter at each door, and once more for its norm and its update; for a step,
-    what moves its batch and reads its numbers; and at a compiled block, forward and backward each, its guards."""
-
-    door: float
-    adding: float
-    alone: float
-    tensor: float
-    step: float
-    compiled: float
-
-
-# Streams and events among them. From how long the hosts of three H200s took to issue 25 steps, on quiet cores; so is `paces.ROW`.
-ON_GPU = Hooks(50.0, 36.0, 42.0, 1.4, 193.0, 11.0)
-ON_CPU = Hooks(37.0, 27.0, 25.0, 2.3, 150.0, 0.0)
 
 
 @dataclass
@@ -72,7 +47,7 @@ def timeline(
     *,
     loss: str = "chunked",
     optimizer: Optimizer | None = None,
-    spread: float = SPREAD,
+    spread: float | None = None,
     clip: bool = True,
     cpu_share: float | None = None,
 ) -> Timeline:
@@ -101,7 +76,11 @@ def timeline(
             lanes.begin()
             for operation in operations:
                 lanes.run(operation)
-        steps.append(lanes.finish(repeats=plan.batch.accumulate - len(shown), spread=spread))
+        steps.append(
+            lanes.finish(
+                repeats=plan.batch.accumulate - len(shown), spread=cluster.calibration.rank_spread if spread is None else spread
+            )
+        )
     return _mean(steps)
 
 
@@ -149,7 +128,7 @@ class _Lanes:
         self.host = 0.0
         self.crowded = 0.0  # seconds that compute will take longer for the collectives beside it
         self.serial = cluster.device.kind == "cpu"
-        self.hooks = ON_CPU if self.serial else ON_GPU
+        self.fitted = cluster.calibration
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # when the last gather was copied out: the next may only start then
         self.ready: dict[str, float] = {}  # when a unit's gather has arrived
@@ -205,7 +184,7 @@ class _Lanes:
         before = self.host
         self._issue(kernels)
         start = max(self.free["compute"], self.host if self.serial else before)
-        longer = min(self.crowded, CROWDING * seconds)
+        longer = min(self.crowded, self.fitted.overlap_slowdown * seconds)
         self.crowded -= longer
         self._expose("crowding", longer)
         end = max(start + seconds + longer, self.host)
@@ -234,7 +213,7 @@ class _Lanes:
             self._wait(start + seconds, lane)
             self.host = start + seconds
         else:
-            self.crowded += CROWDING * seconds
+            self.crowded += self.fitted.overlap_slowdown * seconds
         return start + seconds
 
     # -- operations ----------------------------------------------------------------------------------
@@ -250,7 +229,7 @@ class _Lanes:
             self.transfers.began = self.free["compute"]
         shape = (1, op.tokens) if op.moment == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
         if op.unit in self.compiled and op.moment in ("forward", "backward"):
-            self._issue(self.hooks.compiled)
+            self._issue(self.fitted.compiled_guards)
         self._lay(self.machine.section(op.section, *shape, backward=backward, chunk=op.moment == "chunk"))
 
     def _lay(self, work: Work) -> None:
@@ -339,7 +318,9 @@ class _Lanes:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
         nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.groups.values())
-        self._on_compute(self.machine.sweep_list(nbytes), "norm", self.hooks.step + self.hooks.tensor / 2 * self._tensors())
+        self._on_compute(
+            self.machine.sweep_list(nbytes), "norm", self.fitted.step_ops + self.fitted.parameter_hooks / 2 * self._tensors()
+        )
 
     def _update(self, op: Operation) -> None:
         if op.unit:
@@ -352,7 +333,7 @@ class _Lanes:
         tensors = sum(len(g.trained) for g in resident)
         clipped = self.machine.sweep_list(elements * 2 * self.master) if clip else 0.0
         moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
-        self._on_compute(self.machine.update(moved) + clipped, "update", self.hooks.tensor / 2 * tensors)
+        self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)
 
     # -- what rests away -----------------------------------------------------------------------------
 
@@ -433,8 +414,9 @@ class _Lanes:
 
     def _door(self, group: Group, passing: tuple[int, ...], *, adding: bool = False) -> float:
         """Operations' worth of the host's time at a unit's door, and of the parameters that pass it."""
-        door = self.hooks.alone if group.world == 1 else self.hooks.adding if adding else self.hooks.door
-        return door + self.hooks.tensor * len(passing)
+        fitted = self.fitted
+        hooks = fitted.single_rank_hooks if group.world == 1 else fitted.accumulate_hooks if adding else fitted.unit_hooks
+        return hooks + fitted.parameter_hooks * len(passing)
 
     def _trained(self, group: Group) -> int:
         """Elements of whole gradients."""
