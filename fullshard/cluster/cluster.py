@@ -27,16 +27,16 @@ from fullshard.cluster.hardware import (
     Host,
     Link,
     Node,
-    Peak,
+    PeakFlops,
     check_one_of,
     check_positive,
 )
-from fullshard.cluster.measured import Attention, Gemm, Measured
+from fullshard.cluster.measured import Measured, MeasuredAttention, MeasuredGemm
 from fullshard.errors import FullshardError, nearest
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.text import bytes_text, rate_text, seconds_text, table
 
-__all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "Peak"]
+__all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "PeakFlops"]
 
 VERSION = 1
 MOST = 16384  # devices
@@ -180,7 +180,7 @@ class Cluster:
     def peak(self, dtype: str) -> float:
         """Dense flops a second of the datasheet; fp16 runs at the rate of bf16."""
         name = "bf16" if dtype == "fp16" else dtype
-        known = [f.name for f in dataclasses.fields(Peak)]
+        known = [f.name for f in dataclasses.fields(PeakFlops)]
         check_one_of("dtype", name, tuple(known))
         value = getattr(self.device.peak, name)
         if value is None:
@@ -209,7 +209,7 @@ class Cluster:
         forward = _interpolate([(a.sequence, a.forward) for a in points], sequence)
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
-    def _gemms(self, dtype: str) -> list[Gemm]:
+    def _gemms(self, dtype: str) -> list[MeasuredGemm]:
         """The measured products that arithmetic bounds; thin ones tell of memory, which `hbm` does better."""
         if self.measured is None or not _same(self.measured.dtype, dtype):
             return []
@@ -217,7 +217,7 @@ class Cluster:
         bound = [g for g in self.measured.gemms if g.bytes(item) / hbm < g.seconds / 2]
         return bound or list(self.measured.gemms)
 
-    def _attention(self, dtype: str) -> tuple[Attention, ...]:
+    def _attention(self, dtype: str) -> tuple[MeasuredAttention, ...]:
         return self.measured.attention if self.measured is not None and _same(self.measured.dtype, dtype) else ()
 
     def with_host(self, share: float) -> Self:

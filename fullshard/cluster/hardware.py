@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from fullshard.errors import FullshardError, nearest
 
-Kind = Literal["cuda", "cpu", "tpu"]
+DeviceKind = Literal["cuda", "cpu", "tpu"]
 Topology = Literal["switch", "mesh", "torus2", "torus3"]
 
 GiB = 1 << 30
@@ -26,7 +26,7 @@ class ClusterError(FullshardError):
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Dense floating-point operations a second by dtype; None where the maker publishes none."""
 
     bf16: float
@@ -46,9 +46,9 @@ class Device:
     tiny kernel to the next in an eager program. `price`: of one device for an hour, in any currency."""
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     memory: int
-    peak: Peak
+    peak: PeakFlops
     hbm: float
     efficiency: float
     hbm_efficiency: float
@@ -57,7 +57,7 @@ class Device:
 
     def __post_init__(self) -> None:
         check_positive(self, f"device {self.name}")
-        check_one_of(f"device {self.name}: kind", self.kind, get_args(Kind))
+        check_one_of(f"device {self.name}: kind", self.kind, get_args(DeviceKind))
         check_share(f"device {self.name}: efficiency", self.efficiency)
         check_share(f"device {self.name}: hbm_efficiency", self.hbm_efficiency)
 
@@ -146,14 +146,21 @@ def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _gpu(
-    name: str, gib: float, peak: Peak, hbm: float, efficiency: float, *, hbm_efficiency: float = 0.9, kind: Kind = "cuda"
+    name: str,
+    gib: float,
+    peak: PeakFlops,
+    hbm: float,
+    efficiency: float,
+    *,
+    hbm_efficiency: float = 0.9,
+    kind: DeviceKind = "cuda",
 ) -> Device:
     return Device(name, kind, int(gib * GiB), peak, hbm, efficiency, hbm_efficiency, launch=5e-6 if kind == "cuda" else 1e-6)
 
 
-def _tera(bf16: float, fp32: float | None = None, tf32: float | None = None, fp8: float | None = None) -> Peak:
+def _tera(bf16: float, fp32: float | None = None, tf32: float | None = None, fp8: float | None = None) -> PeakFlops:
     scaled = [None if x is None else x * Tera for x in (fp32, tf32, fp8)]
-    return Peak(bf16 * Tera, *scaled)
+    return PeakFlops(bf16 * Tera, *scaled)
 
 
 def _link(kind: str, bandwidth: float, efficiency: float, topology: Topology = "switch") -> Link:

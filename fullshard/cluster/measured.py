@@ -12,7 +12,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcas
 
 
 @dataclass(frozen=True)
-class Gemm:
+class MeasuredGemm:
     """A timed product of an m × k and a k × n matrix."""
 
     m: int
@@ -36,7 +36,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class MeasuredAttention:
     """Timed causal attention at one sequence length and head width: flops a second, of the half of the scores
     that count."""
 
@@ -50,7 +50,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Collective:
+class MeasuredCollective:
     """A timed collective: seconds = `latency` + bytes on the wire / `bandwidth`, over `ranks` on `nodes`."""
 
     kind: CollectiveKind
@@ -95,9 +95,9 @@ class Measured:
     disk_write: float | None = None
     disk_both: float | None = None
     disk: int | None = None
-    gemms: tuple[Gemm, ...] = ()
-    attention: tuple[Attention, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    gemms: tuple[MeasuredGemm, ...] = ()
+    attention: tuple[MeasuredAttention, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

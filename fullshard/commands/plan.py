@@ -12,12 +12,12 @@ from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, 
 from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.plan import Batch, Plan, Precision, Prefetch
-from fullshard.planner.checkpoint_interval import Saving, parse_mtbf, saving
+from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
 from fullshard.strategies import STRATEGIES, choose
 
 if TYPE_CHECKING:
     from fullshard.cluster.cluster import Cluster
-    from fullshard.planner.search.search import Found
+    from fullshard.planner.search.search import SearchResult
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
@@ -192,7 +192,7 @@ def _search(
     loss: str,
     *,
     clip: bool,
-) -> "Found":
+) -> "SearchResult":
     from fullshard.planner.search.search import find_plan
     from fullshard.text import parse_bytes
 
@@ -212,11 +212,11 @@ def _search(
     )
 
 
-def _saving(found: "Found", model: str, sequence: int, cluster: str, mtbf: float) -> Saving:
+def _saving(found: "SearchResult", model: str, sequence: int, cluster: str, mtbf: float) -> SaveCost:
     from fullshard.cluster.cluster import Cluster
 
     description = describe_costs(model, sequence, found.plan.precision.compute)
-    return saving(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
+    return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
 
 
 def _pin(text: str) -> tuple[str, object]:
@@ -235,7 +235,7 @@ def _number(text: str) -> object:
     return text
 
 
-def _show_found(found: "Found", as_json: bool, saves: Saving | None) -> None:
+def _show_found(found: "SearchResult", as_json: bool, saves: SaveCost | None) -> None:
     from fullshard.planner.search.search import summary
 
     if as_json:

@@ -105,14 +105,14 @@ class Calls:
     dispatched: int = 0
 
 
-# The moments of a step at which sharding acts, in the order in which a unit meets them; a section is what
+# The phases of a step at which sharding acts, in the order in which a unit meets them; a section is what
 # happens from one to the next.
-Moment = Literal["start", "enter", "forward", "leave", "chunk", "chunked", "loss", "backward", "done", "end"]
+Phase = Literal["start", "enter", "forward", "leave", "chunk", "chunked", "loss", "backward", "done", "end"]
 
 
 @dataclass(frozen=True)
 class Section:
-    """What happens after a moment of a unit, until the next moment of any unit."""
+    """What happens after a phase of a unit, until the next phase of any unit."""
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
@@ -123,22 +123,22 @@ class Section:
 
 @dataclass(frozen=True)
 class Trace:
-    """A micro-batch under one remat choice: the moments in order, and what happens after each.
+    """A micro-batch under one remat choice: the phases in order, and what happens after each.
 
-    `moments`: (moment, unit) pairs; `sections`: the template of each, shared by units that are alike.
+    `phases`: (phase, unit) pairs; `sections`: the template of each, shared by units that are alike.
     """
 
-    moments: tuple[tuple[Moment, str], ...]
+    phases: tuple[tuple[Phase, str], ...]
     sections: tuple[Section, ...]
-    template: tuple[int, ...]  # which section follows moment i
+    template: tuple[int, ...]  # which section follows phase i
 
-    def __iter__(self) -> Iterator[tuple[Moment, str, Section]]:
-        for (moment, unit), index in zip(self.moments, self.template, strict=True):
-            yield moment, unit, self.sections[index]
+    def __iter__(self) -> Iterator[tuple[Phase, str, Section]]:
+        for (phase, unit), index in zip(self.phases, self.template, strict=True):
+            yield phase, unit, self.sections[index]
 
     @cached_property
-    def by_moment(self) -> dict[tuple[Moment, str], Section]:
-        return {(moment, unit): section for moment, unit, section in self}
+    def by_phase(self) -> dict[tuple[Phase, str], Section]:
+        return {(phase, unit): section for phase, unit, section in self}
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def to_json(traces: dict[tuple[str, str, str], Trace]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, trace in traces.items():
         indices = [sections.index(_section_json(s, sizes)) for s in trace.sections]
-        out["/".join(key)] = {"moments": [list(m) for m in trace.moments], "template": [indices[t] for t in trace.template]}
+        out["/".join(key)] = {"moments": [list(m) for m in trace.phases], "template": [indices[t] for t in trace.template]}
     return {"sizes": sizes.rows, "sections": sections.rows, "traces": out}
 
 
@@ -200,8 +200,8 @@ def from_json(data: dict[str, Any]) -> dict[tuple[str, str, str], Trace]:
     traces = {}
     for name, row in data["traces"].items():
         compute, loss, remat = name.split("/")
-        moments = tuple((m, u) for m, u in row["moments"])
-        traces[compute, loss, remat] = Trace(moments, sections, tuple(row["template"]))
+        phases = tuple((m, u) for m, u in row["moments"])
+        traces[compute, loss, remat] = Trace(phases, sections, tuple(row["template"]))
     return traces
 
 

@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 
-Kind = Literal["embed", "block", "middle", "head", "root"]
+UnitKind = Literal["embed", "block", "middle", "head", "root"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class UnitDescription:
     """One unit: the modules that belong together, and what they hold."""
 
     name: str
-    kind: Kind
+    kind: UnitKind
     modules: tuple[str, ...]
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...] = ()

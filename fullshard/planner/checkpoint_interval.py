@@ -19,7 +19,7 @@ SECONDS = {"h": 3600.0, "d": 86_400.0, "y": 365.25 * 86_400}
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveCost:
     """Seconds, and a rank's bytes. `between_failures`: of the whole cluster. `lost`: the share of all time that goes
     into saves and into work that failures undo, when a save comes every `interval`."""
 
@@ -39,7 +39,9 @@ class Saving:
         )
 
 
-def saving(plan: Plan, description: Description, cluster: Cluster, *, step_seconds: float, mtbf: float, slots: int = 2) -> Saving:
+def save_cost(
+    plan: Plan, description: Description, cluster: Cluster, *, step_seconds: float, mtbf: float, slots: int = 2
+) -> SaveCost:
     """The interval between saves that loses least, if a device fails every `mtbf` seconds."""
     nbytes = sum(sum(tier.values()) for tier in at_rest(plan, description, slots).values())
     copied = cluster.of("pcie_down") if cluster.device.kind != "cpu" else cluster.of("dram") / 2
@@ -49,7 +51,7 @@ def saving(plan: Plan, description: Description, cluster: Cluster, *, step_secon
     steps = max(1, round(wanted / step_seconds))
     interval = steps * step_seconds
     lost = min(1.0, stall / interval + (interval / 2 + write) / between)
-    return Saving(nbytes, stall, write, between, interval, steps, lost)
+    return SaveCost(nbytes, stall, write, between, interval, steps, lost)
 
 
 def daly(cost: float, between: float) -> float:

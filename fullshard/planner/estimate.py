@@ -10,10 +10,11 @@ from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.memory.peak import Peak, predict
+from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
 from fullshard.planner.time.offload_lanes import balance
-from fullshard.planner.time.timeline import Timeline, timeline
+from fullshard.planner.time.step_lanes import Timeline
+from fullshard.planner.time.timeline import timeline
 from fullshard.text import bytes_text, count_text, seconds_text, table
 
 CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator
@@ -95,7 +96,7 @@ def estimate(
     limit: int | None = None,
     reserved: bool = True,
     clip: bool = True,
-    peak: Peak | None = None,
+    peak: PeakMemory | None = None,
 ) -> Estimate:
     """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has. `clip`: whether gradients
     are clipped, for which updates wait. `peak`: what was predicted of the plan already."""
@@ -175,8 +176,8 @@ def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, secon
         return None
     shape = (plan.batch.micro_batch, plan.batch.sequence)
     flops = 0
-    for moment, _, section in trace:
-        at = (1, shape[0] * shape[1]) if moment == "chunk" else shape
+    for phase, _, section in trace:
+        at = (1, shape[0] * shape[1]) if phase == "chunk" else shape
         flops += sum(evaluate(op.flops, *at) for op in section.ops if op.kind != "pointwise")
     return plan.batch.accumulate * flops / seconds / peak
 

@@ -1,6 +1,6 @@
 """What the disk means for a run whose plan puts something on it: tried and said before the first step."""
 
-from fullshard.planner.step.unit_sizes import groups
+from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.step.offload_bytes import Away, slots_of
 from fullshard.storage.disk_speed import Rates, no_disk, verdict
 from fullshard.runs.prepare import Prepared, make_optimizer
@@ -13,7 +13,7 @@ def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
     from fullshard import on_torch
 
-    held = groups(prepared.plan, on_torch.describe(prepared.model, title=prepared.recipe.model.name))
+    held = unit_sizes(prepared.plan, on_torch.describe(prepared.model, title=prepared.recipe.model.name))
     away = Away(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
     if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations

@@ -7,7 +7,7 @@ import pytest
 import fullshard as fs
 from fullshard import Home
 from fullshard.model import presets
-from fullshard.planner.memory.peak import Peak, predict
+from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
 from fullshard.update_pieces import PIECE
@@ -25,7 +25,7 @@ def plan(home: Home = Home(), *, devices: int = 1, batch: fs.Batch = fs.Batch(2,
     return fs.zero3(MODEL, devices=devices, precision=bf16, batch=batch, remat=remat).change("*", home=home)
 
 
-def peak(made: fs.Plan, **more) -> Peak:
+def peak(made: fs.Plan, **more) -> PeakMemory:
     return predict(made, MODEL, reserved=False, **more)
 
 
@@ -206,12 +206,12 @@ def test_copies_of_units_that_lie_apart_have_the_time_between_them():
     for i in range(0, SIZE.layers, 4):
         made = made.change(f"*layers.{i}", home=Home(activations="host"))
     operations = schedule(made, MODEL)
-    forward = [op for op in operations if op.moment == "forward" or (op.kind in ("spill", "forget") and op.what == "activations")]
+    forward = [op for op in operations if op.phase == "forward" or (op.kind in ("spill", "forget") and op.what == "activations")]
     at = {(op.kind, op.unit.rpartition(".")[2]): i for i, op in enumerate(forward)}
     for i in range(0, SIZE.layers, 4):
         assert at["compute", str(i)] < at["spill", str(i)]
         assert at["forget", str(i)] > at["compute", str(min(i + 4, SIZE.layers - 1))]
-    backward = [(op.kind, op.unit.rpartition(".")[2]) for op in operations if op.moment == "backward" or op.kind == "fetch"]
+    backward = [(op.kind, op.unit.rpartition(".")[2]) for op in operations if op.phase == "backward" or op.kind == "fetch"]
     assert backward.index(("fetch", "4")) == backward.index(("compute", "8")) - 1
 
 

@@ -15,9 +15,10 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.planner.step.offload_bytes import pieces
 from fullshard.planner.step.schedule import schedule
-from fullshard.planner.step.unit_sizes import groups
+from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.offload_lanes import Calendar, balance
-from fullshard.planner.time.timeline import Timeline, timeline
+from fullshard.planner.time.step_lanes import Timeline
+from fullshard.planner.time.timeline import timeline
 
 MODEL = presets.describe("llama-3.6b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-time-h200.json"
@@ -99,7 +100,7 @@ def test_a_disk_that_is_quicker_at_both_at_once_is_where_it_does_both():
     alone = {"disk_read": 2.08e9, "disk_write": 1.55e9}
     made = plan(Home(optimizer="disk"))
     in_turn, at_once = (run(made, with_disk(**alone, **more)) for more in ({}, {"disk_both": 2.6e9}))
-    sizes = [12 * p.elements for p in pieces(groups(made, MODEL), 0.5)]
+    sizes = [12 * p.elements for p in pieces(unit_sizes(made, MODEL), 0.5)]
     pair = 1 / 2.08e9 + 1 / 1.55e9
     assert in_turn.busy["disk"] == pytest.approx(sum(sizes) * pair, rel=1e-9)
     assert at_once.busy["disk"] == pytest.approx(
@@ -266,7 +267,7 @@ def test_lanes_that_work_at_once_have_the_rates_that_were_measured_at_once():
     timed = Measured("here", "bf16", pcie_both=94e9, adamw=0.20e-9, pcie_beside=78e9, adamw_beside=0.22e-9)
     where = dataclasses.replace(cluster(), measured=timed)
     mixed, streamed = (run(plan(HOST), where, cpu_share=share, clip=False) for share in (0.5, 0.0))
-    by_cores = sum(p.elements for p in pieces(groups(plan(HOST), MODEL), 0.5) if p.lane == "cpu")
+    by_cores = sum(p.elements for p in pieces(unit_sizes(plan(HOST), MODEL), 0.5) if p.lane == "cpu")
     assert mixed.busy["cpu"] == pytest.approx(by_cores * 0.22e-9, rel=1e-9)
     assert mixed.busy["pcie_up"] == pytest.approx((10 * (MODEL.numel - by_cores) + 2 * by_cores) / 39e9, rel=1e-9)
     assert streamed.busy["pcie_up"] == pytest.approx(10 * MODEL.numel / 47e9, rel=1e-9)

@@ -15,7 +15,7 @@ from fullshard.model import presets
 from fullshard.planner.estimate import estimate
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import full_model
-from fullshard.planner.search.explain import home_words
+from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.search import find_plan
 from fullshard.text import bytes_text, parse_bytes
 
@@ -58,12 +58,12 @@ def test_the_pick_is_the_best_of_all(limit):
 
 def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     judged = []
-    tried = full_model.Whole.tried
-    monkeypatch.setattr(full_model.Whole, "tried", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
+    tried = full_model.FullModel.judge
+    monkeypatch.setattr(full_model.FullModel, "judge", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
     spared = [u.name for u in found.plan.units if "layers" in u.name and u.remat == "none"]
     assert 0 < len(spared) < 32
-    assert [t.found is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
+    assert [t.estimate is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
     more = next(u.name for u in reversed(found.plan.units) if u.remat != "none")
     one_more = estimate(found.plan.change(more, remat="none"), presets.describe("llama3-8b"), Cluster.named("64xh100"))
     assert found.estimate.needed <= found.estimate.available < one_more.needed

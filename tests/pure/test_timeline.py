@@ -11,7 +11,7 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.model.costs import Calls
 from fullshard.model.presets import preset
-from fullshard.planner.search.reduced_model import thinned
+from fullshard.planner.search.reduced_model import reduced_description
 from fullshard.planner.time.collectives import collective_seconds
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.timeline import timeline
@@ -216,7 +216,7 @@ def test_thinned_models_tell_of_the_whole():
     made = plan("llama3-70b", 64, remat="full")
     few, more = (
         timeline(dataclasses.replace(made, units=tuple(u for u in made.units if u.name in {v.name for v in m.units})), m, where)
-        for m in (thinned(whole, 3), thinned(whole, 5))
+        for m in (reduced_description(whole, 3), reduced_description(whole, 5))
     )
     extended = more.seconds + (80 - 5) / 2 * (more.seconds - few.seconds)
     assert extended == pytest.approx(timeline(made, whole, where).seconds, rel=0.01)
