@@ -38,7 +38,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """How many different batches are in flight: ranks of one tensor group share theirs."""
+        """Number of ranks with different batches: ranks along the tensor axis share theirs."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Home:
-    """Where a unit's bytes rest when they are not being worked on."""
+    """Where a unit's bytes rest between uses."""
 
     params: Place = "device"
     optimizer: Place = "device"
@@ -64,8 +64,8 @@ class Home:
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: gathered parameters and activations; `reduce`: gradients on the wire; `master`: the
-    copy at rest that the optimizer updates; `output`: the dtype every unit casts its output to, if any."""
+    """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
+    that the optimizer updates. `output`: that every unit casts its output to, if any."""
 
     compute: DType = "fp32"
     reduce: DType = "fp32"
@@ -88,8 +88,8 @@ class Precision:
 class Batch:
     """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence`.
 
-    `sync` says when gradients cross the wire: after `every` micro-batch (the least memory), or only
-    after the `last` one (the least traffic; whole gradients wait in memory until then).
+    `sync`: gradients are reduced after `every` micro-batch, which needs the least memory, or only after the `last` one, which
+    moves the fewest bytes; unreduced gradients then stay in memory until the end.
     """
 
     micro_batch: int = 1
@@ -111,7 +111,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many units ahead parameters are gathered; 1 is the overlap of one gather with one compute."""
+    """How many units ahead parameters are gathered; 1 overlaps one gather with the compute of one unit."""
 
     forward: int = 1
     backward: int = 1

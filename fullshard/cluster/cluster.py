@@ -1,8 +1,7 @@
-"""The cluster: facts about hardware, nominal and measured apart.
+"""The cluster: facts about hardware, nominal and measured.
 
-Nominal numbers are the makers' (`fullshard.cluster.hardware`); measured ones were timed on the machine itself and are
-preferred wherever a question is asked, and every answer can say which of the two it came from. Knows nothing of
-plans. Standard library only.
+Nominal numbers are the makers' (`fullshard.cluster.hardware`). Measured ones were timed on the machine itself and come
+first; every answer can say which of the two it is. Knows nothing of plans. Standard library only.
 """
 
 import dataclasses
@@ -39,11 +38,11 @@ from fullshard.text import bytes_text, rate_text, seconds_text, table
 __all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "PeakFlops"]
 
 VERSION = 1
-MOST = 16384  # devices
+MOST_DEVICES = 16384
 NAME = re.compile(r"([0-9]+)x([a-z][a-z0-9]*)", re.I)
 
 Source = Literal["measured", "nominal"]
-PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's: of what it does to issue a step
+PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's seconds to issue parts of a step
 Quantity = Literal[
     "memory",
     "hbm",
@@ -119,14 +118,14 @@ def _nominal_pointwise(device: Device) -> float:
 
 
 def _in_turn(read: float, write: float) -> float:
-    """Bytes a second of a disk that reads and writes as much, one after the other."""
+    """Bytes a second of a disk that reads and writes as many bytes, one after the other."""
     return 2 / (1 / read + 1 / write)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`devices` of one kind, filling nodes one after the other (the last may be partly filled), with a
-    network between the nodes whose bandwidth is one device's share of its node's adapters."""
+    """`devices` of one kind on nodes, of which the last may be partly filled. `network`: the link between nodes; its bandwidth
+    is one device's share of its node's adapters."""
 
     devices: int
     device: Device
@@ -136,8 +135,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_positive(self, "cluster")
-        if self.devices > MOST:
-            raise ClusterError(f"a cluster has at most {MOST} devices, not {self.devices}")
+        if self.devices > MOST_DEVICES:
+            raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices, not {self.devices}")
 
     @property
     def name(self) -> str:
@@ -155,13 +154,13 @@ class Cluster:
     # -- questions ---------------------------------------------------------------------------------
 
     def nominal(self, quantity: Quantity) -> float:
-        """What the datasheet promises, times the share of it that is reached."""
+        """The number of the datasheet, times the share of it that is reached in practice."""
         if quantity not in NOMINAL:
             raise ClusterError(f"a cluster has no quantity {quantity!r}{nearest(quantity, list(NOMINAL))}")
         return NOMINAL[quantity][1](self.device, self.node.host)
 
     def of(self, quantity: Quantity) -> float:
-        """The measured value if there is one, the nominal otherwise; bytes, bytes a second, seconds or a share."""
+        """The measured value if there is one, else the nominal: bytes, bytes a second, seconds or a share."""
         nominal = self.nominal(quantity)
         found = getattr(self.measured, quantity, None)
         if found is None and quantity in DERIVED:
@@ -169,7 +168,7 @@ class Cluster:
         return nominal if found is None else found
 
     def source_of(self, quantity: Quantity | Literal["gemm", "attention"], dtype: str = "bf16") -> Source:
-        """Where the answer to a question comes from; rates of matrix products and attention have a dtype."""
+        """`measured` or `nominal`: where the value of a quantity comes from. `dtype` matters to `gemm` and `attention` only."""
         if quantity == "gemm":
             return "measured" if self._gemms(dtype) else "nominal"
         if quantity == "attention":
@@ -178,7 +177,7 @@ class Cluster:
         return "nominal" if getattr(self.measured, quantity, None) is None else "measured"
 
     def peak(self, dtype: str) -> float:
-        """Dense flops a second of the datasheet; fp16 runs at the rate of bf16."""
+        """Dense flops a second of the datasheet. fp16 has the rate of bf16."""
         name = "bf16" if dtype == "fp16" else dtype
         known = [f.name for f in dataclasses.fields(PeakFlops)]
         check_one_of("dtype", name, tuple(known))
@@ -190,15 +189,15 @@ class Cluster:
         return value
 
     def gemm_rate(self, flops: float, dtype: str = "bf16") -> float:
-        """Flops a second of a matrix product of so many flops that memory does not bound."""
+        """Flops a second of a compute-bound matrix product of so many flops."""
         points = self._gemms(dtype)
         if not points:
             return self.peak(dtype) * self.device.efficiency
         return _interpolate([(g.flops, g.rate) for g in points], flops)
 
     def attention_rate(self, sequence: int, width: int = 128, dtype: str = "bf16") -> tuple[float, float]:
-        """Flops a second of fused causal attention with heads of `width`, forward and backward; only the causal half
-        counts as flops."""
+        """Flops a second of fused causal attention with heads of `width`, forward and backward. Only the causal half of the
+        flops counts."""
         timed = self._attention(dtype)
         if not timed:
             fitted = self.calibration
@@ -210,7 +209,7 @@ class Cluster:
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
     def _gemms(self, dtype: str) -> list[MeasuredGemm]:
-        """The measured products that arithmetic bounds; thin ones tell of memory, which `hbm` does better."""
+        """The measured products that are compute-bound; all of them if none is."""
         if self.measured is None or not _same(self.measured.dtype, dtype):
             return []
         item, hbm = (4 if self.measured.dtype == "fp32" else 2), self.of("hbm")
@@ -221,7 +220,7 @@ class Cluster:
         return self.measured.attention if self.measured is not None and _same(self.measured.dtype, dtype) else ()
 
     def with_host(self, share: float) -> Self:
-        """The cluster if its hosts took `share` times as long to issue work, as other work beside them makes them do."""
+        """The cluster with hosts that take `share` times as long to issue work."""
         timed = {name: seconds for name in PACES if (seconds := getattr(self.measured, name, None)) is not None}
         measured = self.measured and dataclasses.replace(
             self.measured, **{name: share * seconds for name, seconds in timed.items()}
@@ -230,7 +229,7 @@ class Cluster:
         return dataclasses.replace(self, device=device, measured=measured)
 
     def with_disk(self, nbytes: int) -> Self:
-        """The cluster if a device's share of its disk had so many bytes."""
+        """The cluster with so many bytes of disk for each device."""
         host = dataclasses.replace(self.node.host, disk=nbytes)
         measured = self.measured and dataclasses.replace(self.measured, disk=None)
         return dataclasses.replace(self, node=dataclasses.replace(self.node, host=host), measured=measured)
@@ -239,15 +238,15 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """`64xh100`: so many of a known device."""
+        """The preset of a name such as `64xh100`."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ClusterError(_not_a_name(name))
         count, device = int(match[1]), match[2].lower()
         if device not in DEVICES:
             raise ClusterError(f"unknown device {device!r}{nearest(device, list(DEVICES))} (known: {', '.join(DEVICES)})")
-        if not 1 <= count <= MOST:
-            raise ClusterError(f"{name}: a cluster has 1 to {MOST} devices; write 1x{device} or 8x{device}")
+        if not 1 <= count <= MOST_DEVICES:
+            raise ClusterError(f"{name}: a cluster has 1 to {MOST_DEVICES} devices; write 1x{device} or 8x{device}")
         return cls(count, DEVICES[device], NODES[device], NETWORKS[device])
 
     @classmethod
@@ -284,7 +283,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """The cluster that `to_dict` wrote; anything unknown, missing or of another version is refused."""
+        """The cluster that `to_dict` wrote. Raise one sentence for anything unknown, missing or of another version."""
         if not isinstance(data, dict):
             raise ClusterError(f"a cluster is a JSON object, not {type(data).__name__}")
         version = data.get("version")
@@ -336,7 +335,7 @@ def _same(measured: str, asked: str) -> bool:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear in log x between the points, constant outside them; points at one x count as their mean."""
+    """Interpolate linearly in log x; constant outside the points. Points at the same x count as their mean."""
     at: dict[float, list[float]] = {}
     for key, y in points:
         at.setdefault(key, []).append(y)

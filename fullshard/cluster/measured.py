@@ -1,6 +1,6 @@
-"""What was timed on a machine: the measured half of a cluster, kept apart from the nominal one.
+"""What `fullshard measure` timed on a machine.
 
-Values only; the engine that times them is elsewhere. Standard library only.
+Values only: an engine does the timing (`fullshard.on_torch.measuring`). Standard library only.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,7 @@ class MeasuredGemm:
 
 @dataclass(frozen=True)
 class MeasuredAttention:
-    """Timed causal attention at one sequence length and head width: flops a second, of the half of the scores
-    that count."""
+    """Flops a second of timed causal attention at one sequence length and head width. Only the causal half counts."""
 
     width: int
     sequence: int
@@ -66,10 +65,9 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `fullshard measure` timed, in the units of the nominal numbers; None where it could not.
+    """What was timed, in the units of the nominal numbers; None for what was not.
 
-    `dtype` is that of the matrix products and attention. `notes` says what was left out, or is to be taken
-    with care, a sentence each.
+    `dtype`: of the matrix products and attention. `notes`: sentences about what was left out or is uncertain.
     """
 
     machine: str

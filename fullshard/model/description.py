@@ -32,7 +32,7 @@ UnitKind = Literal["embed", "block", "middle", "head", "root"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter or buffer. `ties`: the other names under which the model knows the same storage."""
+    """One parameter or buffer. `ties`: other names of the same storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit: the modules that belong together, and what they hold."""
+    """One unit: modules that are sharded together, with their parameters and buffers."""
 
     name: str
     kind: UnitKind
@@ -74,9 +74,10 @@ class UnitDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A model as the planner sees it. Its units are in the order in which forward meets them; every
-    parameter is in exactly one. `buffers`: those of modules outside every unit. `costs`: what computing it
-    takes, if it was traced."""
+    """A model as the planner sees it. Units are in the order of forward, and every parameter is in exactly one.
+
+    `buffers`: of modules outside every unit. `costs`: what a step computes; None if the model was not traced.
+    """
 
     model: str
     units: tuple[UnitDescription, ...]
@@ -146,7 +147,7 @@ def _notes(description: Description) -> str:
 
 
 def _runs(units: tuple[UnitDescription, ...]) -> Iterator[list[UnitDescription]]:
-    """Neighbouring blocks of the same size, together; anything else alone."""
+    """Runs of neighbouring blocks of the same size; every other unit alone."""
     run: list[UnitDescription] = []
     for unit in units:
         same = run and (run[0].kind, run[0].nbytes, len(run[0].modules)) == (unit.kind, unit.nbytes, len(unit.modules))

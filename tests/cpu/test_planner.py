@@ -113,9 +113,9 @@ def _peak(tape: tape.Tape) -> int:
 
 def _without_cuda(monkeypatch) -> None:
     """CPU kernels have other temporaries, or none."""
-    for rule in kernel_workspace.HIDDEN:
-        monkeypatch.setitem(kernel_workspace.HIDDEN, rule, lambda *_: ())
-    monkeypatch.setitem(kernel_workspace.HIDDEN, "chunk_cat", lambda *_: (0,))
+    for rule in kernel_workspace.WORKSPACES:
+        monkeypatch.setitem(kernel_workspace.WORKSPACES, rule, lambda *_: ())
+    monkeypatch.setitem(kernel_workspace.WORKSPACES, "chunk_cat", lambda *_: (0,))
     section_events.sized_events.cache_clear()
 
 

@@ -67,4 +67,4 @@ def test_what_was_not_traced_is_said():
     ],
 )
 def test_kernels_allocate_what_was_measured(rule, arguments, measured):
-    assert list(kernel_workspace.HIDDEN[rule](*arguments)) == measured
+    assert list(kernel_workspace.WORKSPACES[rule](*arguments)) == measured

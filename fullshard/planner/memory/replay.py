@@ -6,7 +6,7 @@ Knows the buffers of FSDP2. Knows nothing of allocators.
 from collections.abc import Iterable
 
 from fullshard.model.description import Description
-from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, HIDDEN
+from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, WORKSPACES
 from fullshard.plan import Place, Plan
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.memory.tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
@@ -190,7 +190,7 @@ class Replay:
     def _reduce(self, op: Operation) -> None:
         sizes = self.units[op.unit]
         self._add(op.unit, "reduce input", op.nbytes, "reduce")
-        (table,) = HIDDEN["chunk_cat"](len(sizes.trained), *[sizes.shards[i] * self.reduce for i in sizes.trained])
+        (table,) = WORKSPACES["chunk_cat"](len(sizes.trained), *[sizes.shards[i] * self.reduce for i in sizes.trained])
         self._add(op.unit, "table", table, "reduce")
         self._drop(op.unit, "table")
         names = [tensor for tensor, _ in self._gradients(sizes)]
