@@ -200,8 +200,8 @@ CAUSES = {
     "tensor": "waiting for the collectives of the tensor axis",
     "others": "waiting for the slowest rank",
     "crowding": "sharing the device with the kernels of collectives",
-    "update": "waiting for updates of state that rests away",
-    "fetch": "waiting for what rests away to come to the device",
+    "update": "waiting for updates of offloaded state",
+    "fetch": "waiting for offloaded bytes to reach the device",
     "spill": "waiting for activations to leave the device",
 }
 KINDS = {
@@ -219,7 +219,7 @@ LANES = {
     "pcie_up": "the optimizer's state over PCIe",
     "pcie_down": "the optimizer's state over PCIe",
     "cpu": "the optimizer's update by the host's cores",
-    "disk": "what rests on disk, from there and back",
+    "disk": "reads and writes of the disk",
 }
 
 

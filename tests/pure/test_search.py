@@ -204,7 +204,7 @@ def test_nothing_fits_says_what_would():
 
 def test_where_no_change_alone_helps_it_says_which_does_with_homes_elsewhere():
     large, small = presets.describe("llama3-405b"), presets.describe("llama3-8b")
-    with pytest.raises(FullshardError, match=r"; 8 devices should fit, with what has no room there in host memory or on disk"):
+    with pytest.raises(FullshardError, match=r"; 8 devices should fit with offload to host memory or disk"):
         find_plan(large, Cluster.named("1xh100"), sequence=8192)
     assert find_plan(large, Cluster.named("8xh100"), sequence=8192, global_batch=8).estimate.fits
     with pytest.raises(FullshardError, match="; nothing small helps: take devices with more memory"):
@@ -465,7 +465,7 @@ def test_what_neither_host_nor_disk_has_room_for_does_not_fit():
     found = find_plan(description, Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
     filed = found.estimate.disk.allocated_bytes
     assert filed > 64 * gib
-    with pytest.raises(FullshardError, match=r"nothing fits: .* that the host lacks of 60\.80 GiB of the disk"):
+    with pytest.raises(FullshardError, match=r"nothing fits: .* at least .* of 60\.80 GiB of the disk"):
         find_plan(description, Cluster.named("1xrtx4090").with_disk(64 * gib), sequence=4096, global_batch=8)
 
 

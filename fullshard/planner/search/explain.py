@@ -83,8 +83,8 @@ def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Cand
     helps = f"{' or '.join(w for w in ways if w)} would fit"
     if not any(ways):
         ways = [_first_to_fit_offloaded(larger, room), _first_to_fit_offloaded(shorter, room)]
-        there = "host memory or on disk" if request.disk else "host memory"
-        helps = f"{' or '.join(w for w in ways if w)} should fit, with what has no room there in {there}"
+        there = "host memory or disk" if request.disk else "host memory"
+        helps = f"{' or '.join(w for w in ways if w)} should fit with offload to {there}"
     if not any(ways):
         helps = "nothing small helps: take devices with more memory"
     return f"nothing fits: the leanest plan ({leanest.label}) needs {_leanest_needs(request, reduced, leanest, room)}; {helps}"
@@ -110,7 +110,7 @@ def _needs(request: PlanRequest, reduced: ReducedModel, plan: Plan, needed: int,
     parts = [f"{bytes_text(needed)} of {bytes_text(room)} a device"]
     parts += [f"{bytes_text(reduced.host(plan))} of {bytes_text(there)} of the host"] if reduced.host(plan) else []
     parts += [f"{bytes_text(on_disk)} of {bytes_text(most)} of the disk"] if on_disk else []
-    parts += [f"at least {bytes_text(shortage)} that the host lacks of {bytes_text(most)} of the disk"] if shortage else []
+    parts += [f"at least {bytes_text(shortage)} of {bytes_text(most)} of the disk"] if shortage else []
     return " and ".join(parts)
 
 
