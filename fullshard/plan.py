@@ -100,7 +100,7 @@ class Plan:
         self._check_updates()
 
     @property
-    def stages(self) -> bool:
+    def offloads_state(self) -> bool:
         """True if any optimizer state rests off the device."""
         return any(u.home.optimizer != "device" for u in self.units)
 
@@ -108,7 +108,7 @@ class Plan:
         """Refuse choices about offloaded state if there is none."""
         staging = None if self.staging == STAGING else self.staging
         for name, value in (("staging", staging), ("cpu_share", self.cpu_share), ("backlog", self.backlog)):
-            if value is not None and not self.stages:
+            if value is not None and not self.offloads_state:
                 raise PlanError(
                     f"{name} = {value:g} has no effect: the optimizer state of every unit rests on the device; "
                     f"leave it out, or give a unit home.optimizer = 'host'"
@@ -156,7 +156,7 @@ class Plan:
         """True if the parameters on the host are stored in the half of the master's memory that packing frees."""
         return home.params == "host" and self.packs(home, slots)
 
-    def told(self, home: Home, slots: int) -> int:
+    def bytes_in_parameter(self, home: Home, slots: int) -> int:
         """Bytes of an element of state that need not be copied to the device, as the parameter there holds them."""
         return TOLD if home.params == "device" and self.packs(home, slots) else 0
 

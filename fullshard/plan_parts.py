@@ -105,8 +105,8 @@ class Batch:
             raise PlanError("batch.sync = 'last' has no effect with batch.accumulate = 1; write 'every', or accumulate more")
 
     def __str__(self) -> str:
-        moment = "every micro-batch" if self.sync == "every" else "the last micro-batch"
-        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {moment}"
+        when = "every micro-batch" if self.sync == "every" else "the last micro-batch"
+        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {when}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def plan_text(plan: "Plan") -> str:
         f"batch      {plan.batch}",
         f"prefetch   {plan.prefetch}",
         f"compile    {'each block' if plan.compile else 'no'}",
-        *([f"staging    {plan.staging} pieces of optimizer state on the device at a time"] if plan.stages else []),
+        *([f"staging    {plan.staging} pieces of optimizer state on the device at a time"] if plan.offloads_state else []),
         *([] if plan.cpu_share is None else [f"cpu_share  {plan.cpu_share:g} of the pieces are updated by the host's cores"]),
         *([] if plan.backlog is None else [f"backlog    {plan.backlog} pieces whose gradients wait for their update at most"]),
         f"digest     {plan.digest[:12]}",

@@ -127,13 +127,13 @@ class Description:
         return f"{self.model}\n\n{text}{_notes(self)}"
 
 
-def _row(run: list[UnitDescription], whole: int) -> list[str]:
+def _row(run: list[UnitDescription], total: int) -> list[str]:
     first, count = run[0], len(run)
     name = first.name if count == 1 else f"{first.name} … {run[-1].name}"
     kind = first.kind if count == 1 else f"{first.kind} ×{count}"
     modules = ", ".join(m or "(root)" for m in first.modules) if count == 1 else "one each"
     numel, nbytes = sum(u.numel for u in run), sum(u.nbytes for u in run)
-    return [name, kind, modules, count_text(numel), bytes_text(nbytes), f"{100 * numel / max(whole, 1):.1f}%"]
+    return [name, kind, modules, count_text(numel), bytes_text(nbytes), f"{100 * numel / max(total, 1):.1f}%"]
 
 
 def _notes(description: Description) -> str:

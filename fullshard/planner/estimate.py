@@ -125,7 +125,7 @@ def estimate(
         available=available(cluster, limit),
         host_available=host_available(cluster, peak.allocated),
         disk_available=disk_available(cluster),
-        cpu_share=share if plan.stages else None,
+        cpu_share=share if plan.offloads_state else None,
         step_seconds=time.seconds,
         lanes=time.busy,
         exposed=time.exposed,

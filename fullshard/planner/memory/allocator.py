@@ -71,11 +71,11 @@ class Allocator:
         return block
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
-        whole = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
-        self.reserved += whole
+        segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
+        self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.lowest -= whole + ROUND  # segments never touch
-        return _Block(self.lowest, whole, pool)
+        self.lowest -= segment + ROUND  # segments never touch
+        return _Block(self.lowest, segment, pool)
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)

@@ -79,10 +79,10 @@ class OffloadLevels:
             return found if unit.name in blocks else replace(found, activations=self.levels[0].activations)
 
         units = tuple(replace(u, home=home(u)) for u in self.plan.units)
-        if units == self.plan.units and not self.plan.stages:
+        if units == self.plan.units and not self.plan.offloads_state:
             return self.plan  # the same object: reduced models remember plans by identity
         made = replace(self.plan, units=units, cpu_share=None, backlog=None)
-        if not made.stages:
+        if not made.offloads_state:
             return made
         share = 1.0 if self.all_cores else self.plan.cpu_share if self.cpu_share is None else self.cpu_share
         backlog, staging = self.plan.backlog or self.backlog, self.staging or self.plan.staging

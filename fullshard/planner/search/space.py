@@ -66,7 +66,7 @@ def plan_request(
     loss: str,
     optimizer: Optimizer,
 ) -> PlanRequest:
-    """Check what was asked for and fill in what the description tells; raise one sentence for anything unknown."""
+    """Check what was asked for and fill in what the description has; raise one sentence for anything unknown."""
     shape = description.costs.shape if description.costs else None
     sequence = shape[1] if sequence is None and shape else sequence
     if sequence is None:
@@ -137,8 +137,8 @@ def _tensor_axes(request: PlanRequest) -> list[int]:
             raise FullshardError(f"tensor = {fixed} must divide the {devices} devices")
         return [fixed]
     split = costs.split if costs else {}
-    whole = min(request.cluster.node.devices, devices)
-    return [1, *[n for n, part in split.items() if whole % n == 0 and (request.loss == "plain" or part.vocabulary)]]
+    node = min(request.cluster.node.devices, devices)
+    return [1, *[n for n, part in split.items() if node % n == 0 and (request.loss == "plain" or part.vocabulary)]]
 
 
 def _fixed(request: PlanRequest, *names: str) -> str:

@@ -129,7 +129,7 @@ class Away:
 
     def streamed(self, piece: Piece) -> int:
         """Bytes of state, an element, that pass the device and come back; of a pair, parameters among them."""
-        return self.state - self.plan.told(self.groups[piece.unit].home, self.slots)
+        return self.state - self.plan.bytes_in_parameter(self.groups[piece.unit].home, self.slots)
 
     def emitted(self, piece: Piece) -> int:
         """Bytes of new parameters, an element, that leave the device beside the state."""

@@ -27,8 +27,8 @@ OperationKind = Literal[
     "release",  # drop the all-gather's buffer
     "free",  # drop gathered parameters
     "keep",  # drop them except for the part that `reshard` ranks keep
-    "accumulate",  # keep whole gradients for the next micro-batch
-    "reduce",  # reduce whole gradients to shards
+    "accumulate",  # keep unreduced gradients for the next micro-batch
+    "reduce",  # reduce gradients to shards
     "all_reduce",  # reduce shards over the copies
     "drain",  # drop a reduction's input
     "settle",  # cast or add the reduced gradient, and drop what its reduction still holds

@@ -27,7 +27,7 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
     p, gradient = plan.precision, item(plan.away_gradients)
-    streamed = (1 + slots) * item(p.master) - max(plan.told(u.home, slots) for u in plan.units)
+    streamed = (1 + slots) * item(p.master) - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units)
     return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
 
 

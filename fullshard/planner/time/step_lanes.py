@@ -232,10 +232,10 @@ class StepLanes:
 
     def _all_reduce(self, op: Operation) -> None:
         if op.unit:
-            whole = self.units[op.unit].world == 1
-            stride = axis(self.plan.mesh, "data" if whole else "replicate")[1]
+            alone = self.units[op.unit].world == 1
+            stride = axis(self.plan.mesh, "data" if alone else "replicate")[1]
             done = self._collective("copies", "all_reduce", op.nbytes, op.ranks, stride, self.reduced[op.unit])
-            if whole:
+            if alone:
                 self.reduced[op.unit] = done
         elif op.ranks > 1:
             self._on_compute(collective_seconds("all_reduce", op.nbytes, op.ranks, self.cluster), "agree")
