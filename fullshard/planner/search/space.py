@@ -75,6 +75,11 @@ def plan_request(
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
+    return PlanRequest(description, cluster, sequence, global_batch, _checked_choices(fix), limit, loss, optimizer)
+
+
+def _checked_choices(fix: dict[str, Any]) -> dict[str, Any]:
+    """The pinned choices by their own names, with the strategy that they imply. Raise for unknown ones and wrong types."""
     fix = {name.removeprefix("home.") if name.removeprefix("home.") in UPDATE_CHOICES else name: v for name, v in fix.items()}
     fix = {name: float(value) if FIXABLE.get(name) is float and type(value) is int else value for name, value in fix.items()}
     for name, value in fix.items():
@@ -91,7 +96,7 @@ def plan_request(
         if name in fix and fix.setdefault("strategy", owner) != owner:
             given = fix["strategy"]
             raise FullshardError(f"{name} = {fix[name]} has no effect with strategy = {given!r}; leave it out, or fix {owner!r}")
-    return PlanRequest(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
+    return fix
 
 
 def refuse_idle_backlog(request: PlanRequest) -> None:
