@@ -29,7 +29,7 @@ from fullshard.plan_parts import (
     Sync,
     Unit,
     check_positive_integer,
-    check_share,
+    checked_share,
     refuse_twice,
 )
 from fullshard.plan_text import plan_differences, plan_text
@@ -84,7 +84,7 @@ class Plan:
             raise PlanError(f"plan.compile must be true or false, not {self.compile!r}")
         check_positive_integer("plan.staging", self.staging)
         if self.cpu_share is not None:
-            object.__setattr__(self, "cpu_share", check_share("plan.cpu_share", self.cpu_share))
+            object.__setattr__(self, "cpu_share", checked_share("plan.cpu_share", self.cpu_share))
         if self.backlog is not None:
             check_positive_integer("plan.backlog", self.backlog)
         refuse_twice("unit", [u.name for u in self.units])

@@ -128,11 +128,11 @@ class Prefetch:
 class Unit:
     """Modules that gather, compute and free together.
 
-    `layout`: `sharded` splits parameters, gradients and optimizer state over the mesh's shard axis;
-    `optimizer` splits the state at rest but keeps parameters and gradients whole for the length of a
-    step (ZeRO-1); `replicated` keeps everything whole on every rank.
-    `reshard`: when gathered parameters are freed: True after forward (and gathered again for backward),
-    False after backward, an int after forward but only down to that many ranks.
+    `layout`: `sharded` splits parameters, gradients and optimizer state over the mesh's shard axis. `optimizer` splits the
+    optimizer state, and keeps parameters and gradients whole during a step (ZeRO-1). `replicated` keeps everything whole on
+    every rank.
+    `reshard`: when gathered parameters are freed. True: after forward, and they are gathered again for backward. False: after
+    backward. A number: after forward, but each group of so many ranks keeps a copy, so backward gathers only within it.
     """
 
     name: str
@@ -169,7 +169,8 @@ def check_positive_integer(name: str, value: object) -> None:
         raise PlanError(f"{name} must be a positive integer of at most 64 bits, not one of {value.bit_length()}")
 
 
-def check_share(name: str, value: object) -> float:
+def checked_share(name: str, value: object) -> float:
+    """The value as a float; raise unless it is a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise PlanError(f"{name} must be a number from 0 to 1, not {value!r}")
     return float(value)
