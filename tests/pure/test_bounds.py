@@ -1,4 +1,4 @@
-"""What a pool leaves out, against looking at everything."""
+"""The candidate pool of a search against an exhaustive search."""
 
 import pytest
 
@@ -44,8 +44,8 @@ def test_nothing_is_left_out_that_would_have_won(case):
     assert best.seconds == min(fitting)
 
 
-def test_most_are_not_looked_at():
-    """Of 150 plans of 8B on 64 devices fewer than a third are counted, and fewer than a sixth timed."""
+def test_most_plans_are_not_estimated():
+    """Of 150 plans of 8B on 64 devices the bytes of fewer than a third are counted, and fewer than a sixth are timed."""
     request, reduced, room = asked(*ASKED[0])
     pool = CandidatePool(request, reduced, room)
     pool.fastest(pool.left)
@@ -55,7 +55,7 @@ def test_most_are_not_looked_at():
 
 
 @pytest.mark.parametrize("case", ASKED, ids=lambda c: f"{c[0]}-{c[1]}")
-def test_no_plan_needs_or_takes_less_than_follows_from_others(case):
+def test_lower_bounds_hold_for_every_plan(case):
     request, reduced, room = asked(*case)
     for candidate in (c for c in CandidatePool(request, reduced, room).all if isinstance(c, DeviceCandidate)):
         for place, (label, plan) in enumerate(candidate.family):
@@ -64,7 +64,7 @@ def test_no_plan_needs_or_takes_less_than_follows_from_others(case):
             assert reduced.least_seconds(plan) <= reduced.timeline(plan).seconds, label
 
 
-def test_where_the_allocator_leaves_no_room_the_next_of_the_family_is_looked_at(monkeypatch):
+def test_if_the_allocator_needs_too_much_the_next_plan_of_the_family_is_tried(monkeypatch):
     """Of two micro-batches of 8B selective remat fits; if it then turned out not to, full remat would."""
     tried = full_model.FullModel.judge
 
@@ -80,7 +80,7 @@ def test_where_the_allocator_leaves_no_room_the_next_of_the_family_is_looked_at(
 
 
 def test_a_strategy_that_does_not_fit_says_what_its_leanest_plan_needs():
-    """Which is the smallest micro-batch, counted and not followed from others."""
+    """Its leanest plan has the smallest micro-batch, and its bytes are counted, not bounded."""
     request, reduced, room = asked("llama3-8b", "64xh100", 8192, 1024, None)
     found = find_plan(request.description, request.cluster, sequence=8192, global_batch=1024)
     ddp = next(a for a in found.alternatives if a.label.startswith("ddp"))

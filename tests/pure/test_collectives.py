@@ -164,7 +164,7 @@ def test_a_measured_collective_is_used_as_it_was_timed():
     assert collective_source("all_reduce", 4, cluster) == "nominal"
 
 
-def test_it_tells_of_other_groups_on_the_same_links_and_of_no_others():
+def test_a_measured_collective_serves_other_groups_on_the_same_links_only():
     cluster = timed(16, MeasuredCollective("all_gather", 4, 1, 16e-6, 75e9))
     # two ranks travel one hop, not three: nominally 6 µs in place of 8
     assert collective_seconds("all_gather", 400e6, 2, cluster) == pytest.approx(16e-6 * 6 / 8 + 200e6 / 75e9)

@@ -1,4 +1,4 @@
-"""Bytes of plans whose parameters, state or activations rest away from the device, counted by hand."""
+"""Bytes of plans whose parameters, state or activations rest off the device, counted by hand."""
 
 import dataclasses
 
@@ -149,7 +149,7 @@ def test_parameters_beside_their_state_on_the_host_leave_the_device_and_take_not
     assert by_cores.host == {"optimizer": 12 * MODEL.numel, "staging": 6 * 2 * LARGEST}  # gradients; no parameters go up
 
 
-def test_parameters_on_the_host_that_no_master_there_tells_are_two_bytes_or_four():
+def test_parameters_on_the_host_without_a_packed_master_are_two_bytes_or_four():
     apart = peak(plan(Home(params="host")))
     assert apart.terms["optimizer"] == rounded(*[12 * n for n in UNITS.values()])
     assert apart.host == {"params": 2 * MODEL.numel}
