@@ -1,7 +1,7 @@
 """The host's paces: seconds of what it does to issue a step, timed on blocks so small that the device waits for it.
 
 `launch` is a bare kernel's. `issued` is an operation's of a model, with its module and autograd's part: a row of blocks,
-forward and backward, takes `probe_ops` of the calibration of them.
+forward and backward, takes as long as `probe_ops` operations (`fullshard.cluster.calibration`).
 Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
