@@ -192,7 +192,8 @@ def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, secon
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-CAUSES = {
+# For people: the keys of `Timeline.exposed`, of `Timeline.compute`, and of the lanes of offload in `Timeline.busy`.
+WAIT_WORDS = {
     "gather": "waiting for parameters to be gathered",
     "reduce": "waiting for gradients to be reduced",
     "copies": "waiting for the all-reduce between copies",
@@ -204,7 +205,7 @@ CAUSES = {
     "fetch": "waiting for offloaded bytes to reach the device",
     "spill": "waiting for activations to leave the device",
 }
-KINDS = {
+COMPUTE_WORDS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "pointwise kernels, bound by memory bandwidth",
@@ -215,7 +216,7 @@ KINDS = {
 }
 
 
-LANES = {
+LANE_WORDS = {
     "pcie_up": "the optimizer's state over PCIe",
     "pcie_down": "the optimizer's state over PCIe",
     "cpu": "the optimizer's update by the host's cores",
@@ -225,10 +226,10 @@ LANES = {
 
 def bottleneck(time: Timeline) -> str:
     """What takes the most of a step. For updates that the step waits for, the lane that is busiest."""
-    parts = {CAUSES[k]: s for k, s in time.exposed.items()} | {KINDS[k]: s for k, s in time.compute.items()}
-    if waited := parts.pop(CAUSES["update"], 0.0):
-        lane = max(LANES, key=lambda name: time.busy.get(name, 0.0))
-        parts[f"waiting for {LANES[lane]}"] = waited
+    parts = {WAIT_WORDS[k]: s for k, s in time.exposed.items()} | {COMPUTE_WORDS[k]: s for k, s in time.compute.items()}
+    if waited := parts.pop(WAIT_WORDS["update"], 0.0):
+        lane = max(LANE_WORDS, key=lambda name: time.busy.get(name, 0.0))
+        parts[f"waiting for {LANE_WORDS[lane]}"] = waited
     words, seconds = max(parts.items(), key=lambda item: item[1])
     return f"{words}: {seconds_text(seconds)} of {seconds_text(time.seconds)} ({seconds / time.seconds:.0%})"
 
@@ -248,8 +249,8 @@ def _memory_table(e: Estimate) -> str:
 
 
 def _time_table(e: Estimate) -> str:
-    rows = [[KINDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.compute)]
-    rows += [[CAUSES[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.exposed)]
+    rows = [[COMPUTE_WORDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.compute)]
+    rows += [[WAIT_WORDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.exposed)]
     rows.append(["a step", seconds_text(e.step_seconds), "100.0%"])
     return table(["time of a step", "", ""], rows, right=(1, 2))
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from fullshard.plan import Batch, Plan
-from fullshard.planner.estimate import CAUSES, disk_available, host_available
+from fullshard.planner.estimate import WAIT_WORDS, disk_available, host_available
 from fullshard.planner.memory.peak import predict
 from fullshard.planner.search.bounds import Candidate, CandidatePool
 from fullshard.planner.search.full_model import FullModel
@@ -58,7 +58,7 @@ def _why_slower(candidate: Candidate, best: Candidate) -> str:
     more = {k: s - best.exposed.get(k, 0.0) for k, s in candidate.exposed.items() if k != "others"}
     cause, seconds = max(more.items(), key=lambda item: item[1], default=("", 0.0))
     if seconds > 0.3 * (candidate.seconds - best.seconds):
-        return f"{slower:.1%} slower: {seconds_text(seconds)} more {CAUSES[cause]}"
+        return f"{slower:.1%} slower: {seconds_text(seconds)} more {WAIT_WORDS[cause]}"
     return f"{slower:.1%} slower: more to compute"
 
 
