@@ -97,7 +97,7 @@ class Calibration:
         """A table: a row for each number with value, unit, meaning, source and the command that checks it."""
         about = {f.name: f.metadata for f in dataclasses.fields(self)}
         rows = [
-            [name, f"{number:g}", about[name]["unit"], about[name]["meaning"], number.source, number.check]
+            [name, f"{number:.10g}", about[name]["unit"], about[name]["meaning"], number.source, number.check]
             for name, number in self.numbers().items()
         ]
         return table(["number", "value", "unit", "meaning", "source", "check"], rows, right=(1,))
