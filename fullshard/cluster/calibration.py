@@ -112,7 +112,7 @@ _time = _from(f"{RESULTS}/2026-11-15-time-h200.json", TIME_AGAIN)
 _measured = _from(f"{RESULTS}/2026-11-15-time-h200.json", MEASURE)
 _quiet = _from(f"{RESULTS}/2026-11-16-quiet-time-h200.json", TIME_AGAIN)
 _kernels = _from(f"{RESULTS}/2026-11-16-kernels-h200.json", TIME_AGAIN)
-_clusters = _from("published step times on 8 to 512 H100: torchtitan, MosaicML, MaxText (docs/planner.md)", PUBLISHED)
+_clusters = _from("published step times on 8 to 512 H100: torchtitan, MosaicML, MaxText (tests/pure/test_timeline.py)", PUBLISHED)
 _cpu = _from(f"{RESULTS}/2026-11-15-time-cpu.json", CPU_GRID)
 _without = _from("no such effect on a CPU", CPU_GRID)
 
@@ -122,7 +122,7 @@ HOPPER = Calibration(
     attention_forward=_measured(0.7),
     attention_backward=_measured(0.6),
     attention_narrow_heads=_measured(0.78),
-    pointwise_bandwidth=Fitted(0.55, "assumed; published step times agree with it (docs/planner.md)", PUBLISHED),
+    pointwise_bandwidth=Fitted(0.55, "assumed; published step times agree with it (tests/pure/test_timeline.py)", PUBLISHED),
     chunked_loss_bandwidth=_quiet(0.89),
     widening_bandwidth=_kernels(0.45),
     foreach_bandwidth=_kernels(0.84),
