@@ -9,11 +9,11 @@ import typer
 
 from fullshard.commands.common import describe_costs, print_json
 from fullshard.errors import FullshardError
-from fullshard.planner.checkpoint_interval import Saving, parse_mtbf, saving
+from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
 
 if TYPE_CHECKING:
     from fullshard.cluster.cluster import Cluster
-    from fullshard.planner.search.search import Found
+    from fullshard.planner.search.search import SearchResult
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
 
@@ -50,7 +50,7 @@ class SearchOptions:
         return [f"--{name.replace('_', '-')}" for name in values]
 
 
-def search(model: str, sequence: int, options: SearchOptions) -> tuple["Found", Saving | None]:
+def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchResult", SaveCost | None]:
     """The best plan, and how often to save with it where `--mtbf` asks."""
     from fullshard.planner.search.search import find_plan
     from fullshard.text import parse_bytes
@@ -74,7 +74,7 @@ def search(model: str, sequence: int, options: SearchOptions) -> tuple["Found", 
     return found, _saving(found, model, sequence, options.cluster, failing) if failing else None
 
 
-def show_found(found: "Found", saves: Saving | None, *, as_json: bool) -> None:
+def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) -> None:
     """Print the plan, its estimate and the alternatives."""
     from fullshard.planner.search.search import summary
 
@@ -107,11 +107,11 @@ def _priced(name: str, price: float | None) -> "Cluster":
     return replace(found, device=replace(found.device, price=price))
 
 
-def _saving(found: "Found", model: str, sequence: int, cluster: str, mtbf: float) -> Saving:
+def _saving(found: "SearchResult", model: str, sequence: int, cluster: str, mtbf: float) -> SaveCost:
     from fullshard.cluster.cluster import Cluster
 
     description = describe_costs(model, sequence, found.plan.precision.compute)
-    return saving(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
+    return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
 
 
 def _pin(text: str) -> tuple[str, object]:

@@ -1,7 +1,7 @@
 """The host's paces: seconds of what it does to issue a step, timed on blocks so small that the device waits for it.
 
 `launch` is a bare kernel's. `issued` is an operation's of a model, with its module and autograd's part: a row of blocks,
-forward and backward, takes ROW of them.
+forward and backward, takes as long as `probe_ops` operations (`fullshard.cluster.calibration`).
 Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
 operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
 with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.cluster.calibration import HOPPER
 from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.measuring.quiet_cores import Cores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
@@ -29,10 +30,6 @@ from fullshard.plan import Remat
 
 ROUNDS, GLANCES, CLOCKED, LEAST = 5, 2, 15, 1e-9
 BLOCKS = 6  # as many in a row as let Python's garbage collector have its share
-ROW = 624.0  # operations' worth of the host's time: from the same steps as `timeline.ON_GPU`
-# A step's work takes so many times as long as that of a row of alike blocks, and where the host is disturbed it slows by so much
-# of what such a row slows by: as seen, on quiet cores and wherever the host ran them; why was not looked into.
-IN_A_STEP, DISTURBED = 1.22, 0.55
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 
 
@@ -42,7 +39,7 @@ def paces(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {"launch": launch(device), **remat_paces(device)}
     with Cores(issue_clock(device)) as cores:
-        remat = {name: IN_A_STEP * seconds for name, seconds in remat_paces(device, before=cores.settle).items()}
+        remat = {name: HOPPER.in_step_host * seconds for name, seconds in remat_paces(device, before=cores.settle).items()}
         return {"launch": launch(device), **_issued(cores), **remat}
 
 
@@ -56,7 +53,7 @@ def glance(device: torch.device) -> dict[str, float]:
 
 def _issued(cores: Cores) -> dict[str, float]:
     undisturbed = fastest([cores.settle() for _ in range(CLOCKED)])
-    return {"issued": IN_A_STEP * undisturbed / ROW, "toured": middle(cores.tour)}
+    return {"issued": HOPPER.in_step_host * undisturbed / HOPPER.probe_ops, "toured": middle(cores.tour)}
 
 
 def host_share(issued: float, quiet: float, device: torch.device, looks: int = CLOCKED) -> float:
@@ -69,7 +66,7 @@ def host_share(issued: float, quiet: float, device: torch.device, looks: int = C
 def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
     """The same by what an `issue_clock` showed."""
     undisturbed = quiet * issued
-    return (undisturbed + DISTURBED * (IN_A_STEP * clocked / ROW - undisturbed)) / issued
+    return (undisturbed + HOPPER.disturbance * (HOPPER.in_step_host * clocked / HOPPER.probe_ops - undisturbed)) / issued
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:

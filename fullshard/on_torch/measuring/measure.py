@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard.cluster.cluster import PACES, Cluster, Measured
 from fullshard.cluster.hardware import DEVICES, Node
-from fullshard.cluster.measured import Attention, Collective, CollectiveKind, Gemm
+from fullshard.cluster.measured import CollectiveKind, MeasuredAttention, MeasuredCollective, MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import give_group, take_group, together
 from fullshard.on_torch.measuring import host_pace, pointwise, timings
@@ -158,7 +158,7 @@ def _memory(device: torch.device) -> dict[str, Any]:
 
 def _gemms(device: torch.device, budget: float) -> dict[str, Any]:
     shapes = CUDA_GEMMS if device.type == "cuda" else CPU_GEMMS
-    return {"gemms": tuple(Gemm(*s, timings.gemm(*s, device, _dtype(device), budget)) for s in shapes)}
+    return {"gemms": tuple(MeasuredGemm(*s, timings.gemm(*s, device, _dtype(device), budget)) for s in shapes)}
 
 
 def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, An
     else:
         shapes = [(4, 4, s, width) for width in (32, 64, 128) for s in ((128, 512) if quick else (128, 256, 512))]
     rates = [(s[3], s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
-    return {"attention": tuple(Attention(*r) for r in rates)}
+    return {"attention": tuple(MeasuredAttention(*r) for r in rates)}
 
 
 def _pointwise(device: torch.device, budget: float) -> float:
@@ -202,13 +202,13 @@ def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:
     return {"collectives": tuple(_line(kind, sizes, device, 5 if quick else 15) for kind in KINDS)}
 
 
-def _line(kind: CollectiveKind, sizes: list[int], device: torch.device, repeats: int) -> Collective:
+def _line(kind: CollectiveKind, sizes: list[int], device: torch.device, repeats: int) -> MeasuredCollective:
     """Latency and bandwidth of one kind, from its times at several sizes."""
     world = _world()
     share = {"all_reduce": 2 * (world - 1) / world, "broadcast": 1.0}.get(kind, (world - 1) / world)
     points = [(share * size, timings.collective(kind, size, device, repeats)) for size in sizes]
     latency, slope = fit(points)
-    return Collective(kind, world, -(-world // _local_world()), latency, 1 / slope)
+    return MeasuredCollective(kind, world, -(-world // _local_world()), latency, 1 / slope)
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:

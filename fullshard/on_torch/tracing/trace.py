@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fullshard.model.costs import Action, Moment, OpKind
+from fullshard.model.costs import Action, OpKind, Phase
 from fullshard.model.description import Description
 from fullshard.on_torch import loss_chunks
 from fullshard.on_torch.loss import LossFunction
@@ -42,7 +42,7 @@ NO_TENSOR = 0  # tensors count from 1
 class RawSection:
     """What followed one moment: what happened to tensors, and the work done."""
 
-    moment: Moment
+    moment: Phase
     unit: str
     events: list[RawEvent] = field(default_factory=list)
     ops: list[RawOp] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.closed = self.in_backward = False
         self.shadows = Shadows()
 
-    def mark(self, moment: Moment, unit: str) -> None:
+    def mark(self, moment: Phase, unit: str) -> None:
         self.sections.append(RawSection(moment, unit))
 
     def give(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
