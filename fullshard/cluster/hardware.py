@@ -1,7 +1,7 @@
 """What machines are made of: devices, links, hosts, and the known ones with their published numbers.
 
 Nominal facts only; what was timed lives in the cluster, apart from these. Where a number comes from, and
-which of them are assumptions, is in docs/cluster.md. Standard library only.
+which of them are assumptions, is in docs/reference/cluster.md. Standard library only.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ RUN/plan.json       the plan
 RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
 RUN/wandb-id        which run of Weights & Biases this is, if it is one
-RUN/checkpoints/    see docs/checkpoints.md
+RUN/checkpoints/    see docs/reference/checkpoint.md
 RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """
 
