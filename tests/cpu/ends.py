@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch import all_or_none
+from fullshard.on_torch.agree import all_or_none
 from fullshard.runs.agreement import identity, refuse_disagreement
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
