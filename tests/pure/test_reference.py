@@ -1,6 +1,7 @@
 """The reference pages name everything that the code has, and nothing else."""
 
 import dataclasses
+import inspect
 import json
 import re
 import types
@@ -165,6 +166,32 @@ def test_the_page_of_token_files_has_every_key_and_no_other(tmp_path):
 # -- Python -------------------------------------------------------------------------------------------
 
 
+def calls(title: str) -> dict[str, str]:
+    """The public names under a heading of the page, each with its arguments as the page writes them."""
+    found = [re.match(r"`(\w+)(?:\((.*)\))?`", cells[0]) for cells in rows(section(page("api"), title))]
+    return {m[1]: m[2] or "" for m in found if m}
+
+
+def arguments(text: str) -> list[str]:
+    """The names of the arguments in a call."""
+    text = re.sub(r"\([^()]*\)", "", text)
+    return [part.partition("=")[0].strip(" *") for part in text.split(",") if part.strip(" *")]
+
+
+def differs(module: Any, title: str) -> dict[str, list[str]]:
+    """Calls whose arguments are other than on the page. `…` on the page stands for any."""
+    known = {name: getattr(module, name) for name, text in calls(title).items() if text and text != "…"}
+    taken = {name: list(inspect.signature(call).parameters) for name, call in known.items()}
+    return {name: found for name, found in taken.items() if found != arguments(calls(title)[name])}
+
+
 def test_the_page_has_every_public_name_and_no_other():
-    found = {names(cells[0], r"\w+")[0] for cells in rows(section(page("api"), "## fullshard"))}
-    assert found == set(fullshard.__all__)
+    assert set(calls("## fullshard")) == set(fullshard.__all__)
+    assert differs(fullshard, "## fullshard") == {}
+
+
+def test_the_page_has_every_public_name_of_the_torch_engine():
+    from fullshard import on_torch
+
+    assert set(calls("## fullshard.on_torch")) == set(on_torch.__all__)
+    assert differs(on_torch, "## fullshard.on_torch") == {}
