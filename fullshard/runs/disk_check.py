@@ -1,9 +1,9 @@
 """What the disk means for a run whose plan puts something on it: tried and said before the first step."""
 
-from fullshard.planner.step.unit_sizes import groups
 from fullshard.planner.step.offload_bytes import Away, slots_of
-from fullshard.storage.disk_speed import Rates, no_disk, verdict
+from fullshard.planner.step.unit_sizes import groups
 from fullshard.runs.prepare import Prepared, make_optimizer
+from fullshard.storage.disk_speed import Rates, no_disk, verdict
 
 TRIAL = 1 << 30  # bytes a rank, at most
 SECONDS = 1.5

@@ -7,8 +7,8 @@ from typing import Protocol
 from fullshard.engine import RunState
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
-from fullshard.text import bytes_text, seconds_text
 from fullshard.runs.prepare import Prepared, step_seconds
+from fullshard.text import bytes_text, seconds_text
 
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong

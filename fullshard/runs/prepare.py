@@ -5,24 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import optimizer
-from fullshard.model import presets
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster.cluster import Cluster
 from fullshard.data import Batches, TokenFile
 from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
-from fullshard.model.description import Description
 from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
+from fullshard.model import presets
+from fullshard.model.description import Description
+from fullshard.model.presets import PRESETS
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
-from fullshard.model.presets import PRESETS
 from fullshard.reading import is_plain_file, parse_json, read_text
-from fullshard.strategies import choose
-from fullshard.text import parse_bytes
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.runs.recipe import OWN, Recipe, changed
+from fullshard.strategies import choose
+from fullshard.text import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
 
-def _plan(recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]) -> tuple[Plan, Estimate | None, Description | None]:
+def _plan(
+    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]
+) -> tuple[Plan, Estimate | None, Description | None]:
     """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
     costs those are."""
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None

@@ -13,9 +13,9 @@ from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.agreement import data_identity, flat
+from fullshard.runs.lr_schedule import factor
 from fullshard.runs.prepare import Prepared, prepare, shelf_of
 from fullshard.runs.recipe import Recipe, make_recipe
-from fullshard.runs.lr_schedule import factor
 
 ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples
 CURVE = ("optim.", "schedule.", "lora.", "data.boundaries")  # keys, or sections, by which the losses to come change

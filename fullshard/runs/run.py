@@ -17,12 +17,12 @@ from fullshard.engine import RunState, Step
 from fullshard.errors import DIVERGED, FullshardError
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
-from fullshard.runs.metrics import Metrics, open_metrics, rewind
-from fullshard.runs.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
-from fullshard.runs.progress import Bar
 from fullshard.runs.loop import train
 from fullshard.runs.lr_schedule import factor
+from fullshard.runs.metrics import Metrics, open_metrics, rewind
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
+from fullshard.runs.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
+from fullshard.runs.progress import Bar
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.signals import Signals
 from fullshard.runs.watchdog import Watchdog
@@ -367,5 +367,3 @@ def _told(found: Manifest, key: str, otherwise: Any) -> Any:
     """A number that a run left in its checkpoint; one that a program saved may lack it, or mean something else."""
     value = found.state.get("extra", {}).get(key)
     return value if isinstance(value, int | float) else otherwise
-
-

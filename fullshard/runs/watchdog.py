@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from fullshard.engine import Where, WatchedRanks
+from fullshard.engine import WatchedRanks, Where
 from fullshard.errors import HUNG
 
 T = TypeVar("T")

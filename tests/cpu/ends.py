@@ -19,7 +19,7 @@ def compare(here: str, told: list[list[str]], options: list[tuple[str, str | Non
     os.chdir(here)
     prepared = prepare(load_recipe("recipe.toml", told[rank]), dist.get_world_size())
     try:
-        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]))
+        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]), prepared.engine)
     except FullshardError as error:
         return str(error)
     return "agreed"
