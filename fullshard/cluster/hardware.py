@@ -1,7 +1,7 @@
 """Devices, links, hosts and nodes, and the known ones with their published numbers.
 
 Nominal facts only: what was timed is in `fullshard.cluster.measured`. The source of each number, and which are assumptions,
-is in docs/cluster.md. Standard library only.
+is in docs/reference/cluster.md. Standard library only.
 """
 
 import dataclasses
