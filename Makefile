@@ -15,7 +15,7 @@ WORKERS := --numprocesses=2 --dist=loadfile
 install: $(VENV)/.install
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py --steps 300
 
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu tests/fuzz
