@@ -1,11 +1,14 @@
-# Everything runs in .venv, made from pinned constraints. Each stamp below adds the packages of its extras, so any
-# target can come first and a later one completes what is there.
+# Everything runs in .venv, made from pinned constraints. A stamp .venv/.NAME adds the packages of EXTRAS_NAME, so any
+# target can come first and a later one completes what is there. HOLDS_NAME: the stamps that this installation serves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS_demo := torch
 EXTRAS_install := data,hf
 EXTRAS_dev := dev
+HOLDS_demo := demo
+HOLDS_install := demo install
+HOLDS_dev := demo install dev
 # Most tests keep one core busy, or wait for ranks that do. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=2 --dist=loadfile
 
@@ -36,7 +39,7 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fullshard needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
-	touch $@
+	touch $(addprefix $(VENV)/.,$(HOLDS_$*))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
