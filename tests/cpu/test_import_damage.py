@@ -79,7 +79,7 @@ def test_tensors_of_every_kind_are_read_or_refused_by_name(tmp_path):
     kinds = {n: t.dtype for n, t in found.items()}
     assert kinds == {"model.fp8": "F8_E4M3", "model.attribute": "F32", "model.u16": "U16"}
     torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
-    with pytest.raises(FullshardError, match=r"sparse.pt: w is .* of an unknown kind; convert it to a plain tensor"):
+    with pytest.raises(FullshardError, match=r"sparse.pt: w is .* of an unknown class; convert it to a plain tensor"):
         import_weights(str(tmp_path / "sparse.pt"), Local(tmp_path / "out2"))
 
 
@@ -111,12 +111,12 @@ def lying(directory: Path, kind: str) -> None:
 
 LIES = {
     "claims": "the chunks of w do not add up to it",
-    "claims in its chunks": "does not say where a chunk of w lies|not what the metadata says",
+    "claims in its chunks": "does not say where a chunk of w is|another shape or dtype than in the metadata",
     "overlap": "chunks of w overlap",
-    "missing": "does not say where a chunk of b lies",
-    "length": "is cut off",
-    "empty": "is no metadata of a DCP checkpoint that is known",
-    "text": "is no metadata of a DCP checkpoint that is known",
+    "missing": "does not say where a chunk of b is",
+    "length": "is truncated",
+    "empty": "is not the metadata of a known version of DCP",
+    "text": "is not the metadata of a known version of DCP",
 }
 
 
@@ -145,11 +145,11 @@ def test_a_zero_checkpoint_without_a_key(tmp_path, missing):
         for table in (tree, tree.get("optimizer_state_dict", {})):
             table.pop(missing, None)
         torch.save([] if missing == "everything" else tree, file)
-    with pytest.raises(FullshardError, match="is no ZeRO checkpoint that is known"):
+    with pytest.raises(FullshardError, match="is not a ZeRO checkpoint of a known version"):
         import_weights(str(tmp_path / "zero"), Local(tmp_path / "out"))
 
 
 def test_latest_that_is_a_directory(tmp_path):
     (tmp_path / "latest").mkdir()
-    with pytest.raises(FullshardError, match="latest: it is no plain file"):
+    with pytest.raises(FullshardError, match="latest: it is not a plain file"):
         import_weights(str(tmp_path), Local(tmp_path / "out"))

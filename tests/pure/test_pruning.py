@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.pruning import Inventory, size_problems
-from fullshard.checkpoint.retention import Candidate, Kept
+from fullshard.checkpoint.retention import CheckpointSummary, Retention
 from fullshard.checkpoint.verify import problems
 from fullshard.cli import app
 from tests.pure.checkpoints import make
@@ -47,11 +47,11 @@ DAMAGES = [flip, cut, no_json, renamed]
 def test_for_every_set_of_damaged_ones_the_newest_whole_ones_stay(tmp_path, keep, damage):
     """All 16 ways in which four checkpoints may be damaged, against what a person would keep."""
     for i, chosen in enumerate(itertools.product([False, True], repeat=4)):
-        shelf = Local(tmp_path / str(i))
+        checkpoint_dir = Local(tmp_path / str(i))
         for step, bad in enumerate(chosen, 1):
-            place = make(shelf.path, step)
+            place = make(checkpoint_dir.path, step)
             damage(place) if bad else None
-        gone = Inventory.of(shelf).retire(Kept(last=keep))
+        gone = Inventory.of(checkpoint_dir).removable(Retention(last=keep))
         whole = [commit.checkpoint_name(s) for s, bad in enumerate(chosen, 1) if not bad]
         assert [n for n in gone if n in whole] == whole[:-keep]
         # What is older than enough whole ones goes unread, damaged or not.
@@ -59,24 +59,24 @@ def test_for_every_set_of_damaged_ones_the_newest_whole_ones_stay(tmp_path, keep
 
 
 def test_what_was_verified_is_not_read_again_but_its_sizes_are(tmp_path, monkeypatch):
-    shelf = Local(tmp_path)
-    known = Inventory.of(shelf)
+    checkpoint_dir = Local(tmp_path)
+    known = Inventory.of(checkpoint_dir)
     read = []
     monkeypatch.setattr("fullshard.checkpoint.pruning.problems", lambda place: read.append(place) or problems(place))
     for step in (1, 2, 3):
         make(tmp_path, step)
-        known.add(Candidate(step, 0.0, {}))
-    assert known.retire(Kept(last=1)) == ["step-00000001", "step-00000002"]
+        known.add(CheckpointSummary(step, 0.0, {}))
+    assert known.removable(Retention(last=1)) == ["step-00000001", "step-00000002"]
     assert not read
-    cut(shelf.child("step-00000003"))
-    assert known.retire(Kept(last=1)) == ["step-00000001"]
+    cut(checkpoint_dir.child("step-00000003"))
+    assert known.removable(Retention(last=1)) == ["step-00000001"]
     assert "bytes instead of" in known.damaged["step-00000003"]
 
 
 def test_nothing_is_read_while_nothing_goes(tmp_path, monkeypatch):
     make(tmp_path, 1)
     monkeypatch.setattr("fullshard.checkpoint.pruning.problems", lambda place: 1 // 0)
-    assert Inventory.of(Local(tmp_path)).retire(Kept(last=1)) == []
+    assert Inventory.of(Local(tmp_path)).removable(Retention(last=1)) == []
 
 
 def run(*arguments: str):
