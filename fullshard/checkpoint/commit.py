@@ -1,6 +1,6 @@
 """Makes checkpoints appear and disappear atomically, finds them, and removes what killed writers left behind.
 
-Checkpoints lie in a directory (`checkpoint_dir`) as `step-00000100` and so on. On a filesystem a checkpoint is written to a
+A `checkpoint_dir` is a directory of checkpoints, named `step-00000100` and so on. On a filesystem a checkpoint is written to a
 staging directory beside its target, synced, and renamed. An object store has no rename: there the manifest is written last,
 and a directory without a manifest is not a checkpoint. Readers therefore see complete checkpoints only. What a killed
 writer leaves is garbage that `sweep` removes.

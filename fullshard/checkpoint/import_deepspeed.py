@@ -41,8 +41,8 @@ def _sources(path: Path, optimizers: Sequence[Mapping[Any, Any]], models: Sequen
     stage, count = _enum_value(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
     count = max(count) if isinstance(count, list) else count
     if count != len(optimizers) or not models:
-        said = count if is_count(count) else "an unknown number of"
-        raise FullshardError(f"{path} has {len(optimizers)} of {said} *_optim_states.pt; give those of all ranks")
+        expected = count if is_count(count) else "an unknown number of"
+        raise FullshardError(f"{path} has {len(optimizers)} of {expected} *_optim_states.pt; give those of all ranks")
     found = [*_buffers(models), *(_zero3 if stage == 3 else _zero2)(path, optimizers, models)]
     by_name = {s.name: s for s in found}
     shared = as_table(models[0].get("shared_params") or {}).items()

@@ -64,7 +64,7 @@ def _select_weights(found: Sequence[TensorSource], prefix: str) -> list[TensorSo
         prefix = next((f"{p}." for p in MODEL_PREFIXES if any(n.startswith(f"{p}.") for n in names)), "")
         if not prefix:
             raise FullshardError(
-                f"weights cannot be told from optimizer state; give --prefix, the start of the weights' names, as in {names[0]}"
+                f"cannot tell weights from optimizer state; give --prefix, the start of the weights' names, as in {names[0]}"
             )
     kept = [(s, s.name.removeprefix(prefix)) for s in found if s.name.startswith(prefix)]
     if not kept:

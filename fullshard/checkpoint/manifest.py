@@ -140,13 +140,13 @@ class Manifest:
             raise ManifestError(f"{where} is not a checkpoint's manifest")
         version: Any = tree.get("version")
         if not is_count(version) or not 1 <= version <= VERSION:
-            said = version if is_count(version) else quoted(version)
-            raise ManifestError(f"{where} has version {said}; this fullshard reads up to {VERSION}: install a newer one")
+            shown = version if is_count(version) else quoted(version)
+            raise ManifestError(f"{where} has version {shown}; this fullshard reads up to {VERSION}: install a newer one")
         try:
             return cls(**_fields(tree))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = error if type(error) is ValueError else "a field is missing, or has the wrong type"
-            raise ManifestError(f"{where} is malformed: {said}; use another checkpoint") from None
+            reason = error if type(error) is ValueError else "a field is missing, or has the wrong type"
+            raise ManifestError(f"{where} is malformed: {reason}; use another checkpoint") from None
 
 
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode

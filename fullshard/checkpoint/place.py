@@ -214,8 +214,8 @@ class Remote(Place):
         except (but, FullshardError):
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise FullshardError(f"cannot reach {self}: {said}; check the URL, the network and the credentials") from None
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise FullshardError(f"cannot reach {self}: {reason}; check the URL, the network and the credentials") from None
 
     def _entries(self, kind: str) -> list[tuple[str, int]]:
         self.filesystem.invalidate_cache()  # another process may have written
@@ -330,7 +330,7 @@ def open_place(where: str | Path) -> Place:
         # fsspec caches instances by default; a forked process would share its parent's connections.
         filesystem = fsspec.filesystem(scheme, skip_instance_cache=True, **CLIENTS.get(scheme, {}))
         path = str(filesystem._strip_protocol(text))
-    except Exception as error:  # each client has exceptions of its own
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise FullshardError(f"cannot open {text}: {said}") from None
+    except Exception as error:  # each client has its own exceptions
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise FullshardError(f"cannot open {text}: {reason}") from None
     return Remote(filesystem, path, scheme)

@@ -82,5 +82,5 @@ def is_name(text: object) -> bool:
 
 def quoted(text: object, most: int = 80) -> str:
     """A value from a file, for an error message: escaped, and shortened to about `most` characters."""
-    said = repr(text[: most + 1]) if isinstance(text, str | bytes) else f"a {type(text).__name__}"
-    return said if len(said) <= most else f"{said[:most]}…"
+    shortened = repr(text[: most + 1]) if isinstance(text, str | bytes) else f"a {type(text).__name__}"
+    return shortened if len(shortened) <= most else f"{shortened[:most]}…"

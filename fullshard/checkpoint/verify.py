@@ -70,11 +70,11 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
         return [str(error)]
     except (FileNotFoundError, EOFError):
         return [f"{place}/{name} was truncated while it was read"]
-    said = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
+    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
     chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
-    listed = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
+    in_manifest = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
     # Without a shared disk, a node's file may also hold copies of chunks that the manifest names elsewhere.
-    agree = said == listed if manifest.files[name].node is None else listed <= said
+    agree = in_header == in_manifest if manifest.files[name].node is None else in_manifest <= in_header
     return [] if agree else [f"{place}/{name}: its header and the manifest disagree about what it holds"]
 
 

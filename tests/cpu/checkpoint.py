@@ -1,4 +1,4 @@
-"""Runs inside the ranks: states saved and loaded."""
+"""What the checkpoint tests run inside the ranks."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ def make_state(strategy: str = "zero3", kind: str = "plain", seed: int = 3, opti
 
 
 def batch(state, step: int) -> dict[str, torch.Tensor]:
-    """The same rows of each step at every world size are not needed here: only values that move."""
+    """A random batch, different at every step and on every data rank."""
     rank = on_torch.data_rank(state.plan.mesh)
     ids = torch.randint(0, parity.VOCAB, (2, parity.LENGTH + 1), generator=torch.Generator().manual_seed(1000 * step + rank))
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
@@ -52,7 +52,7 @@ def train(state, steps: int) -> list[float]:
 
 
 def digests(state) -> dict[str, str]:
-    """Every tensor whole, as bytes."""
+    """The bytes of every whole tensor."""
     found = {}
     for name, tensor in (model_tensors(state.model) | optimizer_tensors(state)).items():
         whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
@@ -84,7 +84,7 @@ def refusal(checkpoint_dir: str, kind: str = "plain", optimizer=None, **options)
 
 
 def load_flipped(checkpoint_dir: str) -> list[tuple[str, int, str]]:
-    """What a load says to each flipped byte; the state stays as it was."""
+    """The errors of loads with one flipped byte each. The state must not change."""
     state = make_state("zero3", seed=5)
     before, found = digests(state), []
     where = Path(str(commit.find(checkpoint_dir)))
@@ -110,11 +110,11 @@ FORGED: dict[str, dict] = {
     "slot": {"slots": {"model.norm.weight": {"step": [1]}}},
     "without": {"without_slots": [1]},
     "scale": {"loss_scale": {"value": "x"}},
-}  # of a manifest's `state`, sealed with a right checksum
+}  # changes of a manifest's `state`, under a valid checksum
 
 
 def load_damaged(checkpoint_dir: str) -> dict[str, str]:
-    """What a load says to files that are cut, swapped, missing …, and to manifests that somebody crafted."""
+    """The errors of loads of damaged files and crafted manifests."""
     state, found = make_state("zero3", seed=5), {}
     before = digests(state)
     whole, place = Path(str(commit.find(checkpoint_dir))), Local(Path(checkpoint_dir, "other/step-00000002"))
@@ -136,7 +136,7 @@ def load_damaged(checkpoint_dir: str) -> dict[str, str]:
 
 
 def _alone(act: Callable[[], object]) -> None:
-    """The first rank does it, while no other reads."""
+    """Run on the first rank, while no other rank reads."""
     dist.barrier()
     if dist.get_rank() == 0:
         act()
@@ -165,7 +165,7 @@ def from_hugging_face(directory: str, checkpoint_dir: str, lora: bool = False, s
 
 
 def save_others(directory: str) -> dict:
-    """The same weights as torch's own tools write them: DCP, and one `.pt` file a rank."""
+    """The same weights as torch's own tools write them: DCP, and one `.pt` file per rank."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
@@ -200,8 +200,8 @@ def one_at_a_time(checkpoint_dir: str) -> bool:
 
 
 def saved_under_training(checkpoint_dir: str) -> list[bool]:
-    """Saves beside training, of values that the next step overwrites: whether each holds those of its moment. Before the
-    second the optimizer's tensors are others, before the third one of them lies elsewhere."""
+    """Whether saves beside training hold the values at the time of the call, which the next step overwrites. Before the
+    second save the optimizer has other tensors, before the third one tensor has moved in memory."""
     state = make_state()
     train(state, 2)
     writer = Checkpointer(checkpoint_dir, state, overlap=True)
@@ -211,7 +211,7 @@ def saved_under_training(checkpoint_dir: str) -> list[bool]:
         before = digests(state)
         saving = writer.save()
         train(state, 1)
-        assert writer.staging.copies is None  # the update has asked for the copies
+        assert writer.staging.copies is None  # the update has waited for the copies
         saving.result()
         again = make_state(seed=99)
         fs.checkpoint.load(saving.where, again)
@@ -221,14 +221,14 @@ def saved_under_training(checkpoint_dir: str) -> list[bool]:
 
 
 def _move(state) -> None:
-    """Other memory and other values behind the same tensor."""
+    """Give a tensor other memory and other values."""
     with torch.no_grad():
         local = next(t for n, t in optimizer_tensors(state).items() if n.endswith(".exp_avg")).to_local()
         local.set_(local + 1.0)
 
 
 def tallied() -> list:
-    """Numbers of all ranks, and what all are told when one fails."""
+    """The numbers of all ranks from `tally`, and the error on all ranks when one fails."""
     group = take_group()
     big = -(1 << 63)
     found: list = [tally(group, lambda: [dist.get_rank(), big], 2), tally(group, lambda: [], 0)]
@@ -242,7 +242,7 @@ def tallied() -> list:
 
 
 def settled(leaders: list[int]) -> list:
-    """What leaders are given to finish with, and what all are told when one of them, or anybody before, fails."""
+    """What `settle` passes to leaders, and the error on all ranks when a leader, or any rank before, fails."""
     group, rank = take_group(), dist.get_rank()
     last, found = dist.get_world_size() - 1, []
 
@@ -264,7 +264,7 @@ def settled(leaders: list[int]) -> list:
 
 
 def full_disk(checkpoint_dir: str, fill: str) -> dict:
-    """A good save, one onto a full disk, and training before, between and after."""
+    """A save that works and one onto a full disk, with training before, between and after."""
     state = make_state()
     writer = Checkpointer(checkpoint_dir, state)
     losses = train(state, 2)
@@ -294,7 +294,7 @@ def full_disk(checkpoint_dir: str, fill: str) -> dict:
 
 
 def own_disks(directory: str, strategy: str = "zero3") -> dict:
-    """Two nodes of two ranks, each with a disk of its own: the same path on both, as ranks see it."""
+    """Two simulated nodes of two ranks with separate disks."""
     checkpoint_dir = f"{directory}/node{dist.get_rank() // 2}/checkpoint_dir"
     state = make_state(strategy)
     train(state, 2)
@@ -313,7 +313,7 @@ def own_disks(directory: str, strategy: str = "zero3") -> dict:
 
 
 def dropout(checkpoint_dir: str) -> list[list[float]]:
-    """A model with dropout: what follows a save, and what follows a load of it."""
+    """Losses of a model with dropout: after a save, and after loading it."""
     after = []
     for seed in (5, 6):
         torch.manual_seed(seed)
@@ -368,7 +368,7 @@ def three(checkpoint_dir: str) -> None:
 
 
 def taken_over(checkpoint_dir: str) -> dict:
-    """Two saves, and a third after another process has taken the directory; the rules would let only one stay."""
+    """Two saves, and a third after another process has taken the directory; retention would delete the first."""
     state = make_state()
     writer = Checkpointer(checkpoint_dir, state, keep=Retention(last=2))
     for _ in range(2):
@@ -390,7 +390,7 @@ def taken_over(checkpoint_dir: str) -> dict:
 
 
 def retained(checkpoint_dir: str) -> list[str]:
-    """Three checkpoints, the newest damaged; then another writer's save, under rules that let two stay. What it says."""
+    """Three checkpoints, the newest damaged, then a save that keeps two. Returns its messages."""
     state = make_state()
     writer = Checkpointer(checkpoint_dir, state)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Checkpoints through the torch engine: any layout to any other, strict, verified, never half."""
+"""Checkpoints of the torch engine: from any layout to any other, strict, verified, atomic."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ LAYOUTS = [
     (2, "ddp", {}),
     (2, "zero2", {}),
     (2, "zero3", {"tensor": 2}),
-    (3, "zero3", {}),  # does not divide: parts of different sizes
+    (3, "zero3", {}),  # does not divide evenly
     (4, "zero1", {"tensor": 2}),
     (4, "zero3", {}),
     (4, "ddp", {}),
@@ -123,18 +123,18 @@ def test_background_work_is_done_in_order_by_a_thread_that_gives_way(priority):
 def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun():
     made: list[int] = []
     copies = PendingCopies(copies=[partial(made.append, i) for i in range(3)])
-    copies.wait()  # nobody writes yet
+    copies.wait()  # `finish` has not been called yet
     assert made == [0, 1, 2]
     copies.finish()
     one = memoryview(b"first"), memoryview(b"second")
-    for helped in (False, True):  # the checksum is made in order, whoever copied what
+    for helped in (False, True):  # the checksum is the same whichever thread copies
         copies = PendingCopies(copies=[lambda: None] * 2, parts=one)
         if helped:
             copies.wait()
         assert copies.finish() == checksum(b"firstsecond")
     failing = PendingCopies(copies=[lambda: made.append(3), lambda: made[9]])
     failing.wait()
-    with pytest.raises(IndexError):  # whoever writes is told
+    with pytest.raises(IndexError):  # the writing thread gets the error
         failing.finish()
 
 

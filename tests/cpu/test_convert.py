@@ -1,4 +1,4 @@
-"""From Hugging Face, DCP, DeepSpeed and .pt files, and back: the same bytes, the same logits, and nothing executed."""
+"""Import and export of Hugging Face, DCP, DeepSpeed and .pt files: same bytes, same logits, nothing executed."""
 
 import os
 import pickle
@@ -149,7 +149,7 @@ def deepspeed(path: Path, stage: int, ranks: int, params: dict[str, torch.Tensor
     if stage == 3:
         pad = lambda p: torch.cat([p.flatten(), torch.zeros(-p.numel() % ranks)])
         cut = [torch.cat([pad(p).chunk(ranks)[r] for p in params.values()]) for r in range(ranks)]
-        key, groups = "fp32_flat_groups", [[c[:5], c[5:]] for c in cut]  # sub-groups cut anywhere
+        key, groups = "fp32_flat_groups", [[c[:5], c[5:]] for c in cut]  # sub-groups of any sizes
     else:
         whole = torch.cat([p.flatten() for p in params.values()])
         whole = torch.cat([whole, torch.zeros(-whole.numel() % (2 * ranks))])
@@ -207,9 +207,9 @@ def test_crafted_files_do_nothing_but_fail_with_a_sentence(tmp_path, kind):
             torch.save({"optimizer_state_dict": Evil(mark)}, where / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
         case "builtins":
             evil_zip(where / "model.pt", b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.")
-        case "storage":  # the bytes of a tensor that is not there
+        case "storage":  # a storage that does not exist
             evil_zip(where / "model.pt", pickle_of(storage="9"))
-        case "span":  # reaches beyond its bytes
+        case "span":  # reaches beyond its storage
             evil_zip(where / "model.pt", pickle_of(shape=1 << 40))
         case "latest":
             (where / "latest").write_text("../../etc")
@@ -235,7 +235,7 @@ def test_a_dcp_file_outside_the_directory_is_not_read(tmp_path, ranks):
 
 
 def test_export_takes_memory_for_one_tensor_not_for_the_model(tmp_path):
-    """In a process of its own, so that its peak is its own."""
+    """Runs in a separate process, to measure its peak memory."""
     import subprocess
     import sys
 

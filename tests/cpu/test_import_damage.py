@@ -1,4 +1,4 @@
-"""A flipped bit in what torch wrote is found, for each kind of foreign checkpoint; DCP metadata that lies is refused."""
+"""Damage to other programs' checkpoints is found in every format, and wrong DCP metadata is refused."""
 
 import pickle
 import tracemalloc
@@ -20,7 +20,7 @@ PARAMS = {"a.weight": torch.arange(24.0).view(6, 4), "b": torch.arange(100.0, 10
 
 
 def saved(directory: Path, kind: str) -> tuple[Path, Path, bytes]:
-    """A checkpoint of this kind, the file in it that holds a tensor, and that tensor's bytes."""
+    """A checkpoint in this format, a file of it that holds a tensor, and the tensor's bytes."""
     data = PARAMS["b"].numpy().tobytes()
     match kind:
         case "pt":
@@ -70,7 +70,7 @@ def test_a_file_without_checksums_is_imported_and_said(tmp_path, capsys, monkeyp
 
 
 def test_tensors_of_every_kind_are_read_or_refused_by_name(tmp_path):
-    """None is left out without a word."""
+    """No tensor is left out silently."""
     weight = torch.nn.Parameter(torch.randn(3))
     weight.tensor_model_parallel = True  # an attribute, as Megatron sets
     named = {"fp8": torch.ones(4).to(torch.float8_e4m3fn), "attribute": weight, "u16": torch.ones(2, dtype=torch.uint16)}
@@ -95,7 +95,7 @@ def lying(directory: Path, kind: str) -> None:
             w.size = torch.Size([1 << 30, 1 << 10])
         case "claims in its chunks":
             w.size, w.chunks = torch.Size([1 << 40]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 40]))]
-        case "overlap":  # adds up, and leaves a hole
+        case "overlap":  # the sizes add up, with a gap
             w.chunks = [*w.chunks[:1], ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))]
         case "missing":
             tree.storage_data.popitem()

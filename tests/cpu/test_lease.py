@@ -85,7 +85,7 @@ def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkey
 
 
 def test_of_several_starters_one_wins(place):
-    """Eight at the same moment, over the lease of a process that is gone."""
+    """Eight processes at the same time, over the lease of one that has ended."""
     dead = dataclasses.replace(lease._this_process("gone"), pid=2**22 - 1)
     if isinstance(place, Local):
         place.path.mkdir()
@@ -101,7 +101,7 @@ def test_of_several_starters_one_wins(place):
 
 
 def test_a_process_of_the_same_number_is_not_the_holder(tmp_path):
-    other = dataclasses.replace(lease._this_process("x"), pid=os.getppid(), started="1")  # which lives, and began later
+    other = dataclasses.replace(lease._this_process("x"), pid=os.getppid(), started="1")  # alive, but started at another time
     Local(tmp_path).create(lease.lease_name(1), other.to_bytes())
     with leased(Local(tmp_path)) as mine:
         assert mine.number == 2
@@ -114,7 +114,7 @@ def quick(monkeypatch):
 
 
 def elsewhere(place, renewed: float) -> lease.Holder:
-    """The lease of a process of another machine."""
+    """A lease held by a process of another machine."""
     found = dataclasses.replace(lease._this_process("runs/b"), boot="another", host="far", renewed=renewed)
     if isinstance(place, Local):
         place.path.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ def elsewhere(place, renewed: float) -> lease.Holder:
 
 
 def test_another_machine_is_watched_whatever_its_clock_says(place, quick):
-    """Unchanged: broken, sooner where it is old. Renewed: refused, however old its clock says it is."""
+    """An unchanged lease is broken, an old one sooner. A renewed one is respected, however old it claims to be."""
     for renewed, least in ((time.time() - 100, 0.9), (time.time() + 1000, 3.0)):
         elsewhere(place, renewed)
         began = time.monotonic()
@@ -156,7 +156,7 @@ def test_a_holder_renews_and_one_that_was_replaced_finds_out(place, quick):
         place.create(lease.lease_name(mine.number + 1), dataclasses.replace(lease._this_process("runs/b"), pid=1).to_bytes())
         with pytest.raises(LeaseLostError, match=r"was taken over by process 1 on \S+ \(runs/b\)"):
             mine.check()
-    assert [n for n in read_leases(place) if n != mine.number]  # the other's stays
+    assert [n for n in read_leases(place) if n != mine.number]  # the other lease stays
 
 
 def test_half_a_lease_is_no_lease(tmp_path, quick):

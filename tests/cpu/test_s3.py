@@ -1,4 +1,4 @@
-"""Checkpoints on S3 for real: a server that speaks its protocol, on loopback."""
+"""Checkpoints on S3, with a server that implements its protocol on loopback."""
 
 import json
 import secrets
@@ -76,7 +76,7 @@ def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, checkpoint
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """The sentence by which `fullshard checkpoint show` refuses a URL, with these variables of the environment."""
+    """The error of `fullshard checkpoint show` for a URL, with these environment variables."""
 
     def run(url: str, **environment: str) -> str:
         for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
@@ -105,7 +105,7 @@ def test_no_credentials(s3, refused, tmp_path):
 
 
 def test_a_server_that_does_not_answer(s3, refused):
-    """A port of loopback on which nobody listens."""
+    """A port on loopback without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"

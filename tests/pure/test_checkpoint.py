@@ -1,4 +1,4 @@
-"""The checkpoint format: what is damaged is found, what is crafted does nothing, what is half is invisible."""
+"""The checkpoint format: damage is found, crafted manifests are refused, unfinished checkpoints are invisible."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def test_a_checkpoint_reads_back_and_any_safetensors_reader_opens_its_files(plac
 
 
 def test_every_flipped_byte_of_every_file_is_found(place):
-    """All files, all offsets: the checkpoint is small enough."""
+    """Every byte of every file: the checkpoint is small."""
     for file in sorted(place.path.iterdir()):
         whole = file.read_bytes()
         for offset in range(len(whole)):
@@ -103,7 +103,7 @@ def test_damage_to_whole_files_is_found(place, kind):
 
 
 def sealed(tree: dict) -> bytes:
-    """A manifest with a right checksum, whatever it says."""
+    """A manifest of any contents, with a valid checksum."""
     body = json.dumps(tree)[1:].encode()
     return f'{{"checksum": "{checksum(body)}",\n'.encode() + body
 
@@ -195,7 +195,7 @@ def test_a_sealed_manifest_that_changes_two_names_disagrees_with_the_files(tmp_p
 
 @given(st.data())
 def test_no_manifest_whatever_raises_anything_else(data):
-    """Random values in random places of a sealed manifest."""
+    """Random values in random fields of a manifest with a valid checksum."""
     record = TensorRecord((2,), "F32", (Chunk("f", 0, (0,), (2,)),))
     tree = json.loads(Manifest(1, {"a": record}, {"f": FILE}).to_bytes())
     del tree["checksum"]
@@ -261,7 +261,7 @@ def test_a_partial_checkpoint_is_invisible_and_swept_unless_somebody_writes_it(t
     with commit.begin(made):
         made.staging.write("shard.safetensors", b"half")
         assert commit.committed(checkpoint_dir) == ["step-00000001"]
-        assert commit.sweep(checkpoint_dir) == []  # held by us
+        assert commit.sweep(checkpoint_dir) == []  # this process has locked it
         assert commit.garbage(checkpoint_dir)[1] == [made.staging.path.name]
     (tmp_path / "step-00000009").mkdir()  # a prefix without a manifest
     assert len(commit.sweep(checkpoint_dir)) == 2
@@ -379,7 +379,7 @@ def test_files_of_others_are_not_touched(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 65536 * 3, 65536 * 9 + 5])
 def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
-    monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that memory is used again
+    monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that buffers are reused
     monkeypatch.setattr("fullshard.checkpoint.place.PUT", 65536)
     whole = random.Random(length).randbytes(length)
     for place in (Local(tmp_path), open_place("memory://made")):

@@ -1,4 +1,4 @@
-"""`fullshard checkpoint`, as a person uses it: no torch, no ranks, one sentence when something is wrong."""
+"""`fullshard checkpoint` on the command line: no torch, no ranks, one sentence for every error."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_verify_says_what_is_wrong_and_exits_with_1(run):
     assert invoke("verify", str(run), "--all") == (0, "".join(f"{run}/checkpoints/step-0000000{i}: whole\n" for i in (1, 2, 3)))
     file = next((run / "checkpoints/step-00000002").glob("shard*"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert invoke("verify", str(run))[0] == 0  # the newest is another
+    assert invoke("verify", str(run))[0] == 0  # the newest is undamaged
     code, out = invoke("verify", str(run), "--all")
     assert code == 1
     assert f"{file} is damaged: its checksum does not match" in out

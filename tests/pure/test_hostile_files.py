@@ -1,4 +1,4 @@
-"""Files that lie: each gets one sentence and exit code 2, takes no memory on its word, and leaves nothing behind."""
+"""Hostile files: each is refused in one sentence with exit code 2, allocates no large memory and leaves nothing behind."""
 
 import json
 import os
@@ -33,7 +33,7 @@ MiB = 1 << 20
 
 @contextmanager
 def at_most(bound: int) -> Iterator[None]:
-    """Memory of Python's, at once."""
+    """Assert that Python allocates less than `bound` bytes at any time."""
     tracemalloc.start(1)
     try:
         yield
@@ -44,7 +44,7 @@ def at_most(bound: int) -> Iterator[None]:
 
 @pytest.fixture
 def refused(monkeypatch, capsys) -> Callable[..., str]:
-    """The sentence by which a command line is refused."""
+    """Run a command line that must be refused; return the sentence."""
 
     def run(*line: object, code: int = 2) -> str:
         monkeypatch.setattr(sys, "argv", ["fullshard", "checkpoint", *map(str, line)])
@@ -117,7 +117,7 @@ PICKLES = {
 def test_a_pickle_that_lies_gets_a_sentence(tmp_path, refused, kind):
     pickle, sentence = PICKLES[kind]
     path = archive(tmp_path / "model.pt", pickle, storage=bytes(4096))
-    if sentence is None:  # the last one of its name counts, as in any table
+    if sentence is None:  # the last value of a key counts, as in any dict
         import_weights(str(path), Local(tmp_path / "out"))
         return
     said = refused("import", path, "-o", tmp_path / "out/deeper")
@@ -135,7 +135,7 @@ def test_a_memo_index_takes_no_memory(tmp_path):
 
 
 def deflated(path: Path, name: str) -> Path:
-    """A member of 6 GiB of zeros in 6 MB."""
+    """A compressed member: 6 GiB of zeros in 6 MB."""
     squeezer = zlib.compressobj(1, wbits=-15)
     data = squeezer.compress(bytes(1 << 26)) + squeezer.flush()
     archive(path, table(SMALL), **{name: data})
@@ -170,7 +170,7 @@ def test_a_flipped_bit_of_a_tensor_is_found(tmp_path, refused):
 
 
 def test_a_storage_is_compared_once_and_piece_by_piece(tmp_path, monkeypatch):
-    """64 MiB that eight tensors share a part of: its checksum takes a piece of memory, and is made once."""
+    """Eight tensors in one storage of 64 MiB: its checksum is computed once, piece by piece."""
     views = [text(f"w{i}") + tensor((4,), (1,)) for i in range(8)]
     path = archive(tmp_path / "model.pt", table(*views), storage=bytes(64 * MiB))
     read = []
@@ -273,7 +273,7 @@ def test_a_safetensors_header_that_lies(tmp_path, refused, kind):
     said = refused("import", where, "-o", tmp_path / "out")
     assert said.startswith(f"error: {file}")
     assert sentence in said
-    if kind not in ("a name", "a key twice"):  # which the library of that name reads
+    if kind not in ("a name", "a key twice"):  # these the safetensors library accepts
         with pytest.raises((SafetensorError, ValueError)):
             load_file(file)
 
@@ -297,7 +297,7 @@ def test_an_index_of_shards_that_lies(tmp_path, refused, index, sentence):
 
 
 def test_a_tensor_in_two_files_needs_an_index_that_names_one(tmp_path, refused):
-    """Without an index nothing says which of the two counts; with one, its file does."""
+    """Without an index it is unknown which of the two counts."""
     where = tmp_path / "in"
     where.mkdir()
     for value, file in enumerate(("first.safetensors", "second.safetensors")):

@@ -1,4 +1,4 @@
-"""Retention and `gc`: only whole checkpoints count, and the last whole one stays, whatever lies around it."""
+"""Retention and `gc`: only undamaged checkpoints count, and the last undamaged one is never deleted."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from tests.pure.checkpoints import make
 
 
 def flip(place: Local) -> None:
-    """A byte of the last tensor: neither the manifest nor the sizes tell."""
+    """Flip a bit of the last tensor, which only the checksum shows."""
     file = max(place.path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
 
@@ -32,7 +32,7 @@ def no_json(place: Local) -> None:
 
 
 def renamed(place: Local) -> None:
-    """Another step's checkpoint under this name."""
+    """Put another step's checkpoint under this name."""
     step = commit.step_of(place.path.name)
     commit.remove(Local(place.path.parent), place.path.name)
     made = make(place.path.parent, step + 50)
@@ -45,7 +45,7 @@ DAMAGES = [flip, cut, no_json, renamed]
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_for_every_set_of_damaged_ones_the_newest_whole_ones_stay(tmp_path, keep, damage):
-    """All 16 ways in which four checkpoints may be damaged, against what a person would keep."""
+    """All 16 combinations of damaged ones among four checkpoints: the newest `keep` undamaged ones stay."""
     for i, chosen in enumerate(itertools.product([False, True], repeat=4)):
         checkpoint_dir = Local(tmp_path / str(i))
         for step, bad in enumerate(chosen, 1):
@@ -54,7 +54,7 @@ def test_for_every_set_of_damaged_ones_the_newest_whole_ones_stay(tmp_path, keep
         gone = Inventory.of(checkpoint_dir).removable(Retention(last=keep))
         whole = [commit.checkpoint_name(s) for s, bad in enumerate(chosen, 1) if not bad]
         assert [n for n in gone if n in whole] == whole[:-keep]
-        # What is older than enough whole ones goes unread, damaged or not.
+        # Checkpoints older than the kept ones are deleted without being read, damaged or not.
         assert all(len(whole) >= keep and name < whole[-keep] for name in gone)
 
 
@@ -93,7 +93,7 @@ def test_gc_counts_whole_ones_and_says_what_it_passed_over(tmp_path):
     assert "step-00000004 stays and does not count: " in done.stderr
     assert "is damaged: its checksum does not match" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
-    assert run("gc", str(tmp_path), "--keep", "1").stdout == ""  # the last whole one stays
+    assert run("gc", str(tmp_path), "--keep", "1").stdout == ""  # the last undamaged one stays
     dry = run("gc", str(tmp_path), "--keep", "1", "--dry-run")
     assert (dry.exit_code, dry.stdout) == (0, "")
 

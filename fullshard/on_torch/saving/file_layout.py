@@ -1,4 +1,4 @@
-"""The layout of one rank's safetensors file: the items of a DCP save plan, and where each lies in the file.
+"""The layout of one rank's safetensors file: the items of a DCP save plan, and the offset of each.
 
 An item is a tensor, or this rank's part of a sharded one. DCP's planner decides which rank writes which items.
 """

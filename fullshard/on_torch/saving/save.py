@@ -74,8 +74,8 @@ class Saving:
 
 
 class Checkpointer:
-    """Saves a state to a directory of checkpoints, as often as `save` is called. The constructor and all methods but
-    `release` are collective.
+    """Saves a state to a directory of checkpoints, as often as `save` is called. The constructor and all methods except
+    `names` and `release` are collective.
 
     At most one save is in flight; the next waits for it. With `overlap`, tensors are copied during the next forward and
     backward, and the optimizer's step waits for the copies. Before you change weights by other means, call `staged` of the

@@ -1,7 +1,7 @@
 """Staging: copies this rank's items into the image of its file, after which the state may change.
 
 Whatever is the same at every save is computed once for a layout (names, shapes, dtypes): which rank writes which items,
-where they lie in the files, the manifest's text about them, and where in memory the items are.
+their offsets in the files, the manifest's text about them, and their addresses in memory.
 """
 
 import math
