@@ -68,15 +68,8 @@ class SafetensorsDirectory:
         for path in paths:
             for name, entry in read_header(path).items():
                 found.setdefault(name, []).append(entry)
-        self.entries = {name: _only(name, entries, weight_map) for name, entries in found.items()}
+        self.entries = {name: _pick_entry(name, entries, weight_map) for name, entries in found.items()}
         self.bytes_read = 0
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(e.nbytes for e in self.entries.values())
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
         """Read the part of a tensor inside `box`, row-major, into `into`."""
@@ -199,7 +192,7 @@ def _read_index(directory: Path, files: set[str]) -> dict[str, str]:
     return table
 
 
-def _only(name: str, entries: Sequence[TensorEntry], weight_map: dict[str, str]) -> TensorEntry:
+def _pick_entry(name: str, entries: Sequence[TensorEntry], weight_map: dict[str, str]) -> TensorEntry:
     """The entry of a tensor. If several files hold it, the index must say which one counts."""
     named = [e for e in entries if e.file.name == weight_map.get(name)]
     if len(entries) > 1 and not named:
