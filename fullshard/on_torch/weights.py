@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.safetensors import Entry, Files
+from fullshard.checkpoint.safetensors import SafetensorsDirectory, TensorEntry
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.shard_ranges import local_box
 
@@ -27,7 +27,7 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, directory: str | Path):
-        self.files = Files(Path(directory))
+        self.files = SafetensorsDirectory(Path(directory))
         self.sources = self._match(model)
         self._refuse_missing(model)
         self._refuse_extra(model)
@@ -108,7 +108,7 @@ def _is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def _refuse_entry(name: str, entry: Entry, tensor: Tensor) -> None:
+def _refuse_entry(name: str, entry: TensorEntry, tensor: Tensor) -> None:
     if entry.dtype not in TORCH:
         raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
     if entry.shape != tuple(tensor.shape):

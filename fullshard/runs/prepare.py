@@ -8,7 +8,7 @@ from fullshard import optimizer
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster.cluster import Cluster
 from fullshard.data import Batches, TokenFile
-from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
+from fullshard.data.tokenizer import Tokenizer, open_tokenizer, refuse_different, refuse_other_tokenizer, tokenizer_hash
 from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
 from fullshard.model import presets
@@ -224,7 +224,7 @@ def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
         given != "bytes"
         and Path(given).is_file()
         and data.tokenizer.startswith("sha256:")
-        and file_name(Path(given)) != data.tokenizer
+        and tokenizer_hash(Path(given)) != data.tokenizer
     ):
         raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
     return open_tokenizer(given, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
@@ -119,6 +119,6 @@ def resumable(directory: Path, ranks: int | None) -> str:
     manifest = commit.read_manifest(shelf.child(whole))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_others(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
+    refuse_mismatch(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
     left = prepared.recipe.steps - manifest.step
     return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"

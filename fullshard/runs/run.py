@@ -52,7 +52,7 @@ def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, a
 
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    held.enter_context(commit.hold_run(directory))
+    held.enter_context(commit.lock_run(directory))
     commit.sweep_run(Local(directory))
     refuse_export(prepared.recipe, directory)
 
