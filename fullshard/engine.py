@@ -60,7 +60,7 @@ class Step(Protocol):
         """Seconds of each phase on this rank's device."""
 
 
-class Saving(Protocol):
+class PendingSave(Protocol):
     """A save that may still run in the background."""
 
     step: int
@@ -75,7 +75,7 @@ class Saving(Protocol):
         """Wait for it; where the checkpoint lies. Raises on every rank if it failed on one."""
 
 
-class Checkpointer(Protocol):
+class CheckpointWriter(Protocol):
     """Saves one state into one directory of checkpoints, and holds the lease of that directory. Methods are collective."""
 
     @property
@@ -90,7 +90,7 @@ class Checkpointer(Protocol):
         extra: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
         prune: bool = True,
-    ) -> Saving: ...
+    ) -> PendingSave: ...
 
     def newest(self, below: float = ...) -> tuple[Any, list[str]]:
         """The newest whole checkpoint of a step below `below`, or None; and why newer ones were passed over."""
@@ -299,7 +299,7 @@ class Engine(Protocol[ModelT, StateT]):
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
-    def checkpointer(self, checkpoint_dir: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> Checkpointer:
+    def checkpointer(self, checkpoint_dir: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> CheckpointWriter:
         """`keep`: a `fullshard.checkpoint.retention.Retention`. Collective."""
 
     def save_checkpoint(self, checkpoint_dir: str | Path, state: StateT, **about: Any) -> str:

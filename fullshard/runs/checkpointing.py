@@ -12,7 +12,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
-from fullshard.engine import RunState, Saving
+from fullshard.engine import PendingSave, RunState
 from fullshard.errors import FullshardError
 from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.runs.agreement import data_identity
@@ -36,11 +36,11 @@ class Checkpoints:
         shelf = str(shelf_of(prepared.recipe, directory))
         self.writer = prepared.engine.checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
-        self.saving: Saving | None = None
+        self.saving: PendingSave | None = None
         self.cursor = 0  # of the save in flight, or of the one that failed last
         self.failures, self.again = 0, math.inf  # saves that failed in a row, and the step after which to try again
         self.postponed = False  # whether one fell due after a step that was not finite
-        self.poisoned = self.lost = False  # what became of the last one: see `Saving`
+        self.poisoned = self.lost = False  # what became of the last one: see `PendingSave`
         self.why, self.failed = "", -1  # the last one that failed: why, and of which step
         self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
         self.noted = ""  # what was said of a save; once is enough
