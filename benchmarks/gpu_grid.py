@@ -25,6 +25,7 @@ from benchmarks.memory_error import initial
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster
 from fullshard.model import presets
+from fullshard.on_torch.measuring.host_pace import host_share
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -160,7 +161,7 @@ def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, 
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     cuda = args.device == "cuda"
     pace = cluster.of("issued"), cluster.of("quiet")
-    times, beside = [], [on_torch.host_share(*pace, state.device)]
+    times, beside = [], [host_share(*pace, state.device)]
     try:
         if cuda:
             torch.cuda.empty_cache()
@@ -172,7 +173,7 @@ def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, 
         start = time.perf_counter()
         state.flush()  # updates that were to run under the next forward
         flushed = time.perf_counter() - start
-        beside.append(on_torch.host_share(*pace, state.device))
+        beside.append(host_share(*pace, state.device))
         reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
         return {
             "measured": statistics.median(times),
