@@ -1,7 +1,7 @@
-"""Whole files to disk and back, past the page cache where the filesystem lets us.
+"""Writes whole files with direct I/O, past the page cache, where the filesystem supports it.
 
-A checkpoint is written once and rarely read: caching it would push out what training needs, and the copy into
-the cache costs a core. Memory that is aligned (see `fullshard.direct_io`) goes straight to the disk.
+A checkpoint is written once and rarely read. Caching it would evict pages that training needs, and the copy into the cache
+takes a core's time. Direct I/O needs aligned memory (see `fullshard.direct_io`).
 """
 
 import errno
@@ -16,14 +16,14 @@ from pathlib import Path
 from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, write_exactly
 
 PIECE = 1 << 24  # bytes of one write
-SMALL = 1 << 20  # bytes up to which the page cache is as good
-IN_FLIGHT = 4  # writes at a time: one alone does not fill a disk's queue
+SMALL = 1 << 20  # bytes: smaller files go through the page cache, which is as fast
+IN_FLIGHT = 4  # concurrent writes: a single one does not fill a disk's queue
 
-Make = Callable[[int, memoryview], None]
+Make = Callable[[int, memoryview], None]  # fills the memory with the file's bytes from an offset on
 
 
 def write_file(path: Path, data: memoryview, length: int) -> None:
-    """Create or replace a file of the first `length` bytes of `data`, and fsync. Raises OSError, on a full disk for one."""
+    """Create or replace a file of the first `length` bytes of `data`, and fsync it. Raises OSError, e.g. on a full disk."""
     direct = len(data) > SMALL and len(data) % ALIGNMENT == 0
     end = len(data) if direct else length
     with _created(path, length, direct=direct) as file:
@@ -35,8 +35,8 @@ def write_file(path: Path, data: memoryview, length: int) -> None:
 
 
 def write_made(path: Path, length: int, make: Make) -> None:
-    """As `write_file`, of bytes that are nowhere yet: `make` fills memory with those from an offset on, piece after piece.
-    Takes memory for as many pieces as are in flight."""
+    """As `write_file`, for bytes that are produced while writing: `make` is called for one piece after another, in order.
+    Holds as many pieces in memory as are in flight."""
     free = [aligned(min(PIECE, length)) for _ in range(IN_FLIGHT)]
     flying: deque[tuple[Future[None], memoryview]] = deque()
     with _created(path, length, direct=True) as file, ThreadPoolExecutor(IN_FLIGHT) as pool:
@@ -51,7 +51,7 @@ def write_made(path: Path, length: int, make: Make) -> None:
 
 
 def _landed(flying: deque[tuple[Future[None], memoryview]]) -> memoryview:
-    """The memory of the oldest write, once it is done."""
+    """Wait for the oldest write, and return its memory."""
     future, memory = flying.popleft()
     future.result()
     return memory
