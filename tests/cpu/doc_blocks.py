@@ -1,7 +1,7 @@
 """Code blocks of Markdown pages, and a program that runs them.
 
 `python -m tests.cpu.doc_blocks PAGE...` imports torch once and forks a process for each page. It prints a JSON object: for
-each page None, or what went wrong. The blocks of a page run in order, in one directory.
+each page None, or what went wrong. The blocks of a page run in order, in one directory. Seconds go to stderr.
 """
 
 import io
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -160,8 +161,10 @@ def _run_forked(page: Path, directory: Path) -> str | None:
         (directory / name).symlink_to(ROOT / name)
     report = directory.with_suffix(".error")
     sys.stdout.flush()
+    began = time.perf_counter()
     if child := os.fork():
         _, status = os.waitpid(child, 0)
+        print(f"{time.perf_counter() - began:6.1f} s  {page}", file=sys.stderr, flush=True)
         return report.read_text() if report.exists() else f"ended with status {status}" if status else None
     try:
         os.chdir(directory)

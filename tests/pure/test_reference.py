@@ -188,6 +188,7 @@ def differs(module: Any, title: str) -> dict[str, list[str]]:
 def test_the_page_has_every_public_name_and_no_other():
     assert set(calls("## fullshard")) == set(fullshard.__all__)
     assert differs(fullshard, "## fullshard") == {}
+    assert differs(fullshard.checkpoint, "## fullshard.checkpoint") == {}
 
 
 def test_the_page_has_every_public_name_of_the_torch_engine():
