@@ -30,16 +30,10 @@ from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.safetensors import make_header
 from fullshard.direct_io import ALIGNMENT, aligned_size
 from fullshard.errors import FullshardError
+from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.storage.host import Arena, bytes_of
 
-WORD = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 GROUP = 1 << 19  # bytes that are copied at once, where two threads share the copying; a core's cache holds them
-TORCH = {word: dtype for dtype, word in WORD.items()}
 
 
 @dataclass(frozen=True)
@@ -226,9 +220,9 @@ def name_in_file(item: WriteItem) -> str:
 
 def word_of(item: WriteItem) -> str:
     dtype = item.tensor_data.properties.dtype  # type: ignore[union-attr]
-    if dtype not in WORD:
+    if dtype not in SAFETENSORS_NAMES:
         raise FullshardError(f"{item.index.fqn} is {str(dtype)[6:]}, which safetensors has no word for; convert it first")
-    return WORD[dtype]
+    return SAFETENSORS_NAMES[dtype]
 
 
 def fitting(plan: SavePlan) -> SavePlan:
@@ -261,7 +255,7 @@ def tensor_records(
     for name, found in sorted(metadata.state_dict_metadata.items()):
         assert isinstance(found, TensorStorageMetadata)
         ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
-        tensors[name] = TensorRecord(tuple(found.size), WORD[found.properties.dtype], ordered)
+        tensors[name] = TensorRecord(tuple(found.size), SAFETENSORS_NAMES[found.properties.dtype], ordered)
     return tensors
 
 
@@ -370,7 +364,7 @@ class Reader(StorageReader):
             record, chunk = self.chunks[item.storage_index]
             first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]
             box = [(a, a + n) for a, n in zip(first, item.lengths, strict=True)]
-            part = torch.empty(tuple(item.lengths), dtype=TORCH[record.dtype])
+            part = torch.empty(tuple(item.lengths), dtype=SAFETENSORS_DTYPES[record.dtype])
             memory = part.reshape(-1).view(torch.uint8).numpy().data
             self.checkpoint.read_chunk(chunk, box, record.item_bytes, memory)
             target = planner.resolve_tensor(item)
@@ -389,8 +383,10 @@ def to_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
     """What DCP's planners want to know."""
     found: dict[str, Any] = {}
     for name, record in tensors.items():
-        if record.dtype not in TORCH:
+        if record.dtype not in SAFETENSORS_DTYPES:
             raise FullshardError(f"{name} is {record.dtype}, which torch has no dtype for")
         chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in record.chunks]
-        found[name] = TensorStorageMetadata(TensorProperties(dtype=TORCH[record.dtype]), torch.Size(record.shape), chunks)
+        found[name] = TensorStorageMetadata(
+            TensorProperties(dtype=SAFETENSORS_DTYPES[record.dtype]), torch.Size(record.shape), chunks
+        )
     return Metadata(found)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import TORCH as MASTER
+from fullshard.on_torch.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.private import persistent_buffers
-from fullshard.on_torch.saving.dcp_storage import TORCH, WORD
 from fullshard.on_torch.state import State
 from fullshard.plan import Plan
 
@@ -125,7 +124,7 @@ def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torc
     """The optimizer's tensors as they will be after a step, without those of the parameters `without`: names, or `all`."""
     if state.optimizer is None or without == "all":
         return {}
-    kinds = expected_slots(state.optimizer, MASTER[state.plan.precision.master])
+    kinds = expected_slots(state.optimizer, PLAN_DTYPES[state.plan.precision.master])
     found = {}
     for name, p in _trained(state).items():
         for key, (as_large, dtype) in kinds.items() if name not in without else ():
@@ -136,20 +135,23 @@ def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torc
 
 def needed_bytes(state: State) -> int:
     """The bytes of a whole checkpoint of this state, but for headers and the manifest."""
-    wide = MASTER[state.plan.precision.master].itemsize
+    wide = PLAN_DTYPES[state.plan.precision.master].itemsize
     sizes = [t.numel() * (wide if isinstance(t, nn.Parameter) else t.element_size()) for t in model_tensors(state.model).values()]
     return sum(sizes) + sum(shape.numel() * dtype.itemsize for shape, dtype in wanted_slots(state, []).values())
 
 
 def described(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {n: (tuple(t.shape), WORD[t.dtype]) for n, t in tensors.items()}
+    return {n: (tuple(t.shape), SAFETENSORS_NAMES[t.dtype]) for n, t in tensors.items()}
 
 
 def weights_of(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of the weights that a checkpoint of this model under this plan has; the model may be on meta."""
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
     found = described(model_tensors(model))
-    return {n: (shape, WORD[MASTER[plan.precision.master]] if n in parameters else dtype) for n, (shape, dtype) in found.items()}
+    return {
+        n: (shape, SAFETENSORS_NAMES[PLAN_DTYPES[plan.precision.master]] if n in parameters else dtype)
+        for n, (shape, dtype) in found.items()
+    }
 
 
 # -- filling ------------------------------------------------------------------------------------------------
@@ -170,12 +172,12 @@ def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tens
     assert state.optimizer is not None
     if state.tiers and state.tiers.holds(p):  # its moments have their place already
         shown = slots(state, p).get(key)
-        return shown if isinstance(shown, Tensor) else torch.zeros(record.shape, dtype=TORCH[record.dtype])
+        return shown if isinstance(shown, Tensor) else torch.zeros(record.shape, dtype=SAFETENSORS_DTYPES[record.dtype])
     if tuple(record.shape) == tuple(p.shape) and p.ndim:
-        return torch.zeros_like(p, dtype=TORCH[record.dtype], requires_grad=False)
+        return torch.zeros_like(p, dtype=SAFETENSORS_DTYPES[record.dtype], requires_grad=False)
     group = next(g for g in state.optimizer.param_groups if any(q is p for q in g["params"]))
     on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
-    return torch.zeros(record.shape, dtype=TORCH[record.dtype], device=state.device if on_device else "cpu")
+    return torch.zeros(record.shape, dtype=SAFETENSORS_DTYPES[record.dtype], device=state.device if on_device else "cpu")
 
 
 def set_slots(state: State, made: Mapping[str, dict[str, Tensor]], other: Mapping[str, dict[str, Any]]) -> None:
