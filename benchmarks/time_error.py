@@ -43,7 +43,7 @@ from benchmarks.memory_error import CASES, Case, build, initial, plan_of
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster
 from fullshard.on_torch.measuring.host_pace import issue_clock, share_of
-from fullshard.on_torch.measuring.quiet_cores import Cores
+from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import middle
 from fullshard.planner.time.timeline import timeline
 
@@ -191,7 +191,7 @@ def serve(cases: list[Case], pipe: Connection) -> None:
         return {}
 
     found = {case.name: attempt(case, lambda case=case: ready(case)) for case in cases}  # type: ignore[misc]
-    with Cores(issue_clock(torch.device("cuda"))) as cores:
+    with QuietCores(issue_clock(torch.device("cuda"))) as cores:
         pipe.send(found)
         by_name = {case.name: case for case in cases}
         while name := pipe.recv():
@@ -211,7 +211,7 @@ class Steps:
         self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
         self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
 
-    def turn(self, cores: Cores) -> Row:
+    def turn(self, cores: QuietCores) -> Row:
         """Steps from one core after the other, once they have the memory that they need."""
         for _ in range(WARM):
             before = torch.cuda.memory_stats()["num_device_alloc"]

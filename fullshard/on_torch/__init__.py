@@ -4,7 +4,7 @@ from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.collective_log import record
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.generate import generate
-from fullshard.on_torch.hang_report import Watched
+from fullshard.on_torch.hang_report import HangReporter
 from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
@@ -26,11 +26,11 @@ from fullshard.on_torch.weights import Weights
 
 __all__ = [
     "Checkpointer",
+    "HangReporter",
     "OutOfMemory",
     "Saving",
     "State",
     "StepResult",
-    "Watched",
     "Weights",
     "add_adapters",
     "all_or_none",

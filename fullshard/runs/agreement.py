@@ -16,7 +16,7 @@ from fullshard.errors import FullshardError
 from fullshard.runs.prepare import Prepared
 
 if TYPE_CHECKING:
-    from fullshard.on_torch.store_messages import Board
+    from fullshard.on_torch.store_messages import StoreClient
 
 # Where things lie may differ between machines; what lies there may not, and is compared by itself.
 PLACES = {"data.path", "data.valid", "disk.path", "model.name", "model.weights", "sample.tokenizer", "plan.file", "plan.cluster"}
@@ -77,10 +77,10 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 def refuse_disagreement(mine: dict[str, Any]) -> None:
     """Raise, on all ranks alike, where one was told something else than the first. Collective, but no collective: ranks
     that disagree would not get through one."""
-    from fullshard.on_torch.store_messages import Board
+    from fullshard.on_torch.store_messages import StoreClient
     from fullshard.on_torch.ranks import rank_and_world
 
-    (rank, world), board, key = rank_and_world(), Board(), f"told-{next(_count)}"
+    (rank, world), board, key = rank_and_world(), StoreClient(), f"told-{next(_count)}"
     mine = json.loads(json.dumps(mine))  # as others will read it
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     board.put(f"{key}/{rank}", digest)
@@ -96,7 +96,7 @@ def refuse_disagreement(mine: dict[str, Any]) -> None:
         raise FullshardError(verdict["wrong"])
 
 
-def _compare(board: "Board", key: str, digest: str, world: int) -> str | None:
+def _compare(board: "StoreClient", key: str, digest: str, world: int) -> str | None:
     """By the first rank: the sentence about the first rank that differs, if one does."""
     told = board.collect(key, range(world), PATIENCE)
     missing = [r for r in range(world) if r not in told]

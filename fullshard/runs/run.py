@@ -82,7 +82,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
     metrics = open_metrics(None, recipe)
-    watched = Watchdog(on_torch.Watched(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
+    watched = Watchdog(on_torch.HangReporter(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
     with Bar(recipe.steps, visible=first) as bar, Signals() as signals, watched as watchdog:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:

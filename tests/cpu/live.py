@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.private import WRAPPERS, forget_meshes, sole_owner
+from fullshard.on_torch.private import WRAPPERS, clear_dtensor_cache, sole_owner
 from fullshard.on_torch.tracing.cuda_kernels import StandIns
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def ranks(world: int):
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_dtensor_cache()
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
         (Case((FILED,)), None, "home.params = 'disk' needs a directory"),
         (Case((Home(params="disk"),)), str(tmp_path), "saves nothing while the optimizer's own copy"),
         (Case((HOST,)), str(tmp_path), "has no effect"),
-        (Case((DISK,)), str(tmp_path / "none"), "is no directory"),
+        (Case((DISK,)), str(tmp_path / "none"), "is not a directory"),
         (Case((HOST,), optimizer=fs.TorchOptimizer("RAdam", 1e-3)), None, "use AdamW, Adam or SGD"),
     ]
     said = ranks(2).run(homes.refusals, [c for c, _, _ in cases], [d for _, d, _ in cases])[0]

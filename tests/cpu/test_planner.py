@@ -177,7 +177,7 @@ def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
-    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_A_LOGIT, loss_chunks.TILE)
+    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_PER_LOGIT, loss_chunks.TILE)
 
 
 @pytest.mark.full

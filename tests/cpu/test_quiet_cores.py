@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fullshard.on_torch.measuring import host_pace, quiet_cores
-from fullshard.on_torch.measuring.quiet_cores import NEAR, Cores
+from fullshard.on_torch.measuring.quiet_cores import NEAR, QuietCores
 from fullshard.on_torch.measuring.timings import middle
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def test_it_moves_to_a_quiet_core_and_stays_while_it_is_quiet(another):
     beside, before = Neighbours(), os.sched_getaffinity(0)
     first, *rest = sorted(before)
     beside.slow |= dict.fromkeys(rest, 1.5)
-    with Cores(beside.clock) as here:
+    with QuietCores(beside.clock) as here:
         assert here.settle() == 1.0
         assert os.sched_getaffinity(0) == os.sched_getaffinity(another.native_id) == {first}
         beside.slow[first] = (1 + NEAR) / 2
@@ -58,7 +58,7 @@ def test_it_moves_to_a_quiet_core_and_stays_while_it_is_quiet(another):
 
 def test_where_no_core_is_quiet_the_fastest_will_do_but_is_not_called_quiet():
     beside = Neighbours()
-    with Cores(beside.clock) as here:
+    with QuietCores(beside.clock) as here:
         beside.slow = dict.fromkeys(beside.slow, 2.0) | {max(beside.slow): 1.5}
         assert here.settle() == 1.5
         assert os.sched_getaffinity(0) == {max(beside.slow)}
@@ -68,10 +68,10 @@ def test_where_no_core_is_quiet_the_fastest_will_do_but_is_not_called_quiet():
 
 def test_cores_come_back_after_a_failure():
     before = os.sched_getaffinity(0)
-    with pytest.raises(ZeroDivisionError), Cores(Neighbours().clock):
+    with pytest.raises(ZeroDivisionError), QuietCores(Neighbours().clock):
         1 / 0
     assert os.sched_getaffinity(0) == before
-    with pytest.raises(ZeroDivisionError), Cores(lambda: 1 / 0):  # in the first look already
+    with pytest.raises(ZeroDivisionError), QuietCores(lambda: 1 / 0):  # in the first look already
         pass
     assert os.sched_getaffinity(0) == before
 
@@ -97,7 +97,7 @@ def test_every_rank_of_a_node_has_cores_of_its_own(monkeypatch, ranks, count, ex
 def test_it_goes_to_every_core_in_turn():
     beside = Neighbours()
     beside.slow = {core: 1.0 + core for core in beside.slow}
-    with Cores(beside.clock) as here:
+    with QuietCores(beside.clock) as here:
         assert sorted(here.tour) == sorted(beside.slow.values())
         seen = []
         for _ in beside.slow:

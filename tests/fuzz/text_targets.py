@@ -309,7 +309,7 @@ def configs() -> list[dict[str, Any]]:
 
     from fullshard.on_torch import hf_config
 
-    hf_config.MOST_MODULES = 400
+    hf_config.MAX_MODULES = 400
     transformers.logging.set_verbosity_error()
     common = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = [

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.measuring.quiet_cores import Cores
+from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
-from fullshard.on_torch.models.llama import Block
+from fullshard.on_torch.models.llama import LlamaBlock
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.python_calls import tallied
 from fullshard.plan import Remat
@@ -41,7 +41,7 @@ def paces(device: torch.device) -> dict[str, float]:
     shows over all cores (`toured`). Of a CPU, whose steps its kernels bound, where the process happens to run."""
     if device.type == "cpu":
         return {"launch": launch(device), **remat_paces(device)}
-    with Cores(issue_clock(device)) as cores:
+    with QuietCores(issue_clock(device)) as cores:
         remat = {name: IN_A_STEP * seconds for name, seconds in remat_paces(device, before=cores.settle).items()}
         return {"launch": launch(device), **_issued(cores), **remat}
 
@@ -50,11 +50,11 @@ def glance(device: torch.device) -> dict[str, float]:
     """What steps hang on most, in a second; of a CPU nothing."""
     if device.type == "cpu":
         return {}
-    with Cores(issue_clock(device)) as cores:
+    with QuietCores(issue_clock(device)) as cores:
         return _issued(cores)
 
 
-def _issued(cores: Cores) -> dict[str, float]:
+def _issued(cores: QuietCores) -> dict[str, float]:
     undisturbed = fastest([cores.settle() for _ in range(CLOCKED)])
     return {"issued": IN_A_STEP * undisturbed / ROW, "toured": middle(cores.tour)}
 
@@ -141,7 +141,7 @@ def _issue(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _block(device: torch.device) -> nn.Module:
-    return Block(TINY).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return LlamaBlock(TINY).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 class _Sine(nn.Module):

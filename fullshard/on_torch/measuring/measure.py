@@ -22,7 +22,7 @@ from fullshard.cluster.cluster import PACES, Cluster, Measured
 from fullshard.cluster.hardware import DEVICES, Node
 from fullshard.cluster.measured import Attention, Collective, CollectiveKind, Gemm
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import give_group, take_group, together
+from fullshard.on_torch.agree import acquire_group, gather_results, release_group
 from fullshard.on_torch.measuring import host_pace, pointwise, timings
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.updates.cpu_share import at_once
@@ -186,11 +186,11 @@ def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
 
 def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> Rates:
     """What the slowest rank reaches while all of them try. Collective."""
-    group = take_group()
+    group = acquire_group()
     try:
-        found = together(group, lambda: disk_rates(directory, nbytes, seconds))
+        found = gather_results(group, lambda: disk_rates(directory, nbytes, seconds))
     finally:
-        give_group(group)
+        release_group(group)
     at_once = [r.both for r in found if r.both is not None]
     both = min(at_once) if len(at_once) == len(found) else None
     return Rates(min(r.read for r in found), min(r.write for r in found), both)

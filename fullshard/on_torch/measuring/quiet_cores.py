@@ -1,7 +1,7 @@
 """The cores of a shared machine, of which some are disturbed.
 
 A core takes half as long again for everything, for a second or for many, while the next one does not: it may share a real
-core with somebody else's work. `Cores` keeps this process on a core that is at the best pace seen so far, and looks for
+core with somebody else's work. `QuietCores` keeps this process on a core that is at the best pace seen so far, and looks for
 another when it no longer is; or takes it to one core after the other, for what the machine does on the whole.
 """
 
@@ -15,7 +15,7 @@ ROUNDS = 3  # over all cores before one that is merely the fastest will do
 MOST = 16  # cores to choose from: each costs a look
 
 
-class Cores:
+class QuietCores:
     """While entered, all threads of the process are on one core: `clock`, which times a bit of work, says which.
 
     `tour` is what it showed on every core at the beginning. Where threads cannot be bound to cores (macOS), it stays where it is.

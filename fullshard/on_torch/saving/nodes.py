@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import SavePlan
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local, Place
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import decide, gather, together
+from fullshard.on_torch.agree import decide, gather, gather_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def find_nodes(shelf: Place, group: dist.ProcessGroup) -> Nodes:
         return Nodes((0,) * world, rank == 0)
     nonce = decide(group, commit.new_nonce)
     prefix = f"{commit.PROBE}{nonce}-"
-    together(group, lambda: _leave(shelf, f"{prefix}{rank}"))
+    gather_results(group, lambda: _leave(shelf, f"{prefix}{rank}"))
     seen = gather(group, tuple(sorted(int(n.removeprefix(prefix)) for n in shelf.files() if n.startswith(prefix))))
     shelf.remove_file(f"{prefix}{rank}")
     leaders = sorted({ranks[0] for ranks in seen})

@@ -16,10 +16,11 @@ from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_others
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import attempt, gather, give_group, take_group, together
+from fullshard.on_torch.agree import acquire_group, attempt, gather, gather_results, release_group
+from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.saving import state_tensors
-from fullshard.on_torch.saving.dcp_storage import WORD, Reader
+from fullshard.on_torch.saving.dcp_storage import Reader
 from fullshard.on_torch.saving.nodes import Nodes, find_nodes_read
 from fullshard.on_torch.state import State
 
@@ -31,11 +32,11 @@ def load_checkpoint(
 
     `verified`: the caller has compared the checksums already.
     """
-    group = take_group()
+    group = acquire_group()
     try:
         return _load(group, where, state, allow_missing, verified)
     finally:
-        give_group(group)
+        release_group(group)
 
 
 def _load(
@@ -46,7 +47,7 @@ def _load(
         nodes = find_nodes_read(place, group)
         if wrong := damage(place, group, nodes):
             raise FullshardError(f"{wrong[0]}; use another checkpoint")
-    return together(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
+    return gather_results(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
 
 
 def find_everywhere(where: str | Path, group: dist.ProcessGroup) -> Place:
@@ -94,7 +95,10 @@ def _fill_tensors(
     saved = checkpoint.manifest.state
     own = state_tensors.model_tensors(state.model, values)
     wanted = state_tensors.described(own)
-    wanted |= {n: (tuple(s), WORD[d]) for n, (s, d) in state_tensors.wanted_slots(state, saved.get("without_slots", [])).items()}
+    wanted |= {
+        n: (tuple(s), SAFETENSORS_NAMES[d])
+        for n, (s, d) in state_tensors.wanted_slots(state, saved.get("without_slots", [])).items()
+    }
     if state.optimizer is None:  # to evaluate or export, the weights are enough
         tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     refuse_others(str(checkpoint.place), tensors, wanted, allow_missing)

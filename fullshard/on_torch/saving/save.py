@@ -24,7 +24,16 @@ from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.pruning import Inventory
 from fullshard.checkpoint.retention import Candidate, Kept
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import attempt, decide, gather, give_group, settle, take_group, tally, together
+from fullshard.on_torch.agree import (
+    acquire_group,
+    attempt,
+    decide,
+    gather,
+    gather_integers,
+    gather_results,
+    gather_then_finish,
+    release_group,
+)
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.background import Background
 from fullshard.on_torch.saving.dcp_storage import About, file_records, make_manifest
@@ -90,7 +99,7 @@ class Checkpointer:
         self.shelf, self.state, self.keep = open_place(shelf), state, keep
         self.inventory: Inventory | None = None  # what retention knows, once it has looked
         self.verified: set[str] = set()  # checkpoints that were compared with their checksums before that
-        self.group = take_group()
+        self.group = acquire_group()
         self.nodes = find_nodes(self.shelf, self.group)
         self.lease: Lease | None = None  # of the shelf, where this rank leads
         self._take_lease(run)
@@ -145,7 +154,7 @@ class Checkpointer:
         self.background.close()
         self.staging.close()
         self.release()
-        give_group(self.group)
+        release_group(self.group)
 
     def release(self) -> None:
         """Give the shelf's lease up, by itself where ranks are gone and `close` cannot be called. Not collective."""
@@ -163,10 +172,10 @@ class Checkpointer:
             return []
 
         try:
-            tally(self.group, take, 0)
+            gather_integers(self.group, take, 0)
         except FullshardError:
             self.release()
-            give_group(self.group)
+            release_group(self.group)
             raise
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -191,10 +200,10 @@ class Checkpointer:
         try:
             with contextlib.ExitStack() as held:
                 if isinstance(self.shelf, Local):
-                    settle(self.group, self.nodes.leaders, lambda: self._begin(held, made) + write(), 3, finish)
+                    gather_then_finish(self.group, self.nodes.leaders, lambda: self._begin(held, made) + write(), 3, finish)
                 else:  # what is there of an old checkpoint goes before anybody writes
-                    began = tally(self.group, lambda: self._begin(held, made) if self.nodes.leads else [0], 1)
-                    settle(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
+                    began = gather_integers(self.group, lambda: self._begin(held, made) if self.nodes.leads else [0], 1)
+                    gather_then_finish(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
         except FullshardError:
             lost, poisoned = isinstance(self.fault, LeaseLostError), isinstance(self.fault, NotFiniteError)
             if self.nodes.leads and not lost:
@@ -277,7 +286,7 @@ class Checkpointer:
 
     def sweep(self) -> None:
         """Remove what killed runs left on the shelf."""
-        together(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
+        gather_results(self.group, lambda: commit.sweep(self.shelf) if self.nodes.leads else None)
 
     def discard(self, step: int) -> None:
         """Remove the checkpoint of a step."""
@@ -289,7 +298,7 @@ class Checkpointer:
             if self.inventory:
                 self.inventory.forget(name)
 
-        together(self.group, lambda: remove() if self.nodes.leads else None)
+        gather_results(self.group, lambda: remove() if self.nodes.leads else None)
 
     def names(self) -> list[str]:
         """The checkpoints that this rank sees."""
@@ -300,7 +309,7 @@ class Checkpointer:
         size = state_tensors.needed_bytes(self.state) // self.nodes.count + HEADERS
         missing = max(0, count - len(self.names())) * size
         what = f"{count} checkpoints of {bytes_text(size)}"
-        together(self.group, lambda: refuse_full(self.shelf, missing, what) if self.nodes.leads else None)
+        gather_results(self.group, lambda: refuse_full(self.shelf, missing, what) if self.nodes.leads else None)
 
     def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
         """The newest checkpoint that is whole, of a step below `below`, and sentences about those that are not whole."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import decide, tally, together
+from fullshard.on_torch.agree import decide, gather_integers, gather_results
 from fullshard.on_torch.offload.events import DONE, Moment, Stream
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
@@ -254,7 +254,7 @@ class Staging:
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         rank = dist.get_rank()
         self.planner.set_up_planner(tensors, None, rank == 0)
-        plans = together(self.group, lambda: fitting(self.planner.create_local_plan()))
+        plans = gather_results(self.group, lambda: fitting(self.planner.create_local_plan()))
         made, metadata = decide(self.group, lambda: self.planner.create_global_plan(plans))
         if self.nodes.count > 1:  # each disk gets all that its ranks hold
             made = once_a_node(plans, self.nodes)
@@ -262,7 +262,7 @@ class Staging:
         self.size_here = sum(planned_bytes(p) for p, node in zip(made, self.nodes.of_rank, strict=True) if node == mine)
         self.layout = Layout(self.planner.finish_plan(made[rank]).items)
         self.file = file_name(rank, dist.get_world_size())
-        self.parts: list[Part] = together(self.group, lambda: self.layout.part(self.file))
+        self.parts: list[Part] = gather_results(self.group, lambda: self.layout.part(self.file))
         self.records: dict[str, TensorRecord] = {}
         self.texts: dict[str, str] = {}  # of the manifest: what is the same at every save
         if self.nodes.leads:
@@ -273,7 +273,7 @@ class Staging:
 
     def _make_room(self) -> None:
         """Memory for the copies, on all ranks or on none."""
-        rows = tally(self.group, lambda: [self.layout.nbytes, self._room()], 2)
+        rows = gather_integers(self.group, lambda: [self.layout.nbytes, self._room()], 2)
         short = [(needed, room) for needed, room in rows if needed > room]
         self.in_place = bool(short)
         self._drop_image()
@@ -285,7 +285,7 @@ class Staging:
             )
             self.memory.close()
         else:
-            tally(self.group, self._make_image, 0)
+            gather_integers(self.group, self._make_image, 0)
 
     def _room(self) -> int:
         """A sixteenth stays free."""

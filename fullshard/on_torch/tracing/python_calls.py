@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
-from fullshard.on_torch.private import TorchDispatchMode, saving
+from fullshard.on_torch.private import TorchDispatchMode, saved_tensor_hooks
 from fullshard.on_torch.remat import keep_products
 from fullshard.plan import Remat
 
@@ -30,7 +30,7 @@ def tallied(remat: Remat, calls: Calls) -> Callable[[], Any]:
 @contextmanager
 def _tally(context: AbstractContextManager[Any], remat: Remat, calls: Calls) -> Iterator[None]:
     calls()["regions"] += 1
-    save, load = saving()  # checkpoint's own, which ours would hide
+    save, load = saved_tensor_hooks()  # checkpoint's own, which ours would hide
 
     def count(tensor: Tensor) -> Any:
         calls()["saved"] += 1

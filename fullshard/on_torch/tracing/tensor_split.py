@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.errors import FullshardError
 from fullshard.model.description import Description
-from fullshard.on_torch.private import inner, one_of
+from fullshard.on_torch.private import fake_ranks, inner
 from fullshard.on_torch.tensor_parallel import refuse_split, split_units
 
 
@@ -24,7 +24,7 @@ def split(model: nn.Module, description: Description, tensor: int) -> Iterator[n
             f"a tensor axis of {tensor} cannot be traced among running ranks; describe the model before they start"
         )
     part = _on_meta(model)
-    with one_of(tensor):
+    with fake_ranks(tensor):
         mesh = init_device_mesh("cpu", (tensor,), mesh_dim_names=("tensor",))
         split_units(part, description.units, tensor, [mesh] * len(description.units))
         yield part

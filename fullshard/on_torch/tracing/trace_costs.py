@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.errors import FullshardError
 from fullshard.model.costs import Action, Calls, Costs, Event, Op, Polynomial, Section, Trace, constant, evaluate, fit
 from fullshard.model.description import Description
-from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss, output_head
 from fullshard.on_torch.private import WRAPPERS
@@ -119,7 +119,7 @@ def _rehearse(model: nn.Module, description: Description, compute: DType, shapes
     """Where parameters are split, a shape's first trace also shows how torch finds out what becomes of them."""
     if any(isinstance(p, WRAPPERS) for p in model.parameters()):
         for rows, tokens in shapes:
-            trace(model, description, summed_loss, compute=TORCH[compute], remat="none", rows=rows, tokens=tokens)
+            trace(model, description, summed_loss, compute=PLAN_DTYPES[compute], remat="none", rows=rows, tokens=tokens)
 
 
 def _grid(model: nn.Module) -> list[tuple[int, int]]:
@@ -159,7 +159,7 @@ def _traces(
     blocks = {u.name for u in description.units if u.kind == "block"}
     calls = _calls(model, description, loss, compute, remat, shapes[0])
     for rows, tokens in shapes:
-        recorder = trace(model, description, LOSSES[loss], compute=TORCH[compute], remat=remat, rows=rows, tokens=tokens)
+        recorder = trace(model, description, LOSSES[loss], compute=PLAN_DTYPES[compute], remat=remat, rows=rows, tokens=tokens)
         for section, counted in zip(recorder.sections, calls, strict=False):
             section.calls = counted
         for found, sections in zip(named, (recorder.sections, compiled(recorder, blocks)), strict=True):
@@ -177,7 +177,7 @@ def _calls(
         model,
         description,
         LOSSES[loss],
-        compute=TORCH[compute],
+        compute=PLAN_DTYPES[compute],
         remat=remat,
         rows=shape[0],
         tokens=shape[1],
