@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fullshard.on_torch.measuring.timings import in_turn, seconds
 from fullshard.on_torch.models.llama import rotary, rotate
-from fullshard.on_torch.tracing.cuda_kernels import StandIns, work
+from fullshard.on_torch.tracing.cuda_kernels import FusedKernels, kernel_work
 
 ROWS, HEADS, HEAD, HIDDEN = 1024, 6, 32, 512  # the sizes of models that one trains on CPUs
 
@@ -30,7 +30,7 @@ def rate(budget: float) -> float:
 def moved() -> int:
     """Bytes that a trace counts for the block."""
     call = _block(torch.device("meta"))
-    with StandIns(), _Moved() as counted:
+    with FusedKernels(), _Moved() as counted:
         call()
     return counted.nbytes
 
@@ -41,7 +41,7 @@ class _Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        done = None if func.is_view else work(func._schema.name, args, written)
+        done = None if func.is_view else kernel_work(func._schema.name, args, written)
         self.nbytes += done[2] if done else 0
         return out
 

@@ -1,4 +1,4 @@
-"""A model as one rank of a tensor axis holds it: a copy on meta, for tracing only. No other ranks are needed."""
+"""Split a copy of a model on meta over a tensor axis, for tracing. Needs no other ranks."""
 
 import copy
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from fullshard.on_torch.tensor_parallel import refuse_split, split_units
 
 @contextmanager
 def split(model: nn.Module, description: Description, tensor: int) -> Iterator[nn.Module]:
-    """Inside, a copy of `model` that is split over `tensor` ranks as the engine splits it."""
+    """A copy of `model` on meta, split over `tensor` ranks as the engine splits it, valid inside the context."""
     refuse_split(model, description.units, tensor)
     if dist.is_initialized():
         raise FullshardError(
@@ -31,7 +31,7 @@ def split(model: nn.Module, description: Description, tensor: int) -> Iterator[n
 
 
 def part_shapes(part: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of the parameters, as a rank holds them."""
+    """The shapes of the parameters on one rank."""
     return {name: tuple(inner(p).shape) for name, p in part.named_parameters()}
 
 
