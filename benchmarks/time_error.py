@@ -222,11 +222,11 @@ class Steps:
         began = time.perf_counter()
         while not steps or (len(steps) < STEPS and time.perf_counter() - began < SECONDS):
             cores.move()
-            look = cores.look()
+            look = cores.time_core()
             taken, issued = self.step()
             steps.append(taken)
             issues.append(issued)
-            clocked.append((look + cores.look()) / 2)
+            clocked.append((look + cores.time_core()) / 2)
         return self.size | {"steps": steps, "issues": issues, "clocked": clocked}
 
     def step(self) -> tuple[float, float]:

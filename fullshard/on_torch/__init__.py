@@ -9,8 +9,9 @@ from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.loss_chunks import chunked_cross_entropy, chunked_loss
+from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.measuring.host_pace import host_share
-from fullshard.on_torch.measuring.measure import disk_rates_together, local_cluster, measure
+from fullshard.on_torch.measuring.measure import disk_rates_together, measure
 from fullshard.on_torch.model_loading import limits, load_model, takes_positions
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse

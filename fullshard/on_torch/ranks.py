@@ -89,8 +89,18 @@ def local_devices() -> int:
     return torch.cuda.device_count() or 2
 
 
+def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_world_size() -> int:
+    """The number of ranks on this machine; all of them if no launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def ranks_here() -> int:
-    """The number of ranks on this machine."""
+    """The number of ranks on this machine; 1 if no launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

@@ -98,11 +98,11 @@ def test_it_goes_to_every_core_in_turn():
     beside = Neighbours()
     beside.slow = {core: 1.0 + core for core in beside.slow}
     with QuietCores(beside.clock) as here:
-        assert sorted(here.tour) == sorted(beside.slow.values())
+        assert sorted(here.first_times) == sorted(beside.slow.values())
         seen = []
         for _ in beside.slow:
             here.move()
-            seen.append(here.look())
+            seen.append(here.time_core())
         assert sorted(seen) == sorted(beside.slow.values())
 
 
@@ -111,23 +111,25 @@ def test_looks_at_different_times_are_put_together():
     looks = [{"issued": s, "saved": t} for s, t in ((5.0, 3.0), (2.0, 1.0), (4.0, 2.0))] + [
         {"issued": s} for s in (1.0, 6.0, 3.0)
     ]
-    assert host_pace.together(looks) == {"issued": 1.5, "saved": 2.0}
+    assert host_pace.combine(looks) == {"issued": 1.5, "saved": 2.0}
 
 
 def clocked(issued: float) -> float:
-    """What a clock shows from which `paces` makes this."""
+    """What a clock shows for this `issued`."""
     return issued * host_pace.ROW / host_pace.IN_A_STEP
 
 
-def test_paces_of_a_gpus_host_are_those_of_its_cores_as_they_were():
+def test_times_of_a_gpus_host_are_those_of_its_cores_as_they_were():
     """A row of blocks took twice as long on the whole as on a quiet core; a step DISTURBED of what that is more."""
-    looks = [{"issued": 15e-6, "saved": 10e-6, "toured": clocked(s)} for s in (20e-6, 40e-6)]
+    looks = [{"issued": 15e-6, "saved": 10e-6, host_pace.AVERAGE_CORE: clocked(s)} for s in (20e-6, 40e-6)]
     share = 1 + host_pace.DISTURBED
-    found = host_pace.together(looks)
+    found = host_pace.combine(looks)
     assert found == pytest.approx({"issued": share * 15e-6, "saved": share * 10e-6, "quiet": 1 / share})
     assert host_pace.share_of(clocked(15e-6), found["issued"], found["quiet"]) == pytest.approx(found["quiet"])
     assert host_pace.share_of(clocked(30e-6), found["issued"], found["quiet"]) == pytest.approx(1.0)
-    assert host_pace.together([{"issued": 15e-6, "toured": clocked(14e-6)}])["quiet"] == 1.0  # never slower where it is quiet
+    assert (
+        host_pace.combine([{"issued": 15e-6, host_pace.AVERAGE_CORE: clocked(14e-6)}])["quiet"] == 1.0
+    )  # never slower where it is quiet
 
 
 def test_a_host_is_held_against_what_the_same_clock_shows_on_a_quiet_one():

@@ -1,10 +1,9 @@
 """Model flops for MFU: the operations of a training step without recomputation."""
 
-import torch
 from torch import nn
 
 from fullshard.cluster.hardware import DEVICES
-from fullshard.on_torch.measuring.measure import device_name
+from fullshard.on_torch.measuring.device_presets import device_preset
 from fullshard.on_torch.state import State
 
 
@@ -45,7 +44,7 @@ def peak_flops(state: State) -> float | None:
     """The nominal flops per second of this rank's device in the plan's compute dtype; None for an unknown device."""
     if state.device.type != "cuda":
         return None
-    found = device_name(torch.cuda.get_device_name(state.device))
+    found = device_preset(state.device)
     if found is None:
         return None
     return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16
