@@ -146,7 +146,7 @@ class Bench:
             return Saved()
         return dcp.async_save(both, checkpoint_id=where, process_group=self.group)
 
-    def beside(self) -> float:
+    def background_seconds(self) -> float:
         """The CPU time of the threads of this process that do not train."""
         return sum(used for thread, used in thread_seconds().items() if thread not in self.training)
 
@@ -196,7 +196,7 @@ def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
     for _ in range(bench.args.steady):
         bench.step()
     dist.barrier()
-    start, used = time.perf_counter(), time.thread_time() + bench.beside()
+    start, used = time.perf_counter(), time.thread_time() + bench.background_seconds()
     saving = bench.save(kind)
     blocked, called = time.perf_counter() - start, time.thread_time()
     window, steps, finished = blocked, 0, 0.0
@@ -206,7 +206,7 @@ def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
         if not finished and bench.all_done(saving.done()):
             finished = time.perf_counter() - start
     saving.result()
-    used = called + bench.beside() - used
+    used = called + bench.background_seconds() - used
     bench.remove(kind)
     return {"window": window, "cores": used, "steps": steps, "blocked": blocked, "durable": finished}
 

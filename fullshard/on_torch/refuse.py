@@ -91,7 +91,7 @@ def _refuse_share(plan: Plan, cpu_share: float | None) -> None:
         return
     if plan.cpu_share is not None:
         raise FullshardError(
-            f"cpu_share = {cpu_share:g} is given beside the plan's own {plan.cpu_share:g}; leave one of them out"
+            f"cpu_share = {cpu_share:g} is given, but the plan has its own, {plan.cpu_share:g}; leave one of them out"
         )
     if not any(is_away(u) for u in plan.units):
         raise FullshardError(

@@ -50,10 +50,10 @@ def agree_on_start(store: dist.Store, rank: int, world: int) -> str:
                 return start
         time.sleep(POLL)
     joined = client.collect("join", range(world), 0)
-    missing = [r for r in range(world) if r not in joined]
+    missing = [str(r) for r in range(world) if r not in joined]
     raise FullshardError(
         f"ranks did not all start within {START_TIMEOUT.total_seconds():.0f} s"
-        + (f": {missing[0]} and {len(missing) - 1} more are missing" if missing else "")
+        + (f" ({len(missing)} are missing: {', '.join(missing[:8])}{' …' if len(missing) > 8 else ''})" if missing else "")
         + "; look at the output of each machine"
     )
 

@@ -49,10 +49,10 @@ class StoreClient:
             time.sleep(POLL)
         return found
 
-    def wait(self, look: Callable[[], Any], seconds: float) -> Any:
-        """Call `look` until it returns something other than None; None after the timeout."""
+    def wait(self, read: Callable[[], Any], seconds: float) -> Any:
+        """Call `read` until it returns something other than None; None after the timeout."""
         deadline = time.monotonic() + seconds
-        while (found := look()) is None and time.monotonic() < deadline:
+        while (found := read()) is None and time.monotonic() < deadline:
             time.sleep(POLL)
         return found
 

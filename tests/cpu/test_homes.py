@@ -220,7 +220,7 @@ def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     part, _ = ranks(1).run(homes.dealt, 0.25)[0]
     assert part == pytest.approx(0.25, abs=0.05)  # of nine pieces; half, if nobody says
     _, said = ranks(1).run(homes.dealt, 0.25, 0.5)[0]
-    assert "beside the plan's own 0.25" in said
+    assert "the plan has its own, 0.25" in said
 
 
 @pytest.mark.parametrize(

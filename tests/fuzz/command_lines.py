@@ -140,11 +140,11 @@ def _fill(here: Path) -> None:
 
 def run_arguments(given: tuple[Path, list[str]]) -> None:
     here, arguments = given
-    said = io.StringIO()
+    output = io.StringIO()
     before = os.getcwd()
     os.chdir(here)
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             refuse_arguments(arguments)
             command().main(arguments, prog_name="fullshard", standalone_mode=False)
     except Exception as error:

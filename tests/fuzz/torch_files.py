@@ -132,17 +132,17 @@ def hostile_zip(random: Random, members: Members) -> bytes:
 def _claiming(data: bytes, name: str, method=None, size=None, compressed=None, offset=None, crc=None) -> bytes:
     """Overwrite fields of a member in the zip directory."""
     found, at = bytearray(data), data.rfind(name.encode()) - 46
-    for where, code, said in ((10, "<H", method), (16, "<I", crc), (20, "<I", compressed), (24, "<I", size), (42, "<I", offset)):
-        if said is not None:
-            struct.pack_into(code, found, at + where, said)
+    for where, code, value in ((10, "<H", method), (16, "<I", crc), (20, "<I", compressed), (24, "<I", size), (42, "<I", offset)):
+        if value is not None:
+            struct.pack_into(code, found, at + where, value)
     return bytes(found)
 
 
 # -- pickles ------------------------------------------------------------------------------------------------
 
 
-def _word(said: str) -> bytes:
-    return b"X" + struct.pack("<I", len(said.encode())) + said.encode()
+def _word(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
 
 
 SNIPPETS = [
@@ -179,8 +179,8 @@ def tensor(random: Random) -> bytes:
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(number()) + shape + stride + b"\x89NtR"
 
 
-def _number(said: int) -> bytes:
-    data = said.to_bytes(said.bit_length() // 8 + 1, "little", signed=True)
+def _number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 
 

@@ -1,4 +1,4 @@
-"""The cluster of this machine: nominal numbers by the name of its device, with measured numbers beside them."""
+"""The cluster of this machine: nominal numbers by the name of its device, and measured numbers."""
 
 from dataclasses import replace
 

@@ -211,13 +211,13 @@ def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], 
     world = dist.get_world_size()
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    whole = torch.ones(elements // world * world, device=device)
+    full = torch.ones(elements // world * world, device=device)
     part = torch.ones(elements // world, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: gather(torch.empty_like(whole), part),  # allocates its output, as FSDP does
-        "reduce_scatter": lambda: scatter(torch.empty_like(part), whole),
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_gather": lambda: gather(torch.empty_like(full), part),  # allocates its output, as FSDP does
+        "reduce_scatter": lambda: scatter(torch.empty_like(part), full),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "broadcast": lambda: dist.broadcast(full, 0),
     }
     return calls[kind]
 

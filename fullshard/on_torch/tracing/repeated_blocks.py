@@ -70,7 +70,7 @@ class _TracedBlock:
     """What skipped blocks must imitate: the form of a block's output, and whether its gradient passes in place."""
 
     def __init__(self) -> None:
-        self.other_outputs: tuple[Any, ...] | None = None  # what a block returns beside its activation
+        self.other_outputs: tuple[Any, ...] | None = None  # what a block returns besides its activation
         self.output_gradient = 0  # the storage of the last block's output gradient
         self.passes_in_place = False  # whether the gradients of a block's output and input share memory
 
