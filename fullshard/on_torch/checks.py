@@ -18,6 +18,7 @@ from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import names_with_nan, refuse_unset
 from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
 from fullshard.plan import Unit
 
@@ -194,9 +195,8 @@ def after_first_backward(state: State) -> None:
     totals: dict[str, float] = {}
     for unit, _, p in _unit_parameters(state):
         if p.requires_grad:
-            grad = p.grad
-            local = torch.zeros(1) if grad is None else grad.to_local() if isinstance(grad, DTensor) else grad
-            totals[unit.name] = totals.get(unit.name, 0.0) + float(local.abs().sum())
+            received = 0.0 if p.grad is None else float(local_tensor(p.grad).abs().sum())
+            totals[unit.name] = totals.get(unit.name, 0.0) + received
     for name, norms in state.tiers.received.items() if state.tiers else ():
         totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
     gathered = _gather(totals)
@@ -251,7 +251,7 @@ def _gather(value: object) -> list[Any]:
 
 def _checksum(tensor: Tensor) -> int:
     """The sum of this rank's part, read as integers. Computed on the tensor's device, without a copy."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_tensor(tensor).detach()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return int(local.contiguous().view(words).sum(dtype=torch.int64))
 

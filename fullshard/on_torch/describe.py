@@ -13,6 +13,7 @@ from torch import nn
 from fullshard.errors import FullshardError, checked_call, nearest
 from fullshard.model.description import Description, Kind, Tensor, UnitDescription
 from fullshard.on_torch.dtypes import plan_dtype_name
+from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.on_torch.tracing.trace_costs import costs
 from fullshard.plan import DType
 from fullshard.text import spans
@@ -212,7 +213,7 @@ def _inside(path: str, parents: Sequence[str]) -> bool:
 
 def _merge_tied(model: nn.Module, groups: list[_Group]) -> list[_Group]:
     """Merge groups that share a tied parameter: FSDP can gather a parameter in one unit only."""
-    for names in _ties(model).values():
+    for names in [found for found in parameter_names(model).values() if len(found) > 1]:
         sharing = [g for g in groups if any(_owner(n, groups) is g for n in names)]
         if sharing and sharing[-1].kind == "root":
             sharing.reverse()  # the root contains every module already
@@ -221,14 +222,6 @@ def _merge_tied(model: nn.Module, groups: list[_Group]) -> list[_Group]:
                 sharing[0].modules += other.modules
             groups.remove(other)
     return groups
-
-
-def _ties(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each tied parameter by its id, in registration order."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return {key: found for key, found in names.items() if len(found) > 1}
 
 
 def _owner(parameter: str, groups: list[_Group]) -> _Group | None:
@@ -243,12 +236,12 @@ def _owner(parameter: str, groups: list[_Group]) -> _Group | None:
 
 def _list_tensors(model: nn.Module, groups: list[_Group]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
     """The units with their tensors, and the buffers that are in no unit."""
-    ties = _ties(model)
+    names = parameter_names(model)
     parameters: dict[str, list[Tensor]] = {g.name: [] for g in groups}
     for name, p in model.named_parameters():
         group = _owner(name, groups)
         assert group is not None, name
-        others = tuple(n for n in ties.get(id(p), []) if n != name)
+        others = tuple(n for n in names[id(p)] if n != name)
         parameters[group.name].append(Tensor(name, tuple(p.shape), plan_dtype_name(name, p.dtype), p.requires_grad, others))
     buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
     for name, b in model.named_buffers():

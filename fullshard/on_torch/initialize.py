@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.private import dtensor_like
-from fullshard.on_torch.shard_ranges import local_part
+from fullshard.on_torch.shard_ranges import local_part, local_tensor
 
 if TYPE_CHECKING:
     from fullshard.on_torch.weights import Weights
@@ -115,7 +115,7 @@ def _allocate(model: nn.Module, device: torch.device, preallocated: Mapping[int,
 
 
 def _fill_with_nan(tensor: Tensor) -> Tensor:
-    local = _local(tensor.detach())
+    local = local_tensor(tensor.detach())
     if local.is_floating_point():
         local.fill_(torch.nan)
     return tensor
@@ -123,7 +123,7 @@ def _fill_with_nan(tensor: Tensor) -> Tensor:
 
 def names_with_nan(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors with a NaN in this rank's part."""
-    return [n for n, t in tensors.items() if _has_nan(_local(t.detach()))]
+    return [n for n, t in tensors.items() if _has_nan(local_tensor(t.detach()))]
 
 
 def refuse_unset(names: Sequence[str]) -> None:
@@ -157,17 +157,13 @@ def _unsharded(modules: list[nn.Module], unset: dict[int, int], device: torch.de
             module._parameters[name] = full
     yield
     for sharded, full, owners in swaps.values():
-        _local(sharded.detach()).copy_(local_part(full.detach(), sharded))
+        local_tensor(sharded.detach()).copy_(local_part(full.detach(), sharded))
         for module, name in owners:
             module._parameters[name] = cast(nn.Parameter, sharded)
 
 
 def _empty_full(p: DTensor, device: torch.device) -> Tensor:
     return _fill_with_nan(torch.empty(p.shape, dtype=p.dtype, device=device))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # -- which initialiser -------------------------------------------------------------------------------

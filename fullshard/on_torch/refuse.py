@@ -11,6 +11,7 @@ from fullshard.on_torch.offload.activations.select import refuse_activations
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.units import is_away
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
+from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
@@ -119,9 +120,7 @@ def _inside(inner: Unit, outer: Unit) -> bool:
 
 
 def _refuse_parameters(model: nn.Module, plan: Plan) -> None:
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+    names = parameter_names(model)
     for name, p in model.named_parameters():
         owners = {u.name: n for n in names[id(p)] if (u := plan.unit_of(n)) is not None}
         if not owners:

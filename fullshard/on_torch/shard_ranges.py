@@ -6,6 +6,11 @@ from torch.distributed.tensor import DTensor
 from fullshard.on_torch.private import sharded_dim
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_part(full: Tensor, like: DTensor) -> Tensor:
     """The part of `full` that `like` has on this rank."""
     return full[tuple(slice(*span) for span in local_box(like))]

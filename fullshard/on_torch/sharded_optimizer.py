@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import FullshardError, a_kind, nearest
 from fullshard.on_torch.private import sharded_dim
 from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 
 
@@ -90,8 +91,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:
     parts: dict[int, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            parts.setdefault(copies_of(p.grad), []).append(local)
+            parts.setdefault(copies_of(p.grad), []).append(local_tensor(p.grad))
     return parts
 
 

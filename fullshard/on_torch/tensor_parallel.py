@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from fullshard.errors import FullshardError
 from fullshard.model.description import UnitDescription
 from fullshard.on_torch.ranks import Meshes
+from fullshard.on_torch.tied_parameters import tied_owners
 from fullshard.plan import Plan, Unit
 
 AnyUnit = Unit | UnitDescription
@@ -37,7 +38,7 @@ def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
 
 def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes: Sequence[DeviceMesh]) -> None:
     """Split the modules of each unit over the mesh at the same index."""
-    ties = _tied_owners(model)
+    ties = tied_owners(model)
     for unit, mesh in zip(units, meshes, strict=True):
         styles = _styles(model, unit, tensor)
         if styles:
@@ -123,12 +124,3 @@ def _vocabulary_style(module: nn.Module) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate())
     return ColwiseParallel(output_layouts=Replicate())
-
-
-def _tied_owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                owners.setdefault(id(p), []).append((module, name))
-    return [found for found in owners.values() if len(found) > 1]

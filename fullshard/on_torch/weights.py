@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.safetensors import Entry, Files
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES
-from fullshard.on_torch.shard_ranges import local_box
+from fullshard.on_torch.shard_ranges import local_box, local_tensor
+from fullshard.on_torch.tied_parameters import parameter_names
 
 LOADABLE = ("F64", "F32", "F16", "BF16", "I64")  # dtypes that a model's tensors can be read from
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; today's models compute these
@@ -49,7 +49,7 @@ class Weights:
         part = torch.empty([stop - start for start, stop in box], dtype=SAFETENSORS_DTYPES[self.files.entries[source].dtype])
         if part.numel():
             self.files.read(source, box, part.reshape(-1).view(torch.uint8).numpy().data)
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
+        local_tensor(tensor).copy_(part)
 
     def _match(self, model: nn.Module) -> dict[str, str]:
         """The name in the files of each tensor of the model that they have."""
@@ -91,9 +91,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
     """(name, tensor, all its names) for each tensor. Tied parameters have several names."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+    names = parameter_names(model)
     return [(n, t, names.get(id(t), [n])) for n, t in _named_tensors(model)]
 
 
