@@ -25,6 +25,7 @@ from benchmarks.memory_error import initial
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster
 from fullshard.model import presets
+from fullshard.on_torch.measuring.host_pace import host_share
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -173,7 +174,7 @@ def timed(state: on_torch.State, args: argparse.Namespace, cluster: Cluster) -> 
     plan, cuda = state.plan, args.device == "cuda"
     batches = [batch(args, plan) for _ in range(plan.batch.accumulate)]
     host = cluster.of("issued"), cluster.of("quiet")
-    times, host_shares = [], [on_torch.host_share(*host, state.device)]
+    times, host_shares = [], [host_share(*host, state.device)]
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -184,7 +185,7 @@ def timed(state: on_torch.State, args: argparse.Namespace, cluster: Cluster) -> 
     start = time.perf_counter()
     state.flush()  # updates that would overlap with the next forward
     flushed = time.perf_counter() - start
-    host_shares.append(on_torch.host_share(*host, state.device))
+    host_shares.append(host_share(*host, state.device))
     reserved = {"reserved": torch.cuda.max_memory_reserved()} if cuda else {}
     return {"measured": statistics.median(times), "host_share": statistics.mean(host_shares), "flush": flushed, **reserved}
 

@@ -12,7 +12,7 @@ from fullshard.on_torch.loss_chunks import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.measuring.host_pace import host_share
 from fullshard.on_torch.measuring.measure import disk_rates_together, measure
-from fullshard.on_torch.model_loading import load_model, model_limits, takes_positions
+from fullshard.on_torch.model_loading import limits, load_model, takes_positions
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, ranks_here, start
 from fullshard.on_torch.refuse import refuse
 from fullshard.on_torch.saving.restore import load_checkpoint
@@ -49,13 +49,13 @@ __all__ = [
     "host_share",
     "initialize",
     "is_first",
+    "limits",
     "load_checkpoint",
     "load_model",
     "local_cluster",
     "local_devices",
     "measure",
     "memory",
-    "model_limits",
     "peak_flops",
     "ranks_here",
     "record",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError, a_kind
-from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
+from fullshard.on_torch.loss import IGNORED, HostBatch, LossFunction, TensorBatch, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.plan import Plan
 
@@ -18,7 +18,7 @@ IDS, LABELS = (torch.int64, torch.int32), (torch.int64,)
 MIN_CHANGES = 4  # positions where the next token differs; with fewer, equal labels may be correct
 
 
-def on_device(batch: HostBatch, device: torch.device) -> Batch:
+def on_device(batch: HostBatch, device: torch.device) -> TensorBatch:
     """Start copying the batch to the device; returns it as tensors there."""
     if not isinstance(batch, Mapping):
         raise FullshardError(f"{BATCH}, not {a_kind(batch)}; a step takes a list of them")
@@ -35,7 +35,7 @@ def _tensor(key: str, value: object) -> Tensor:
         raise FullshardError(f"{key} of a batch cannot be made a tensor ({why}); {BATCH}") from None
 
 
-def refuse_batches(batches: list[Batch], plan: Plan, loss: LossFunction) -> None:
+def refuse_batches(batches: list[TensorBatch], plan: Plan, loss: LossFunction) -> None:
     """Raise unless these are the micro-batches that the plan's step takes."""
     planned = plan.batch
     if len(batches) != planned.accumulate:
@@ -57,7 +57,7 @@ def refuse_batches(batches: list[Batch], plan: Plan, loss: LossFunction) -> None
             _refuse_tokens(batch)
 
 
-def _refuse_tokens(batch: Batch) -> None:
+def _refuse_tokens(batch: TensorBatch) -> None:
     for key, known in (("input_ids", IDS), ("labels", LABELS)):
         if batch[key].dtype not in known:
             raise FullshardError(
@@ -77,14 +77,14 @@ def _shape(tensor: Tensor) -> str:
 # -- at the first step --------------------------------------------------------------------------------------
 
 
-def first_batch_fault(model: nn.Module, batches: list[Batch], loss: LossFunction) -> str | None:
+def first_batch_fault(model: nn.Module, batches: list[TensorBatch], loss: LossFunction) -> str | None:
     """The sentence about wrong tokens in this rank's first batches, or None. Waits for the device."""
     if loss not in (summed_loss, chunked_loss):
         return None
     return _beyond_vocabulary(model, batches) or _unshifted(batches)
 
 
-def _beyond_vocabulary(model: nn.Module, batches: list[Batch]) -> str | None:
+def _beyond_vocabulary(model: nn.Module, batches: list[TensorBatch]) -> str | None:
     """Find tokens outside the vocabulary. On a GPU they end the process with an assertion that does not name the cause."""
     sizes = {"input_ids": _input_size(model), "labels": _output_size(model)}
     for key, size in [(key, size) for key, size in sizes.items() if size is not None]:
@@ -114,7 +114,7 @@ def _output_size(model: nn.Module) -> int | None:
     return head.out_features if isinstance(head, nn.Linear) else None
 
 
-def _unshifted(batches: list[Batch]) -> str | None:
+def _unshifted(batches: list[TensorBatch]) -> str | None:
     """Find labels that equal the inputs instead of the next tokens."""
     changes = 0
     for batch in batches:

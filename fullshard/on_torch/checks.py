@@ -16,7 +16,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.batch_checks import first_batch_fault
 from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import names_with_nan, refuse_unset
-from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
+from fullshard.on_torch.loss import LossFunction, TensorBatch, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
@@ -27,7 +27,7 @@ class CheckError(FullshardError):
     """A mistake that would make a run train silently wrong."""
 
 
-def before_first_step(state: State, batches: list[Batch], loss: LossFunction) -> None:
+def before_first_step(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
     """Run all checks that need no gradient."""
     free_gathered(state.model)  # the caller may have run a forward, which leaves units gathered
     refuse_anywhere(first_batch_fault(state.model, batches, loss))
@@ -142,7 +142,7 @@ def check_optimizer_references(state: State) -> None:
         )
 
 
-def check_data(state: State, batches: list[Batch]) -> None:
+def check_data(state: State, batches: list[TensorBatch]) -> None:
     """Check that data ranks have different batches, and the ranks of a tensor group the same."""
     digests = _gather([_digest(b["input_ids"]) for b in batches])
     tensor = state.plan.mesh.tensor
@@ -162,7 +162,7 @@ def check_data(state: State, batches: list[Batch]) -> None:
                 )
 
 
-def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) -> None:
+def check_loss_is_a_sum(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
     """Check that the loss of a batch is the sum over its rows. A mean would be divided by the token count twice."""
     rows = batches[0]["input_ids"].shape[0]
     if loss in (summed_loss, chunked_loss) or rows < 2:
@@ -178,7 +178,7 @@ def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) 
         )
 
 
-def check_chunked(state: State, batch: Batch) -> None:
+def check_chunked(state: State, batch: TensorBatch) -> None:
     """Check that the model returns the head's output unchanged, without capping or scaling the logits."""
     row = {k: v[:1] for k, v in batch.items()}
     with inference(state.model):

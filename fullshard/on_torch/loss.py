@@ -14,12 +14,12 @@ from fullshard.on_torch.generate import logits_of
 
 IGNORED = -100
 
-Batch = dict[str, Tensor]
+TensorBatch = dict[str, Tensor]
 HostBatch = Mapping[str, Any]  # values: anything that torch.as_tensor takes
-LossFunction = Callable[[nn.Module, Batch], Tensor]
+LossFunction = Callable[[nn.Module, TensorBatch], Tensor]
 
 
-def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+def summed_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
     """Cross-entropy, summed over all labels that are not -100.
 
     A custom loss function must return a sum too: the step divides by the number of labels on all ranks.
@@ -28,7 +28,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def extra_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def extra_inputs(model: nn.Module, batch: TensorBatch) -> dict[str, Any]:
     """Keyword arguments for the model's forward. Turns the cache of a Hugging Face model off: with a cache it ignores
     document boundaries in `position_ids`."""
     extra: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.loss import IGNORED, Batch, extra_inputs
+from fullshard.on_torch.loss import IGNORED, TensorBatch, extra_inputs
 
 BUDGET = 1 << 31  # bytes of logits alive at once: in the compute dtype, in float32, and their gradient
 TILE = 256  # tokens; matrix products are fastest in whole tiles
 BYTES_PER_LOGIT = 8  # 2 in the compute dtype, 4 in float32, 2 for the gradient in the compute dtype
 
 
-def chunked_loss(model: nn.Module, batch: Batch) -> Tensor:
+def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
     """Equal to `summed_loss`, but the memory for logits depends on neither the vocabulary nor the number of tokens."""
     head = output_head(model)
     if isinstance(head.weight, DTensor) and "tensor" in (head.weight.device_mesh.mesh_dim_names or ()):

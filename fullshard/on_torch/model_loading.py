@@ -104,7 +104,7 @@ def _hugging_face(path: Path) -> Callable[[], object]:
         raise FullshardError(f"{config_path} is not a Hugging Face config: {first_line(error)}") from error
 
 
-def model_limits(model: nn.Module) -> tuple[int | None, int | None]:
+def limits(model: nn.Module) -> tuple[int | None, int | None]:
     """(vocabulary size, longest sequence) from the model's config; None for what it does not say."""
     config = getattr(model, "config", None)
     if config is not None:

@@ -94,7 +94,7 @@ class ThisHost:
         from fullshard import on_torch
 
         cluster = self.prepared.cluster
-        return on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), self.device, readings=LOOKS)
+        return on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), self.device, looks=LOOKS)
 
     def step(self, share: float) -> float:
         p = self.prepared

@@ -198,7 +198,7 @@ def open_data(recipe: Recipe, model: Any) -> tuple[TokenFile, TokenFile | None]:
 
     data = TokenFile(recipe.data.path)
     valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
-    vocab, longest = on_torch.model_limits(model)
+    vocab, longest = on_torch.limits(model)
     if vocab is not None and data.vocab > vocab:
         raise FullshardError(
             f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"

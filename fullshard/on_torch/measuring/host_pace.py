@@ -67,11 +67,11 @@ def _issued(cores: QuietCores) -> dict[str, float]:
     return {"issued": IN_A_STEP * undisturbed / ROW, AVERAGE_CORE: middle(cores.first_times)}
 
 
-def host_share(issued: float, quiet: float, device: torch.device, readings: int = READINGS) -> float:
+def host_share(issued: float, quiet: float, device: torch.device, looks: int = READINGS) -> float:
     """The time that this host takes now to issue a step, divided by that of a host with this `issued` on its average core.
     `quiet`: that host's time on a quiet core, as a share of `issued`."""
     clock = issue_clock(device)
-    return share_of(statistics.median(clock() for _ in range(readings)), issued, quiet)
+    return share_of(statistics.median(clock() for _ in range(looks)), issued, quiet)
 
 
 def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
