@@ -33,7 +33,8 @@ from fullshard.runs.metrics import open_metrics
 from fullshard.runs.prepare import make_optimizer, prepare
 from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe, make_recipe
-from fullshard.runs.run import Run, Signals
+from fullshard.runs.run import Run
+from fullshard.runs.signals import Signals
 
 LR, WARMUP, FINAL, CLIP = 2e-3, 20, 0.1, 1.0
 Step = Callable[[int], object]

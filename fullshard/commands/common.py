@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from fullshard.errors import FullshardError
+from fullshard.engine import ENGINES, load_engine
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.plan import DType
 from fullshard.reading import is_directory, is_plain_file
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
+EngineName = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="What carries the plan out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Classes = Annotated[list[str] | None, typer.Option("--class", metavar="NAME", help="Each module of this class is a unit.")]
 Names = Annotated[
@@ -26,12 +27,9 @@ def describe_model(model: str, classes: list[str] | None, names: list[str] | Non
         return presets.describe(model)
     if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
         presets.preset(model)  # refuses, with the nearest name, before torch is needed for nothing
-    try:
-        from fullshard import on_torch
-    except ImportError as error:
-        raise FullshardError(f"{model!r} needs torch ({error}); pip install 'fullshard[torch]', or use a preset") from None
-    found = on_torch.load_model(model)
-    return on_torch.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
+    engine = load_engine("torch", repr(model))
+    found = engine.load_model(model)
+    return engine.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
 
 
 def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1) -> Description:
@@ -40,15 +38,10 @@ def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1) -
     described = describe_model(model, None, None, 0)
     if tensor == 1 and described.costs is not None and any(key[0] == compute for key in described.costs.traces):
         return described
-    try:
-        from fullshard import on_torch
-    except ImportError as error:
-        raise FullshardError(
-            f"tensor = {tensor} needs torch ({error}); pip install 'fullshard[torch]', or plan without"
-        ) from None
+    engine = load_engine("torch", f"tensor = {tensor}" if tensor > 1 else repr(model))
     axes = (tensor,) if tensor > 1 else ()
-    found = on_torch.load_model(model)
-    return on_torch.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
+    found = engine.load_model(model)
+    return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
 
 
 def print_json(data: object) -> None:

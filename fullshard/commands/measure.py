@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fullshard.commands.common import AsJson
+from fullshard.commands.common import AsJson, EngineName
+from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
 
 
@@ -18,6 +19,7 @@ def measure(
         Path | None, typer.Option(metavar="DIR", help="The directory whose disk is timed.", show_default="temporary files")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A rougher look, in seconds.")] = False,
+    engine: EngineName = "torch",
     as_json: AsJson = False,
 ) -> None:
     """Time this machine (matrix products, memory, PCIe, disk, collectives) into a cluster file for `plan --cluster`.
@@ -26,15 +28,12 @@ def measure(
 
     Example: fullshard measure -o cluster.json && fullshard plan llama-125m --cluster cluster.json
     """
-    try:
-        from fullshard import on_torch
-    except ImportError as error:
-        raise FullshardError(f"measuring needs torch ({error}); pip install 'fullshard[torch]'") from None
+    timing = load_engine(engine)
     if not output.parent.is_dir():
         raise FullshardError(f"{output.parent} is no directory; write the cluster into one that exists")
-    found = on_torch.measure(disk, quick, progress=_say if sys.stderr.isatty() else lambda part: None)
+    found = timing.measure(disk, quick, progress=_say if sys.stderr.isatty() else lambda part: None)
     try:
-        first = on_torch.is_first()
+        first = timing.is_first()
     except (RuntimeError, ValueError):  # no ranks: this process alone
         first = True
     if first:

@@ -3,10 +3,12 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.commands.common import EngineName
+from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
 from fullshard.slurm import adopt_slurm
@@ -31,6 +33,7 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(metavar="N", min=0, help="Start the ranks again, up to N times, when some fail.")
     ] = 0,
+    engine: EngineName = "torch",
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,
 ) -> None:
     """Train what a recipe says, on all GPUs of this machine or on 2 CPU ranks.
@@ -43,7 +46,7 @@ def train(
 
     Example: fullshard train recipes/bytes.toml train.steps=200 optim.lr=1e-3 --run runs/first
     """
-    given = Given(recipe, overrides or [], run, ranks, resume, dry, accept, max_restarts)
+    given = Given(recipe, overrides or [], run, ranks, resume, dry, accept, max_restarts, engine)
     if adopt_slurm() or inside_ranks():
         _join(given)
     else:
@@ -62,12 +65,13 @@ class Given:
     dry: bool
     accept: bool
     max_restarts: int
+    engine: str
 
     def for_ranks(self) -> list[str]:
         """The same for a rank. One that is started again goes on from the newest checkpoint."""
         resume = self.resume or ("auto" if self.max_restarts else None)
         options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
-        return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), *options]
+        return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
 
 
 def _launch(given: Given) -> None:
@@ -85,18 +89,18 @@ def _launch(given: Given) -> None:
 
 def _join(given: Given) -> None:
     """Be one of the ranks that somebody started. They meet first: what one of them cannot do, all refuse."""
-    on_torch = _import_torch()
-    on_torch.start()
+    engine = load_engine(given.engine)
+    engine.start()
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    prepared = on_torch.all_or_none(lambda: _prepare(given, int(os.environ["WORLD_SIZE"])))
+    prepared = engine.all_or_none(lambda: _prepare(given, int(os.environ["WORLD_SIZE"])))
     from fullshard.runs.agreement import identity, refuse_disagreement
     from fullshard.runs.run import execute
 
-    refuse_disagreement(identity(prepared, given.run, given.resume))
+    refuse_disagreement(identity(prepared, given.run, given.resume), engine)
     execute(prepared, given.run, given.resume, accept=given.accept)
-    on_torch.finish()
+    engine.finish()
 
 
 def _prepare(given: Given, ranks: int | None) -> "Prepared":
@@ -104,27 +108,19 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
     from fullshard.runs.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes
-    _import_torch()
+    engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
     from fullshard.runs.prepare import prepare
     from fullshard.runs.resuming import refuse_resume
-    from fullshard.runs.run import refuse_path, refuse_run
+    from fullshard.runs.run_directory import refuse_path, refuse_run
 
     refuse_sinks(recipe)
     if given.accept and given.resume is None:
         raise FullshardError("--accept-changes has no effect without --resume; leave it out")
     refuse_path(given.run)
-    prepared = prepare(recipe, ranks)
+    prepared = prepare(recipe, ranks, engine)
     if given.resume is None:
         refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later
     elif given.resume != "auto":
         refuse_resume(given.resume, prepared, given.run, accept=given.accept)
     return prepared
-
-
-def _import_torch() -> Any:
-    try:
-        from fullshard import on_torch
-    except ImportError as error:
-        raise FullshardError(f"training needs torch ({error}); pip install 'fullshard[torch]'") from None
-    return on_torch

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,6 +44,7 @@ class LossScale:
 class State:
     """A sharded model with its optimizer and the plan that shaped both. Made by `shard`."""
 
+    engine: ClassVar[str] = "torch"  # see `fullshard.engine`
     model: nn.Module
     plan: Plan
     meshes: Meshes
@@ -107,22 +107,15 @@ class State:
 
         return update_kernels(self.tiers) if self.tiers else {}
 
+    @property
+    def updates_overlap(self) -> bool:
+        """True if updates of offloaded units may still run during the next step."""
+        return self.tiers is not None
+
     def flush(self) -> None:
         """Wait until updates that still run beside training are done."""
         if self.tiers:
             self.tiers.flush()
-
-    def save_checkpoint(self, shelf: str | Path, **about: Any) -> str:
-        """For `fullshard.checkpoint.save`."""
-        from fullshard.on_torch.saving import save
-
-        return save.save_checkpoint(shelf, self, **about)
-
-    def load_checkpoint(self, where: str | Path, **options: Any) -> Any:
-        """For `fullshard.checkpoint.load`."""
-        from fullshard.on_torch.saving import restore
-
-        return restore.load_checkpoint(where, self, **options)
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds at rest, by kind: counted from the tensors themselves."""

@@ -7,16 +7,13 @@ import hashlib
 import itertools
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fullshard.data import TokenFile
+from fullshard.engine import Engine, Messages
 from fullshard.errors import FullshardError
 from fullshard.runs.prepare import Prepared
-
-if TYPE_CHECKING:
-    from fullshard.on_torch.store_messages import StoreClient
 
 # Where things lie may differ between machines; what lies there may not, and is compared by itself.
 PLACES = {"data.path", "data.valid", "disk.path", "model.name", "model.weights", "sample.tokenizer", "plan.file", "plan.cluster"}
@@ -30,15 +27,12 @@ def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any
     recipe = flat(prepared.recipe.model_dump(mode="json"))
     found = {key: value for key, value in recipe.items() if key not in PLACES}
     found |= {f"the plan's {key}": value for key, value in flat(prepared.plan.to_dict()).items()}
-    found |= {"the tokens of data.path": data_identity(prepared.data), "the model": _shapes(prepared.model)}
+    found |= {"the tokens of data.path": data_identity(prepared.data), "the model": _shapes(prepared)}
     found |= {"the tokens of data.valid": data_identity(prepared.valid)} if prepared.valid else {}
     found |= {"the files of model.weights": weights_identity(prepared.weights)} if prepared.weights else {}
     found |= {"--run": str(run), "--resume": resume}
-    return found | {
-        "Python": sys.version.split()[0],
-        "fullshard": sys.modules["fullshard"].__version__,
-        "torch": version("torch"),
-    }
+    versions = {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__}
+    return found | versions | prepared.engine.versions()
 
 
 def data_identity(tokens: TokenFile) -> str:
@@ -59,9 +53,9 @@ def weights_identity(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _shapes(model: Any) -> str:
+def _shapes(prepared: Prepared) -> str:
     """The names, shapes and dtypes of a model's parameters, as a short text."""
-    named = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    named = prepared.engine.parameter_shapes(prepared.model)
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
@@ -74,13 +68,10 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: tree}
 
 
-def refuse_disagreement(mine: dict[str, Any]) -> None:
+def refuse_disagreement(mine: dict[str, Any], engine: Engine[Any, Any]) -> None:
     """Raise, on all ranks alike, where one was told something else than the first. Collective, but no collective: ranks
     that disagree would not get through one."""
-    from fullshard.on_torch.store_messages import StoreClient
-    from fullshard.on_torch.ranks import rank_and_world
-
-    (rank, world), board, key = rank_and_world(), StoreClient(), f"told-{next(_count)}"
+    (rank, world), board, key = engine.rank_and_world(), engine.messages(), f"told-{next(_count)}"
     mine = json.loads(json.dumps(mine))  # as others will read it
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     board.put(f"{key}/{rank}", digest)
@@ -96,7 +87,7 @@ def refuse_disagreement(mine: dict[str, Any]) -> None:
         raise FullshardError(verdict["wrong"])
 
 
-def _compare(board: "StoreClient", key: str, digest: str, world: int) -> str | None:
+def _compare(board: Messages, key: str, digest: str, world: int) -> str | None:
     """By the first rank: the sentence about the first rank that differs, if one does."""
     told = board.collect(key, range(world), PATIENCE)
     missing = [r for r in range(world) if r not in told]

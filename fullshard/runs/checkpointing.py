@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.export import export
@@ -12,6 +12,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Kept
+from fullshard.engine import RunState, Saving
 from fullshard.errors import FullshardError
 from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.runs.agreement import data_identity
@@ -21,16 +22,11 @@ from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.resuming import Change, refuse_changes, refuse_other_data
 
-if TYPE_CHECKING:
-    from fullshard.on_torch import Saving, State
-
 
 class Checkpoints:
     """The checkpoints of a run under way on this rank."""
 
-    def __init__(self, prepared: Prepared, state: "State", directory: Path, metrics: Metrics, bar: Bar, *, accept: bool = False):
-        from fullshard import on_torch
-
+    def __init__(self, prepared: Prepared, state: RunState, directory: Path, metrics: Metrics, bar: Bar, *, accept: bool = False):
         self.prepared, self.wanted, self.state = prepared, prepared.recipe.checkpoint, state
         self.recipe = prepared.recipe.model_dump(mode="json")
         self.metrics, self.bar = metrics, bar
@@ -38,7 +34,7 @@ class Checkpoints:
         w = self.wanted
         kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
         shelf = str(shelf_of(prepared.recipe, directory))
-        self.writer = on_torch.Checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
+        self.writer = prepared.engine.checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
         self.saving: Saving | None = None
         self.cursor = 0  # of the save in flight, or of the one that failed last
@@ -67,8 +63,6 @@ class Checkpoints:
         return min(made, w.keep + 1) if w.keep else made
 
     def _resume(self, resume: str) -> Manifest | None:
-        from fullshard import on_torch
-
         if resume == "auto":
             place, damaged = self.writer.newest()
             for sentence in damaged:
@@ -87,7 +81,7 @@ class Checkpoints:
                 raise FullshardError(f"{self.writer.shelf} has later checkpoints than {place}; resume into another --run")
         refuse_other_data(manifest, self.prepared)
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
-        on_torch.load_checkpoint(place, self.state, verified=resume == "auto")
+        self.prepared.engine.load_checkpoint(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
         self.origin = None if resume == "auto" else place
         return manifest
@@ -102,9 +96,7 @@ class Checkpoints:
 
     def roll_back(self, place: Place, helpless: int | None = None) -> Manifest:
         """Load what `last_good` found. `helpless`: the step of a later checkpoint that led nowhere; it goes."""
-        from fullshard import on_torch
-
-        manifest = on_torch.load_checkpoint(place, self.state, verified=place is not self.origin)
+        manifest = self.prepared.engine.load_checkpoint(place, self.state, verified=place is not self.origin)
         if helpless is not None:
             self.writer.discard(helpless)
         self.saved, self.poisoned, self.postponed, self.again = manifest.step, False, False, math.inf

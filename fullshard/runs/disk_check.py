@@ -1,9 +1,9 @@
 """What the disk means for a run whose plan puts something on it: tried and said before the first step."""
 
-from fullshard.planner.step.unit_sizes import groups
 from fullshard.planner.step.offload_bytes import Away, slots_of
-from fullshard.storage.disk_speed import Rates, no_disk, verdict
+from fullshard.planner.step.unit_sizes import groups
 from fullshard.runs.prepare import Prepared, make_optimizer
+from fullshard.storage.disk_speed import Rates, no_disk, verdict
 
 TRIAL = 1 << 30  # bytes a rank, at most
 SECONDS = 1.5
@@ -11,15 +11,13 @@ SECONDS = 1.5
 
 def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
-    from fullshard import on_torch
-
-    held = groups(prepared.plan, on_torch.describe(prepared.model, title=prepared.recipe.model.name))
+    held = groups(prepared.plan, prepared.engine.describe(prepared.model, title=prepared.recipe.model.name))
     away = Away(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
     if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations
         return [line for line in (no_disk(directory),) if line]
-    rates = on_torch.disk_rates_together(directory, min(TRIAL, filed), SECONDS)
-    here = on_torch.ranks_here()
+    rates = prepared.engine.disk_rates(directory, min(TRIAL, filed), SECONDS)
+    here = prepared.engine.ranks_here()
     read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in away.disk_traffic())
     whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
     said = verdict((read, written), whole, prepared.rest_seconds)

@@ -3,12 +3,12 @@
 import os
 import shutil
 
-from fullshard.model.description import Description
 from fullshard.errors import FullshardError
+from fullshard.model.description import Description
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.step.unit_sizes import groups
 from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.unit_sizes import groups
 from fullshard.text import bytes_text
 
 

@@ -1,36 +1,45 @@
 """The training loop, as a generator: the caller owns what happens between steps."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from fullshard.engine import EngineState, engine_of
 from fullshard.errors import FullshardError, checked_call
 
-if TYPE_CHECKING:  # the engine is the caller's: this module imports no torch of its own
-    from fullshard.on_torch import State, StepResult
-    from fullshard.on_torch.loss import LossFunction
+CALL = "fullshard.train(state, batches, steps=1000), where batches gives a list of dicts a step"
 
 
-@checked_call("fullshard.train(state, batches, steps=1000), where batches gives a list of dicts a step", steps=int)
+@checked_call(CALL, state=EngineState, steps=int)
 def train(
-    state: "State",
-    batches: "Iterable[list[dict]]",
+    state: EngineState,
+    batches: Iterable[list[dict[str, Any]]],
     *,
     steps: int,
-    loss: "LossFunction | None" = None,
+    loss: Any = None,
     clip: float | None = None,
     lr: Callable[[int], float] | None = None,
-) -> "Iterator[StepResult]":
-    """Train for `steps` steps, yielding each step's result.
+    flags: Callable[[], Sequence[bool]] | None = None,
+) -> Iterator[Any]:
+    """Train for `steps` steps; yield each step's result, such as `on_torch.StepResult`.
 
-    `batches` gives, for this rank, one list of micro-batches a step; `loss` is the plain one unless given; `lr`
-    is the learning rate of step 0, 1, …. The result's tensors are still on the device: reading one waits for
-    the step.
+    `batches` gives, for this rank, one list of micro-batches a step. `loss` is the engine's plain one unless given. `lr`
+    returns the learning rate of step 0, 1, … of this call. `flags` is called before each step and returns what ranks
+    shall agree on in it (see `train_step`). The result's tensors are still on the device: reading one waits for the step.
     """
-    from fullshard.on_torch import summed_loss, train_step
+    return _steps(state, batches, steps, {"clip": clip} | ({"loss": loss} if loss else {}), lr, flags)
 
-    source = iter(batches)
+
+def _steps(
+    state: EngineState,
+    batches: Iterable[Any],
+    steps: int,
+    options: dict[str, Any],
+    lr: Callable[[int], float] | None,
+    flags: Callable[[], Sequence[bool]] | None,
+) -> Iterator[Any]:
+    step, source = engine_of(state).train_step, iter(batches)
     for index in range(steps):
         micro_batches = next(source, None)
         if micro_batches is None:
             raise FullshardError(f"the data ended after {index} of {steps} steps; give more, or ask for {index} steps")
-        yield train_step(state, micro_batches, loss=loss or summed_loss, clip=clip, lr=lr(index) if lr else None)
+        yield step(state, micro_batches, lr=lr(index) if lr else None, flags=flags() if flags else (), **options)

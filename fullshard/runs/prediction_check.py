@@ -2,17 +2,13 @@
 
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from fullshard.engine import RunState
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
-from fullshard.text import bytes_text, seconds_text
 from fullshard.runs.prepare import Prepared, step_seconds
-
-if TYPE_CHECKING:
-    import torch
-
-    from fullshard.on_torch import State
+from fullshard.text import bytes_text, seconds_text
 
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong
@@ -20,12 +16,13 @@ HOST = 0.03  # and of a step, what the host's pace has to change before it is to
 LOOKS = 3  # at the host, a step
 
 
-class Host(Protocol):
+class IssuingHost(Protocol):
     """`look`: how many times as long as the cluster's the host takes now to issue work; `step`: what a step takes by that.
     Looks come `between` the steps, since a shared host changes within seconds, or only after the last. `measured`: whether the
     cluster is this machine as it was timed."""
 
-    between: bool
+    @property
+    def between(self) -> bool: ...
 
     @property
     def measured(self) -> bool: ...
@@ -38,7 +35,7 @@ class Host(Protocol):
 class Verdict:
     """Collects a few steps, then says how the prediction did; once."""
 
-    def __init__(self, expected: Estimate, host: Host):
+    def __init__(self, expected: Estimate, host: IssuingHost):
         self.expected, self.host = expected, host
         self.seconds: list[float] = []
         self.shares: list[float] = []
@@ -83,18 +80,19 @@ class ThisHost:
     """This rank's own. Where state rests away its updates run on under the next step, and looks between would wait for them."""
 
     prepared: Prepared
-    device: "torch.device"
-    between: bool
+    state: RunState
+
+    @property
+    def between(self) -> bool:
+        return not self.state.updates_overlap
 
     @property
     def measured(self) -> bool:
         return self.prepared.cluster.measured is not None
 
     def look(self) -> float:
-        from fullshard import on_torch
-
         cluster = self.prepared.cluster
-        return on_torch.host_share(cluster.of("issued"), cluster.of("quiet"), self.device, looks=LOOKS)
+        return self.prepared.engine.host_share(self.state, cluster.of("issued"), cluster.of("quiet"), looks=LOOKS)
 
     def step(self, share: float) -> float:
         p = self.prepared
@@ -102,7 +100,7 @@ class ThisHost:
         return step_seconds(p.recipe, p.plan, p.description, p.cluster.with_host(share))
 
 
-def explain_out_of_memory(prepared: Prepared, state: "State") -> str:
+def explain_out_of_memory(prepared: Prepared, state: RunState) -> str:
     """What was expected, and the planner's remedies with what each costs."""
     recipe, plan, description = prepared.recipe, prepared.plan, prepared.description
     expected = prepared.estimate

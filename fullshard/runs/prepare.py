@@ -5,32 +5,34 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import optimizer
-from fullshard.model import presets
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster.cluster import Cluster
 from fullshard.data import Batches, TokenFile
 from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
-from fullshard.model.description import Description
+from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
+from fullshard.model import presets
+from fullshard.model.description import Description
+from fullshard.model.presets import PRESETS
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
-from fullshard.model.presets import PRESETS
 from fullshard.reading import is_plain_file, parse_json, read_text
-from fullshard.strategies import choose
-from fullshard.text import parse_bytes
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.runs.recipe import OWN, Recipe, changed
+from fullshard.strategies import choose
+from fullshard.text import parse_bytes
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A recipe that has been held against its model, its data and the number of ranks."""
 
+    engine: Engine[Any, Any]
     recipe: Recipe
     plan: Plan
-    model: Any  # on meta
+    model: Any  # without memory for its weights
     weights: Path | None
     data: TokenFile
     valid: TokenFile | None
@@ -41,55 +43,54 @@ class Prepared:
     rest_seconds: float | None = None  # of a step, if its disk cost nothing
 
 
-def prepare(recipe: Recipe, ranks: int | None) -> Prepared:
-    """`ranks`: by default all GPUs, or 2."""
-    from fullshard import on_torch
-
-    ranks = ranks if ranks is not None else on_torch.local_devices()
+def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None = None) -> Prepared:
+    """Check the recipe against its model, its data and this many ranks. `ranks`: by default all GPUs, or 2. `engine`: by
+    default torch's."""
+    engine = engine or load_engine("torch")
+    ranks = ranks if ranks is not None else engine.local_devices()
     if ranks < 1:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
-    model = on_torch.load_model(recipe.model.name)
+    model = engine.load_model(recipe.model.name)
     weights = weights_of(recipe)
     if recipe.lora:
-        model = on_torch.add_adapters(model, **recipe.lora.model_dump())
+        model = engine.add_adapters(model, **recipe.lora.model_dump())
     if recipe.lora and weights is None:
         raise FullshardError(
             f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
             "model.weights = 'path/to/weights'"
         )
     if weights:
-        on_torch.Weights(model, weights)  # the right names and shapes
-    cluster = _cluster(recipe, ranks)
-    plan, expected, known = _plan(recipe, model, cluster)
+        engine.check_weights(model, weights)
+    cluster = _cluster(recipe, ranks, engine)
+    plan, expected, known = _plan(recipe, model, cluster, engine)
     if recipe.plan.cluster and expected is None:
         raise FullshardError(
             f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
             "write that, or leave it out"
         )
-    on_torch.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
-    on_torch.refuse_optimizer(make_optimizer(recipe))
+    engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     if directory := disk_of(recipe, plan):
-        refuse_full_disk(directory, _filed(recipe, plan, model, expected), ranks)
+        refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
     if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
         raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
-    data, valid = open_data(recipe, model)
+    data, valid = open_data(recipe, model, engine)
     batches(recipe, plan, data, 0)  # enough tokens for one sample
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
-    return Prepared(recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
+    return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
 
-def _plan(recipe: Recipe, model: Any, cluster: Cluster) -> tuple[Plan, Estimate | None, Description | None]:
+def _plan(
+    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]
+) -> tuple[Plan, Estimate | None, Description | None]:
     """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
     costs those are."""
-    from fullshard import on_torch
-
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
-        plan = make_plan(recipe, on_torch.describe(model, title=recipe.model.name), cluster.devices)
+        plan = make_plan(recipe, engine.describe(model, title=recipe.model.name), cluster.devices)
         return plan, _expected(recipe, plan, shipped, cluster), shipped
     compute: Any = recipe.plan.compute
     if shipped is None or not _traced(shipped, compute):
-        shipped = on_torch.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
+        shipped = engine.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
     found = find_plan(
         shipped,
         cluster,
@@ -142,24 +143,20 @@ def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: 
     return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
-def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None) -> int:
+def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None, engine: Engine[Any, Any]) -> int:
     """Bytes of a rank's files; those of activations as far as they are known."""
-    from fullshard import on_torch
-
     if expected is not None:
         return expected.disk.allocated_bytes
-    return filed_bytes(plan, on_torch.describe(model, title=recipe.model.name), make_optimizer(recipe))
+    return filed_bytes(plan, engine.describe(model, title=recipe.model.name), make_optimizer(recipe))
 
 
 def _traced(description: Description, compute: str) -> bool:
     return description.costs is not None and any(key[0] == compute for key in description.costs.traces)
 
 
-def _cluster(recipe: Recipe, ranks: int) -> Cluster:
+def _cluster(recipe: Recipe, ranks: int, engine: Engine[Any, Any]) -> Cluster:
     """The cluster that the recipe names, or the devices that are there."""
-    from fullshard import on_torch
-
-    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else on_torch.local_cluster(ranks)
+    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else engine.local_cluster(ranks)
     if found.devices != ranks:
         found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
     if recipe.disk.path is not None:
@@ -192,20 +189,18 @@ def _refuse_scaled_positions(preset: str, directory: Path) -> None:
         raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
 
 
-def open_data(recipe: Recipe, model: Any) -> tuple[TokenFile, TokenFile | None]:
+def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TokenFile, TokenFile | None]:
     """The token files, held against the model."""
-    from fullshard import on_torch
-
     data = TokenFile(recipe.data.path)
     valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
-    vocab, longest = on_torch.limits(model)
+    vocab, longest = engine.limits(model)
     if vocab is not None and data.vocab > vocab:
         raise FullshardError(
             f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"
         )
     if longest is not None and recipe.data.sequence > longest:
         raise FullshardError(f"data.sequence = {recipe.data.sequence} is longer than the model's {longest}; shorten it")
-    if recipe.data.boundaries == "attention" and not on_torch.takes_positions(model):
+    if recipe.data.boundaries == "attention" and not engine.takes_positions(model):
         raise FullshardError(
             f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {type(model).__name__}'s does not: "
             "write 'labels'"

@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 
 from fullshard.data.batches import Boundaries, Packing
 from fullshard.errors import FullshardError, nearest
-from fullshard.update_pieces import STAGING
 from fullshard.plan import DType, Place, Remat, Sync
 from fullshard.reading import parse_toml, read_text
 from fullshard.runs.lr_schedule import Kind
+from fullshard.update_pieces import STAGING
 
 MOST_BYTES = 1 << 20  # of a recipe
 

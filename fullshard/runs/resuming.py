@@ -13,9 +13,9 @@ from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.agreement import data_identity, flat
+from fullshard.runs.lr_schedule import factor
 from fullshard.runs.prepare import Prepared, prepare, shelf_of
 from fullshard.runs.recipe import Recipe, make_recipe
-from fullshard.runs.lr_schedule import factor
 
 ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples
 CURVE = ("optim.", "schedule.", "lora.", "data.boundaries")  # keys, or sections, by which the losses to come change
@@ -103,8 +103,6 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
 
 def resumable(directory: Path, ranks: int | None) -> str:
     """What a run would go on from, with this many ranks; raises why it cannot. Starts nothing."""
-    from fullshard import on_torch
-
     try:
         tree = parse_json(read_text(directory / "recipe.json", "recipe"))
     except FullshardError:
@@ -119,6 +117,6 @@ def resumable(directory: Path, ranks: int | None) -> str:
     manifest = commit.read_manifest(shelf.child(whole))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_others(str(shelf.child(whole)), weights, on_torch.weights_of(prepared.model, prepared.plan))
+    refuse_others(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
     left = prepared.recipe.steps - manifest.step
     return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"

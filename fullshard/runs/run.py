@@ -1,42 +1,31 @@
-"""One run, carried out on all ranks, and its directory.
-
-RUN/recipe.json     the resolved recipe
-RUN/plan.json       the plan
-RUN/metrics.jsonl   a line a step, an evaluation and an event
-RUN/samples.jsonl   what the model wrote, if it was asked to
-RUN/wandb-id        which run of Weights & Biases this is, if it is one
-RUN/checkpoints/    see docs/checkpoints.md
-RUN/hang/           the stacks of each rank, if the run was ended because it hung
-"""
+"""One run, carried out on all ranks."""
 
 import math
-import os
-import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local
 from fullshard.data import Batches
+from fullshard.engine import RunState, Step
 from fullshard.errors import DIVERGED, FullshardError
-from fullshard.reading import is_directory, is_plain_file
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
+from fullshard.runs.loop import train
+from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
+from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
 from fullshard.runs.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
 from fullshard.runs.progress import Bar
-from fullshard.runs.lr_schedule import factor
-from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
+from fullshard.runs.run_directory import write_run
+from fullshard.runs.signals import Signals
 from fullshard.runs.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from fullshard.on_torch import State
-
 
 LOWER = "lower optim.lr, or look at the data"
 
@@ -50,13 +39,12 @@ class DivergedError(FullshardError):
 def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False) -> None:
     """Train. Collective: every rank calls it. `resume`: `auto`, or a checkpoint. `accept`: the recipe may change how
     training goes on from it."""
-    from fullshard import on_torch
-
-    on_torch.start()
+    engine = prepared.engine
+    engine.start()
     with ExitStack() as held:
-        on_torch.first_decides(lambda: _take(directory, prepared, held))
+        engine.first_decides(lambda: _take(directory, prepared, held))
         ended = _execute(prepared, directory, resume, accept)
-        if ended and on_torch.is_first():
+        if ended and engine.is_first():
             export_end(prepared.recipe, directory)
 
 
@@ -69,26 +57,24 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
 
 def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> bool:
     """Whether the run came to its end, and did not stop before."""
-    from fullshard import on_torch
-
-    recipe, first = prepared.recipe, on_torch.is_first()
+    engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
     disk = disk_of(recipe, prepared.plan)
     for line in judge_disk(prepared, disk) if disk else ():
         if first:
             print(line, file=sys.stderr, flush=True)
-    state = on_torch.shard(
+    state = engine.shard(
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
     metrics = open_metrics(None, recipe)
-    watched = Watchdog(on_torch.HangReporter(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
+    watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
     with Bar(recipe.steps, visible=first) as bar, Signals() as signals, watched as watchdog:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
             opened: list[tuple[Metrics, float | None]] = []  # not before: a recipe that is refused must not replace the run's own
-            on_torch.first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
+            engine.first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
             metrics, expected = opened[0] if first else (metrics, None)
             metrics.say, checkpoints.metrics = bar.say, metrics
             run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog)
@@ -133,10 +119,7 @@ def _train_on(run: "Run") -> FullshardError | None:
 
 def _train_until(run: "Run") -> str | None:
     """Why the run ends where it does, if it is before its last step."""
-    why = None
-    while why is None and run.state.step < run.recipe.steps:
-        run.step(run.state.step)
-        why = run.why_stop()
+    why = run.train()
     if why and why != "diverged":
         run.metrics.write(event=why, step=run.state.step)
         run.bar.say(f"ended after step {run.state.step}: {why}")
@@ -152,23 +135,21 @@ class Run:
     def __init__(
         self,
         prepared: Prepared,
-        state: "State",
+        state: RunState,
         metrics: Metrics,
         bar: Bar,
-        signals: "Signals",
+        signals: Signals,
         checkpoints: Checkpoints,
         watchdog: Watchdog,
     ):
-        from fullshard import on_torch
-
-        self.prepared, self.recipe, self.state = prepared, prepared.recipe, state
+        self.prepared, self.engine, self.recipe, self.state = prepared, prepared.engine, prepared.recipe, state
         self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
-        self.source = batches(self.recipe, state.plan, prepared.data, on_torch.data_rank(state.plan.mesh))
-        self.loss = on_torch.chunked_loss if self.recipe.train.loss == "chunked" else on_torch.summed_loss
-        self.flops = on_torch.flops_per_token(state.model, self.recipe.data.sequence)
-        self.peak = on_torch.peak_flops(state)
-        host = ThisHost(prepared, state.device, between=not state.tiers)
-        self.verdict = Verdict(prepared.estimate, host) if prepared.estimate else None
+        self.source = batches(self.recipe, state.plan, prepared.data, self.engine.data_rank(state.plan.mesh))
+        self.loss = self.engine.named_loss(self.recipe.train.loss)
+        self.flops = self.engine.flops_per_token(state.model, self.recipe.data.sequence)
+        self.peak = self.engine.peak_flops(state)
+        self.verdict = Verdict(prepared.estimate, ThisHost(prepared, state)) if prepared.estimate else None
+        self.began = self.waited = 0.0  # the step under way: when it began, and seconds that it waited for data
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
         self.best, self.since_best = float("inf"), 0
@@ -243,68 +224,87 @@ class Run:
         why = self.checkpoints.why if self.checkpoints.poisoned else f"{self.skips_in_a_row} steps in a row were not finite"
         return f"the run diverged at step {at} ({why})"
 
-    def step(self, index: int) -> None:
-        """One step, its numbers, and what falls due after it."""
-        start = time.perf_counter()
-        self.watchdog.begin(index + 1)
-        micro_batches = next(self.steps)
-        waited = time.perf_counter() - start
-        lr = self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
-        self._train(micro_batches, index, lr, start, waited)
-        self.watchdog.end(time.perf_counter() - start)
-        if (every := self.recipe.eval.every) and (index + 1) % every == 0:
-            self.evaluate(index + 1)
-        if (every := self.recipe.sample.every) and (index + 1) % every == 0:
-            self.sample(index + 1)
+    def train(self) -> str | None:
+        """Train to the last step. Returns why the run ends before it, if it does."""
+        first = self.state.step
+        results = train(
+            self.state,
+            self._timed_batches(),
+            steps=self.recipe.steps - first,
+            loss=self.loss,
+            clip=self.recipe.optim.clip,
+            lr=lambda i: self._learning_rate(first + i),
+            flags=self._flags,
+        )
+        try:
+            for result in results:
+                self._after(result)
+                if why := self.why_stop():
+                    return why
+        except Exception as error:
+            if not self.engine.out_of_memory(error):
+                raise
+            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
+        return None
+
+    def _timed_batches(self) -> Iterator[Any]:
+        """The data, each step's list of micro-batches. A step begins when its data is asked for."""
+        while True:
+            self.began = time.perf_counter()
+            self.watchdog.begin(self.state.step + 1)
+            micro_batches = next(self.steps)
+            self.waited = time.perf_counter() - self.began
+            yield micro_batches
+
+    def _learning_rate(self, index: int) -> float:
+        return self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
+
+    def _flags(self) -> tuple[bool, bool, bool]:
+        """What all ranks hear of in the same step: a signal, a checkpoint that is due, a save that must end the run."""
+        return self.signals.asked, self.engine.is_first() and self.checkpoints.due(), self.checkpoints.troubled()
+
+    def _after(self, result: Step) -> None:
+        """Write the step's numbers, and do what is due after it: evaluate, sample, save."""
+        done = result.index
+        due, troubled = self._record(result)
+        self.watchdog.end(time.perf_counter() - self.began)
+        if (every := self.recipe.eval.every) and done % every == 0:
+            self.evaluate(done)
+        if (every := self.recipe.sample.every) and done % every == 0:
+            self.sample(done)
         with self.watchdog.saving():
-            self.checkpoints.after_step(self.due, self.troubled, not self.skips_in_a_row, self.source.cursor, self.numbers())
+            self.checkpoints.after_step(due, troubled, not self.skips_in_a_row, self.source.cursor, self.numbers())
         self.checkpoints.refuse_lost()
 
-    def _train(self, micro_batches: Any, index: int, lr: float, start: float, waited: float) -> None:
-        from fullshard import on_torch
-
-        try:
-            result = on_torch.train_step(
-                self.state,
-                micro_batches,
-                loss=self.loss,
-                clip=self.recipe.optim.clip,
-                lr=lr,
-                flags=(
-                    self.signals.asked,
-                    on_torch.is_first() and self.checkpoints.due(),
-                    self.checkpoints.troubled(),
-                ),
-            )
-        except on_torch.OutOfMemory as error:
-            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
+    def _record(self, result: Step) -> tuple[bool, bool]:
+        """Write the step's line. Returns whether a checkpoint is due and whether a save must end the run."""
         loss, norm, tokens, skipped, asked, due, troubled = result.numbers()
-        self.due, self.troubled = bool(due), bool(troubled)
         self.checkpoints.numbers["loss"] = loss
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - self.began
         self.asked = bool(asked)
         self.skips += int(skipped)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped or not math.isfinite(loss) else 0
-        memory = on_torch.memory(self.state)
+        memory = self.engine.memory(self.state)
         self.metrics.write(
-            step=index + 1,
+            step=result.index,
             loss=loss,
             grad_norm=norm,
-            lr=lr,
+            lr=self._learning_rate(result.index - 1),
             tokens=int(tokens),
             tokens_per_second=tokens / seconds,
             mfu=tokens / seconds * self.flops / (self.peak * self.state.plan.mesh.devices) if self.peak else None,
             seconds=seconds,
-            data_wait_seconds=waited,
+            data_wait_seconds=self.waited,
             **{f"{phase}_seconds": s for phase, s in result.seconds().items()},
             skipped=self.skips,
             **memory,
         )
-        self.bar.update(index + 1, loss, tokens, memory["memory_allocated"])
+        self.bar.update(result.index, loss, tokens, memory["memory_allocated"])
         if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
-            self.metrics.write(event="predicted", step=index + 1, **self.verdict.numbers)
+            self.metrics.write(event="predicted", step=result.index, **self.verdict.numbers)
             self.bar.say(line)
         self._compare(loss)
+        return bool(due), bool(troubled)
 
     def _compare(self, loss: float) -> None:
         """The first resumed loss against the one that the run had at this step before: the quickest sign of trouble."""
@@ -314,22 +314,20 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """The mean loss over the first samples of the held-out data."""
-        from fullshard import on_torch
-
         recipe, plan, valid = self.recipe, self.state.plan, self.prepared.valid
         assert valid is not None
         held_out = Batches(
             valid,
             recipe.data.sequence,
             plan.batch.micro_batch,
-            rank=on_torch.data_rank(plan.mesh),
+            rank=self.engine.data_rank(plan.mesh),
             ranks=plan.mesh.data,
             shuffle=False,
             boundaries=recipe.data.boundaries,
             packing=recipe.data.packing,
         )
         given = self.watchdog.each((s[0] for s in islice(held_out, recipe.eval.batches)), f"the evaluation after step {step}")
-        found = on_torch.evaluate(self.state, given, loss=self.loss)
+        found = self.engine.evaluate(self.state, given, loss=self.loss)
         improved = found < self.best - recipe.eval.min_delta
         self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
         self.checkpoints.numbers["eval_loss"] = found
@@ -338,12 +336,10 @@ class Run:
 
     def sample(self, step: int) -> None:
         """Let the model continue the prompts. All ranks compute; the first writes."""
-        from fullshard import on_torch
-
         tokenizer, wanted = self.prepared.tokenizer, self.recipe.sample
         assert tokenizer is not None
         for prompt in self.watchdog.each(wanted.prompts, f"the samples after step {step}"):
-            tokens = on_torch.generate(
+            tokens = self.engine.generate(
                 self.state.model,
                 tokenizer.prompt(prompt),
                 max_new_tokens=wanted.tokens,
@@ -371,48 +367,3 @@ def _told(found: Manifest, key: str, otherwise: Any) -> Any:
     """A number that a run left in its checkpoint; one that a program saved may lack it, or mean something else."""
     value = found.state.get("extra", {}).get(key)
     return value if isinstance(value, int | float) else otherwise
-
-
-def refuse_path(directory: Path) -> None:
-    """Raise, before ranks start, where a run's directory cannot be made or written to."""
-    there = next((p for p in (directory, *directory.absolute().parents) if is_directory(p) or is_plain_file(p)), directory)
-    if not is_directory(there):
-        raise FullshardError(f"--run {directory}: {there} is no directory; give another --run")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise FullshardError(f"--run {directory}: {there} may not be written to; give another --run")
-    if len(os.fsencode(directory.name)) > 255 or "\0" in str(directory):
-        raise FullshardError(f"--run {str(directory)!r} is no name of a directory; give another --run")
-
-
-def refuse_run(directory: Path) -> None:
-    """A run's directory is made once; two runs in one would mix their numbers."""
-    if (directory / "metrics.jsonl").exists():
-        raise FullshardError(f"{directory} holds a run already; go on with --resume auto, or give another --run")
-
-
-def write_run(directory: Path, prepared: Prepared) -> None:
-    for name, text in (("recipe.json", prepared.recipe.model_dump_json(indent=1) + "\n"), ("plan.json", prepared.plan.to_json())):
-        fresh = directory / f".{name}.partial"
-        fresh.write_text(text)
-        fresh.replace(directory / name)  # a kill leaves the old one or the new one
-
-
-class Signals:
-    """SIGTERM and Ctrl-C ask for an end at the next step boundary; a second Ctrl-C ends at once. Outside the
-    `with` they do what they did before."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __enter__(self) -> Self:
-        self.before = {name: signal.signal(name, self._ask) for name in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name, handler in self.before.items():
-            signal.signal(name, handler)
-
-    def _ask(self, number: int, frame: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True

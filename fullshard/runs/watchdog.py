@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
+from fullshard.engine import WatchedRanks, Where
 from fullshard.errors import HUNG
 
 T = TypeVar("T")
@@ -30,27 +31,6 @@ ASKED = 3  # steps' time that a run has to reach a step boundary after a signal
 AT_ONCE = 5.0  # seconds, at least, for that; and for a second signal
 SAVING = 7200.0  # seconds that a checkpoint may take: a slow disk is no hang
 ANSWERS = 10.0  # seconds for the ranks' reports
-
-
-Where = dict[str, Any]  # a rank: `waits`, `collective`, `unit`, `count` of collectives entered, `line` of code, `doing`
-
-
-class Ranks(Protocol):
-    """What the watchdog asks of the engine; from its own thread."""
-
-    rank: int
-    world: int
-
-    def where(self) -> Where:
-        """Where this rank's main thread is."""
-
-    def exchange(self, own: Where, seconds: float) -> dict[int, Where]:
-        """The same of all ranks that answer in time."""
-
-    def absent(self, rank: int) -> str:
-        """What is known of a rank that does not answer."""
-
-    def stacks(self) -> str: ...
 
 
 @dataclass
@@ -67,7 +47,7 @@ class Progress:
 class Watchdog:
     """Made by a run on each rank. `seconds`: see `train.hang_seconds`; 0 watches for signals alone."""
 
-    def __init__(self, ranks: Ranks, seconds: float, directory: Path, *, compiles: bool):
+    def __init__(self, ranks: WatchedRanks, seconds: float, directory: Path, *, compiles: bool):
         self.ranks, self.seconds, self.directory = ranks, seconds, directory
         self.first = (COMPILING if compiles else FIRST) * seconds
         self.progress = Progress("the start", SAVING, 2 * AT_ONCE)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch import all_or_none
+from fullshard.on_torch.agree import all_or_none
 from fullshard.runs.agreement import identity, refuse_disagreement
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
@@ -19,7 +19,7 @@ def compare(here: str, told: list[list[str]], options: list[tuple[str, str | Non
     os.chdir(here)
     prepared = prepare(load_recipe("recipe.toml", told[rank]), dist.get_world_size())
     try:
-        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]))
+        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]), prepared.engine)
     except FullshardError as error:
         return str(error)
     return "agreed"

@@ -200,7 +200,8 @@ def test_damaged_or_other_weights_are_refused(here, tmp_path, ranks, kind):
 
 
 def test_flops_are_the_fields_own_count(here):
-    from fullshard.on_torch import flops_per_token, load_model
+    from fullshard.on_torch import load_model
+    from fullshard.on_torch.tracing.flops import flops_per_token
 
     model = load_model("llama3-8b")
     table = 128_256 * 4096

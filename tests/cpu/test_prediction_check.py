@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_the_host_is_felt_without_a_change_of_what_is_drawn(prepared):
     torch.manual_seed(7)
     expected = torch.rand(4)
     torch.manual_seed(7)
-    host = ThisHost(prepared, torch.device("cpu"), between=True)
+    host = ThisHost(prepared, SimpleNamespace(device=torch.device("cpu"), updates_overlap=False))
     share = host.look()
     seconds = host.step(share)
     assert torch.equal(torch.rand(4), expected)

@@ -9,7 +9,7 @@ import pytest
 from fullshard import FullshardError
 from fullshard.cli import app, refusal, refuse_arguments
 from fullshard.data.pack import pack
-from fullshard.runs.run import refuse_path
+from fullshard.runs.run_directory import refuse_path
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -40,6 +41,9 @@ MAY = {
 MAY_LAZILY = {"runs": {"torch"}, "launch": {"torch"}}  # the launcher is torch's own
 
 
+When = Literal["top", "lazy", "typing"]
+
+
 @dataclass(frozen=True)
 class Source:
     """A file: its dotted name, whether it is a package's `__init__`, and its text."""
@@ -69,14 +73,14 @@ MODULES = {s.module for s in SOURCES}
 # -- what a file imports ------------------------------------------------------------------------------
 
 
-def statements(node: ast.AST, top: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Import statements, each with whether importing the file runs it."""
+def statements(node: ast.AST, when: When = "top") -> Iterator[tuple[ast.AST, When]]:
+    """Import statements, each with when it runs: as the file is imported, when a function is called, or never."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child, top
-        waits = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield child, when
+        lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        yield from statements(child, top and not waits and not typing)
+        yield from statements(child, "typing" if typing or when == "typing" else "lazy" if lazy else when)
 
 
 def targets(statement: ast.AST, source: Source, known: set[str]) -> list[str]:
@@ -92,8 +96,8 @@ def targets(statement: ast.AST, source: Source, known: set[str]) -> list[str]:
     return [name if name in known else base for name in whole]
 
 
-def imports(source: Source, known: set[str]) -> list[tuple[str, bool]]:
-    return [(t, top) for s, top in statements(ast.parse(source.text)) for t in targets(s, source, known)]
+def imports(source: Source, known: set[str]) -> list[tuple[str, When]]:
+    return [(t, when) for s, when in statements(ast.parse(source.text)) for t in targets(s, source, known)]
 
 
 # -- the rules ----------------------------------------------------------------------------------------
@@ -103,7 +107,7 @@ def violations(source: Source, known: set[str] = MODULES) -> list[str]:
     """What a file imports and should not, a sentence each."""
     if source.room not in LAYER:
         return [f"{source.module} is in no layer; give it one in ROOMS"]
-    found = [(target, objection(source, target, top)) for target, top in imports(source, known)]
+    found = [(target, objection(source, target, when == "top")) for target, when in imports(source, known)]
     return [f"{source.module} imports {target}: {why}" for target, why in found if why]
 
 
@@ -127,14 +131,16 @@ def inside_objection(source: Source, target: str, top: bool) -> str:
         return "the package imports only L0 at its top"
     if source.room in ("on_torch", "on_jax") and target.startswith("fullshard.planner.search"):
         return "engines carry plans out, they do not search"
+    if source.room in ("runs", "commands") and room(target) in ("on_torch", "on_jax"):
+        return "ask load_engine or engine_of for an engine"
     same = source.room == room(target) or mine == theirs == 0
     return "" if same or theirs < mine else "imports point downward"
 
 
 def cycle(sources: list[Source]) -> list[str]:
-    """A ring of files that import each other at their tops, or nothing."""
+    """A ring of files that import each other, at their tops or in functions, or nothing."""
     known = {s.module for s in sources}
-    graph = {s.module: {t for t, top in imports(s, known) if top and t in known} for s in sources}
+    graph = {s.module: {t for t, when in imports(s, known) if when != "typing" and t in known} for s in sources}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -157,7 +163,7 @@ def test_no_two_files_import_each_other():
 def test_the_files_were_read():
     assert {"fullshard", "fullshard.plan", "fullshard.cli", "fullshard.on_torch.models.llama"} <= MODULES
     plan = next(s for s in SOURCES if s.module == "fullshard.on_torch.describe")
-    assert {("fullshard.errors", True), ("torch", True), ("collections", True)} <= set(imports(plan, MODULES))
+    assert {("fullshard.errors", "top"), ("torch", "top"), ("collections", "top")} <= set(imports(plan, MODULES))
 
 
 # -- planted violations are found ---------------------------------------------------------------------
@@ -187,6 +193,8 @@ PLANTED = [
     ("fullshard.runs.loop", "from torch import nn", "only engines import it"),
     ("fullshard.runs.loop", "class A:\n    import torch", "only engines import it"),
     ("fullshard.runs.loop", "from fullshard.observe import page", "imports point downward"),
+    ("fullshard.runs.loop", "def f():\n    from fullshard.on_torch import shard", "ask load_engine or engine_of"),
+    ("fullshard.commands.train", "from fullshard import on_torch", "ask load_engine or engine_of"),
     ("fullshard.cli", "def f():\n    import torch", "only engines import it"),
     ("fullshard.shed.plan", "", "is in no layer"),
     ("fullshard.cli", "from fullshard.shed import plan", "it is in no layer"),
@@ -197,7 +205,7 @@ ALLOWED = [
     ("fullshard.planner.search.search", "from fullshard.planner import schedule\nfrom fullshard.cluster.cluster import Cluster"),
     ("fullshard.on_torch.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
     ("fullshard.on_jax.shard", "import jax, optax"),
-    ("fullshard.runs.loop", "from fullshard import on_torch\ndef f():\n    import torch"),
+    ("fullshard.runs.metrics", "from fullshard.engine import load_engine\ndef f():\n    import torch"),
     ("fullshard.runs.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     ("fullshard.cli", "import typer, fullshard\ndef f():\n    from fullshard.runs import loop"),
 ]
@@ -238,7 +246,9 @@ def test_a_planted_cycle_is_found():
     ring = [("fullshard.on_torch.a", "from fullshard.on_torch import b"), ("fullshard.on_torch.b", "from .a import x")]
     assert len(cycle([Source(m, False, text) for m, text in ring])) == 3
     lazy = [ring[0], ("fullshard.on_torch.b", "def f():\n    from .a import x")]
-    assert cycle([Source(m, False, text) for m, text in lazy]) == []
+    assert len(cycle([Source(m, False, text) for m, text in lazy])) == 3
+    typing = [ring[0], ("fullshard.on_torch.b", "if TYPE_CHECKING:\n    from .a import x")]
+    assert cycle([Source(m, False, text) for m, text in typing]) == []
 
 
 # -- the public faces ---------------------------------------------------------------------------------

@@ -1,0 +1,327 @@
+"""The seam between a run and the engine that carries its plan out, as Protocols. Knows no engine.
+
+An engine is a module, `fullshard.on_NAME.engine`, whose functions are those of `Engine`. Everything above the engines
+(`runs`, `commands`) reaches them through `load_engine` or `engine_of` alone, so that the same run works on each.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+
+from fullshard.cluster.cluster import Cluster
+from fullshard.errors import FullshardError, nearest
+from fullshard.model.description import Description
+from fullshard.optimizer import Optimizer
+from fullshard.plan import DType, Mesh, Plan
+
+ENGINES = ("torch",)
+T = TypeVar("T")
+ModelT = TypeVar("ModelT")  # a model as the engine has it: torch's nn.Module
+StateT = TypeVar("StateT")  # what the engine's `shard` returns
+MicroBatch = Mapping[str, Any]  # of one rank: `input_ids`, `labels` and what else the loss takes
+Where = dict[str, Any]  # a rank: `waits`, `collective`, `unit`, `count` of collectives entered, `line` of code, `doing`
+
+
+@runtime_checkable
+class EngineState(Protocol):
+    """Anything that an engine's `shard` returned."""
+
+    engine: ClassVar[str]  # the engine's name
+
+
+class RunState(EngineState, Protocol):
+    """What a run reads of a state. A step changes it in place."""
+
+    step: int  # steps done
+    plan: Plan
+    model: Any
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Which kernels update offloaded units, by lane. Empty where none is offloaded."""
+
+    @property
+    def updates_overlap(self) -> bool:
+        """True if updates of one step may still run during the next."""
+
+
+class Step(Protocol):
+    """The result of one training step. Its numbers may still be on the device."""
+
+    @property
+    def index(self) -> int:
+        """Of the step, counted from 1."""
+
+    def numbers(self) -> list[float]:
+        """loss, gradient norm, tokens, skipped, then one number per flag. Waits for the device once."""
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase on this rank's device."""
+
+
+class Saving(Protocol):
+    """A save that may still run in the background."""
+
+    step: int
+    note: str  # a warning for the user, or nothing
+    poisoned: bool  # failed because a weight was not finite
+    lost: bool  # failed because another process holds the directory
+    passed: list[str]  # warnings about other checkpoints
+
+    def done(self) -> bool: ...
+
+    def result(self) -> str:
+        """Wait for it; where the checkpoint lies. Raises on every rank if it failed on one."""
+
+
+class Checkpointer(Protocol):
+    """Saves one state into one directory of checkpoints, and holds the lease of that directory. Methods are collective."""
+
+    @property
+    def shelf(self) -> Any:
+        """The directory, a `fullshard.checkpoint.place.Place`."""
+
+    def save(
+        self,
+        *,
+        cursor: int | None = None,
+        recipe: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        retire: bool = True,
+    ) -> Saving: ...
+
+    def newest(self, below: float = ...) -> tuple[Any, list[str]]:
+        """The newest whole checkpoint of a step below `below`, or None; and why newer ones were passed over."""
+
+    def names(self) -> list[str]: ...
+
+    def sweep(self) -> None:
+        """Remove what killed saves left behind."""
+
+    def refuse_small(self, count: int) -> None:
+        """Raise where the disk has no room for `count` checkpoints."""
+
+    def discard(self, step: int) -> None: ...
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank raised the flag."""
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def release(self) -> None:
+        """Give the lease back without waiting for other ranks."""
+
+
+class Messages(Protocol):
+    """Messages between ranks that need no collective, so that ranks in different places can still talk."""
+
+    def put(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str) -> Any: ...
+
+    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
+        """What these ranks have put under `key/RANK`, of those that did so in time."""
+
+    def wait(self, look: Callable[[], Any], seconds: float) -> Any:
+        """What `look` returns once it is not None; None if that takes longer."""
+
+
+class WatchedRanks(Protocol):
+    """What the watchdog asks about the ranks, from its own thread."""
+
+    rank: int
+    world: int
+
+    def where(self) -> Where:
+        """Where this rank's main thread is."""
+
+    def exchange(self, own: Where, seconds: float) -> dict[int, Where]:
+        """Where all ranks are that answer in time."""
+
+    def absent(self, rank: int) -> str:
+        """What is known of a rank that does not answer."""
+
+    def stacks(self) -> str:
+        """The stack of every thread of this rank."""
+
+
+class Engine(Protocol[ModelT, StateT]):
+    """What a run asks of an engine. Collective functions are called by every rank."""
+
+    # -- ranks ---------------------------------------------------------------------------------------------
+
+    def start(self) -> Any:
+        """Join the ranks that a launcher started, or be the only one. Idempotent."""
+
+    def finish(self) -> None:
+        """Leave the ranks."""
+
+    def local_devices(self) -> int:
+        """How many ranks this machine has devices for."""
+
+    def ranks_here(self) -> int:
+        """How many ranks run on this machine."""
+
+    def rank_and_world(self) -> tuple[int, int]: ...
+
+    def is_first(self) -> bool:
+        """Whether this rank writes files and prints."""
+
+    def data_rank(self, mesh: Mesh) -> int:
+        """Which of the `mesh.data` batches of a step this rank computes."""
+
+    def first_decides(self, make: Callable[[], Any]) -> None:
+        """Call `make` on the first rank; if it raises, all ranks raise its sentence. Collective."""
+
+    def all_or_none(self, make: Callable[[], T]) -> T:
+        """Call `make` on all ranks; if one raises, all raise its sentence. Collective."""
+
+    def messages(self) -> Messages: ...
+
+    def watched_ranks(self) -> WatchedRanks: ...
+
+    def versions(self) -> dict[str, str]:
+        """The libraries whose versions must agree between ranks."""
+
+    # -- the model -----------------------------------------------------------------------------------------
+
+    def load_model(self, name: str) -> ModelT:
+        """A preset, a Hugging Face directory or `file.py:callable`, without memory for its weights."""
+
+    def add_adapters(self, model: ModelT, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> ModelT: ...
+
+    def check_weights(self, model: ModelT, directory: str | Path) -> None:
+        """Raise where a directory of safetensors files lacks a tensor of the model, or has it in another shape."""
+
+    def describe(
+        self,
+        model: ModelT,
+        *,
+        classes: Sequence[str] = (),
+        names: Sequence[str] = (),
+        min_params: int = 0,
+        title: str = "",
+        micro_batch: int = 0,
+        sequence: int = 0,
+        compute: DType = "bf16",
+        tensor: Sequence[int] = (),
+    ) -> Description:
+        """The model's units and, with a batch shape, what computing them costs."""
+
+    def limits(self, model: ModelT) -> tuple[int | None, int | None]:
+        """(vocabulary, longest sequence), as far as the model says."""
+
+    def takes_positions(self, model: ModelT) -> bool:
+        """Whether the model takes `position_ids`, which keep attention inside documents."""
+
+    def parameter_shapes(self, model: ModelT) -> list[tuple[str, tuple[int, ...], str, bool]]:
+        """Name, shape, dtype and whether it is trained, of every parameter."""
+
+    def weights_of(self, model: ModelT, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of the weights that a checkpoint of this model holds, by name."""
+
+    def refuse(self, model: ModelT, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
+        """Raise where the engine cannot carry the plan out. Allocates nothing."""
+
+    # -- the machine ---------------------------------------------------------------------------------------
+
+    def local_cluster(self, devices: int) -> Cluster:
+        """This machine's kind of device, by its published numbers."""
+
+    def measure(self, directory: Path | None, quick: bool, progress: Callable[[str], None]) -> Cluster:
+        """This machine, timed. Collective."""
+
+    def disk_rates(self, directory: str | Path, nbytes: int, seconds: float) -> Any:
+        """What the slowest rank reaches while all read and write: a `fullshard.storage.disk_speed.Rates`. Collective."""
+
+    def host_share(self, state: StateT, issued: float, quiet: float, looks: int) -> float:
+        """How much slower than the cluster's host this one issues work now."""
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def shard(
+        self,
+        model: ModelT,
+        plan: Plan,
+        optimizer: Optimizer | None = None,
+        *,
+        seed: int = 0,
+        weights: str | Path | None = None,
+        disk: str | Path | None = None,
+    ) -> StateT:
+        """Carry the plan out on the model. Collective."""
+
+    def named_loss(self, name: str) -> Any:
+        """The loss that a recipe calls `plain` or `chunked`."""
+
+    def train_step(
+        self,
+        state: StateT,
+        micro_batches: Sequence[Any],
+        *,
+        loss: Any = ...,
+        clip: float | None = None,
+        lr: float | None = None,
+        flags: Sequence[bool] = (),
+    ) -> Step:
+        """Forward, backward and update. `flags` are combined over ranks with the step's own sums. Collective."""
+
+    def evaluate(self, state: StateT, batches: Iterable[Any], *, loss: Any = ...) -> float:
+        """The mean loss over all tokens of all ranks' batches. Collective."""
+
+    def generate(
+        self,
+        model: ModelT,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        stop: int | None = None,
+        seed: int = 0,
+        window: int | None = None,
+    ) -> list[int]:
+        """Continue a prompt. Collective."""
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an exception says that the device ran out of memory."""
+
+    def memory(self, state: StateT) -> dict[str, int]:
+        """Peak bytes of the device since the last call: `memory_allocated` and, on a GPU, `memory_reserved`."""
+
+    def flops_per_token(self, model: ModelT, sequence: int) -> float: ...
+
+    def peak_flops(self, state: StateT) -> float | None:
+        """Of this rank's device in the compute dtype, by its maker; None if unknown."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def checkpointer(self, shelf: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> Checkpointer:
+        """`keep`: a `fullshard.checkpoint.retention.Kept`. Collective."""
+
+    def save_checkpoint(self, shelf: str | Path, state: StateT, **about: Any) -> str:
+        """One checkpoint, durable when this returns; where it lies. Collective."""
+
+    def load_checkpoint(self, where: Any, state: StateT, *, allow_missing: Sequence[str] = (), verified: bool = False) -> Any:
+        """Fill the state; the checkpoint's `Manifest`. `verified`: its checksums were compared before. Collective."""
+
+
+def load_engine(name: str, user: str = "") -> Engine[Any, Any]:
+    """The engine of this name. Raises a sentence where there is none, or what it needs is not installed.
+
+    `user`: what needs it, for that sentence.
+    """
+    if name not in ENGINES:
+        raise FullshardError(f"there is no engine {name!r}; write {' or '.join(ENGINES)}{nearest(name, list(ENGINES))}")
+    try:
+        return cast(Engine[Any, Any], importlib.import_module(f"fullshard.on_{name}.engine"))
+    except ImportError as error:
+        raise FullshardError(f"{user or f'engine {name!r}'} needs {name} ({error}); pip install 'fullshard[{name}]'") from None
+
+
+def engine_of(state: EngineState) -> Engine[Any, Any]:
+    """The engine that made a state."""
+    return load_engine(state.engine)

@@ -1,0 +1,127 @@
+"""The torch engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.retention import Kept
+from fullshard.on_torch.agree import all_or_none, first_decides
+from fullshard.on_torch.describe import describe
+from fullshard.on_torch.generate import generate
+from fullshard.on_torch.hang_report import HangReporter
+from fullshard.on_torch.lora import add_adapters
+from fullshard.on_torch.loss import LossFunction, summed_loss
+from fullshard.on_torch.loss_chunks import chunked_loss
+from fullshard.on_torch.measuring import host_pace
+from fullshard.on_torch.measuring.device_presets import local_cluster
+from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rates
+from fullshard.on_torch.measuring.measure import measure
+from fullshard.on_torch.model_loading import limits, load_model, takes_positions
+from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, rank_and_world, ranks_here, start
+from fullshard.on_torch.refuse import refuse as refuse_plan
+from fullshard.on_torch.saving.restore import load_checkpoint
+from fullshard.on_torch.saving.save import Checkpointer, save_checkpoint
+from fullshard.on_torch.saving.state_tensors import weights_of
+from fullshard.on_torch.shard import shard
+from fullshard.on_torch.sharded_optimizer import refuse_optimizer
+from fullshard.on_torch.state import State, memory
+from fullshard.on_torch.step import evaluate, train_step
+from fullshard.on_torch.store_messages import StoreClient
+from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
+from fullshard.on_torch.weights import Weights
+from fullshard.optimizer import Optimizer
+from fullshard.plan import Plan
+
+__all__ = [
+    "add_adapters",
+    "all_or_none",
+    "check_weights",
+    "checkpointer",
+    "data_rank",
+    "describe",
+    "disk_rates",
+    "evaluate",
+    "finish",
+    "first_decides",
+    "flops_per_token",
+    "generate",
+    "host_share",
+    "is_first",
+    "limits",
+    "load_checkpoint",
+    "load_model",
+    "local_cluster",
+    "local_devices",
+    "measure",
+    "memory",
+    "messages",
+    "named_loss",
+    "out_of_memory",
+    "parameter_shapes",
+    "peak_flops",
+    "rank_and_world",
+    "ranks_here",
+    "refuse",
+    "save_checkpoint",
+    "shard",
+    "start",
+    "takes_positions",
+    "train_step",
+    "versions",
+    "watched_ranks",
+    "weights_of",
+]
+
+
+def messages() -> StoreClient:
+    return StoreClient()
+
+
+def watched_ranks() -> HangReporter:
+    return HangReporter()
+
+
+def versions() -> dict[str, str]:
+    return {"torch": version("torch")}
+
+
+def check_weights(model: nn.Module, directory: str | Path) -> None:
+    """Raise where the directory's tensors are not the model's, by name and shape."""
+    Weights(model, directory)
+
+
+def parameter_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...], str, bool]]:
+    return [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+
+
+def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
+    """Raise where torch cannot carry the plan out with this optimizer."""
+    refuse_plan(model, plan, optimizer, disk)
+    refuse_optimizer(optimizer)
+
+
+def host_share(state: State, issued: float, quiet: float, looks: int) -> float:
+    return host_pace.host_share(issued, quiet, state.device, looks=looks)
+
+
+def named_loss(name: str) -> LossFunction:
+    """The loss that a recipe calls `plain` or `chunked`."""
+    return chunked_loss if name == "chunked" else summed_loss
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def checkpointer(shelf: str | Path, state: State, *, keep: Kept | None, overlap: bool, run: str) -> Checkpointer:
+    return Checkpointer(shelf, state, keep=keep, overlap=overlap, run=run)
+
+
+if TYPE_CHECKING:  # mypy holds this module against the Protocol
+    from fullshard.engine import Engine
+    from fullshard.on_torch import engine
+
+    _: Engine[nn.Module, State] = engine
