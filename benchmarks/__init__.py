@@ -1,1 +1,1 @@
-"""Speed, always beside a peer and as a ratio; results are kept under `results/`."""
+"""Benchmarks. Each compares fullshard with a peer or a prediction; results are in `results/`."""

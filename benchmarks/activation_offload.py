@@ -1,9 +1,9 @@
-"""Activations on the device against activations in host memory: peak memory and tokens/s. One process, one GPU.
+"""Compare activations on the device with activations in host memory: peak memory and tokens/s. One process, one GPU.
 
     python -m benchmarks.activation_offload --preset gpt2-xl --batch 288 --sequence 1024 --remat full
     python -m benchmarks.activation_offload --preset llama-nano --batch 2 --sequence 64 --compute fp32 --device cpu  # a trial
 
-One model, one optimizer: steps of the two kinds take turns. Prints a JSON line for each kind, and one that compares.
+Steps of the two kinds alternate on one model and optimizer. Prints a JSON line for each kind, and one that compares them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=32768)
     parser.add_argument("--remat", default="none", choices=["none", "selective", "full"])
-    parser.add_argument("--share", type=float, default=1.0, help="of the blocks that are spilled, spread evenly")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the blocks that are offloaded, spread evenly")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--compute", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--loss", default="chunked", choices=list(LOSSES))
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
 
 
 def spread(plan: fs.Plan, share: float) -> fs.Plan:
-    """`share` of the blocks with activations in host memory, as far from each other as can be."""
+    """The plan with activations in host memory for `share` of the blocks, spread evenly."""
     blocks = [u.name for u in plan.units if u.name.rpartition(".")[2].isdigit()]
     for i, name in enumerate(blocks):
         if math.ceil((i + 1) * share - 1e-9) > math.ceil(i * share - 1e-9):
@@ -63,7 +63,7 @@ def start(args: argparse.Namespace) -> on_torch.State:
 
 
 def timed(state: on_torch.State, batch: dict[str, torch.Tensor], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds, peak bytes and copied bytes of one step."""
+    """The seconds, peak bytes and copied bytes of one step."""
     cuda, spill = state.device.type == "cuda", state.activations
     assert spill is not None
     before = (spill.spilled, spill.fetched)
@@ -85,7 +85,7 @@ def timed(state: on_torch.State, batch: dict[str, torch.Tensor], args: argparse.
 
 
 def measure(state: on_torch.State, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Steps of both kinds in turn, neither always first."""
+    """Alternate steps of both kinds. Each goes first in half of the pairs."""
     vocab = fs.presets.preset(args.preset).vocab
     ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), generator=torch.Generator().manual_seed(0)).to(state.device)
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}

@@ -1,17 +1,19 @@
-"""What a save costs the training: step time lost to it, and the rate at which it is written.
+"""The cost of saving a checkpoint while training: the step time it takes, and the rate at which it is written.
 
     python benchmarks/checkpoint_stall.py                                       # 2 gloo ranks, CPU, the demo's size
     python benchmarks/checkpoint_stall.py --ranks 1 --preset llama-3.6b --batch 4 --sequence 2048 --compute bf16 \\
         --shelf /disk/checkpoints --rounds 1 --warm stage --alone 1 --beside 20 # one GPU
 
-Three ways to save the same state take turns in one process group: fullshard's, `dcp.async_save` and `dcp.save`, each
-to the same disk, which needs room for one checkpoint: each is removed before the next. A save and the steps after
-it, until it is durable, are timed as one window; what it took beyond as many steps of the windows without a save
-around it is lost: steps of a shared machine drift. Of all saves the mean of the middle half is told, with its
-standard error over resampled ones. Beside it, what a
-save takes of the cores: the processor's time of its call and of the threads that came with `Checkpointer`, which is what
-training would lose if it never left a core idle, and which other work on the machine disturbs less. The raw rate is
-that of O_DIRECT writes. Every window is told as soon as it is over, one JSON object a line; the last object sums up.
+Three ways to save the same state alternate in one process group: fullshard's, `dcp.async_save` and `dcp.save`. All write
+to the same disk, which needs room for one checkpoint, since each is removed before the next.
+
+A window is a save and the steps after it until it is durable. Its cost is its time minus that of as many steps in
+neighbouring windows without a save, because step times drift on a shared machine. The result is the mean of the middle
+half of all saves, with a bootstrapped standard error.
+
+The CPU time of a save is that of its call and of the threads that `Checkpointer` started: what training would lose if it
+used every core all the time. Other load disturbs it less than wall-clock time. The raw rate is that of O_DIRECT writes.
+Prints one JSON line per window, and a summary at the end.
 """
 
 import argparse
@@ -54,12 +56,14 @@ SPARE = 1 << 30  # bytes of the disk that are left alone
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama-bytes")
-    parser.add_argument("--layers", type=int, help="as many layers instead of the preset's: a smaller state")
+    parser.add_argument("--layers", type=int, help="layers instead of the preset's, for a smaller state")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compute", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--shelf", type=Path, default=Path("runs"), help="`stall` in it is made, and removed at the end")
+    parser.add_argument(
+        "--shelf", type=Path, default=Path("runs"), help="the directory `stall` is made in it, and removed at the end"
+    )
     parser.add_argument("--rounds", type=int, default=16, help="saves of each kind")
     parser.add_argument("--steady", type=int, default=2, help="steps between the end of one window and the next")
     parser.add_argument("--after", type=int, default=4, help="steps timed after each save, at least")
@@ -73,14 +77,14 @@ def arguments() -> argparse.Namespace:
     return found
 
 
-def tell(**found: Any) -> None:
-    """At once: what is known is not lost when a later part fails."""
+def print_row(**found: Any) -> None:
+    """Print a JSON line at once, so that it is not lost if a later part fails."""
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
 
 
 class Saved:
-    """A save that was over when it returned, or none at all."""
+    """The handle of a save that is already done, or of no save."""
 
     def done(self) -> bool:
         return True
@@ -90,7 +94,7 @@ class Saved:
 
 
 class Bench:
-    """A state that trains, and the ways to save it."""
+    """A state to train, and the ways to save it."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.device = args, on_torch.start()
@@ -106,8 +110,8 @@ class Bench:
             remat="full" if args.compute == "bf16" else "none",
         )
         self.state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4), device=self.device.type)
-        draw = torch.Generator().manual_seed(dist.get_rank())
-        ids = torch.randint(0, size.vocab, (args.batch, args.sequence + 1), generator=draw).to(self.device)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.randint(0, size.vocab, (args.batch, args.sequence + 1), generator=generator).to(self.device)
         self.batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
         self.step(), self.step()
         self.training = set(thread_seconds())
@@ -120,7 +124,7 @@ class Bench:
         shelf = self.args.shelf
         shelf.mkdir(parents=True, exist_ok=True)
         free, needed = shutil.disk_usage(shelf).free, self.written * dist.get_world_size() + SPARE
-        tell(bytes_a_rank=self.written, disk_free=free, host_free=host_free())
+        print_row(bytes_a_rank=self.written, disk_free=free, host_free=host_free())
         if free < needed:
             raise fs.FullshardError(f"{shelf} has {free} bytes free, a save needs {needed}; give a smaller --layers")
 
@@ -130,7 +134,7 @@ class Bench:
         return time.perf_counter() - start
 
     def save(self, kind: str) -> Any:
-        """Start one; what has `done`, as far as this rank knows, and `result`, which raises what went wrong."""
+        """Start a save. Returns a handle with `done`, for this rank, and `result`, which raises its error."""
         if kind == "nothing":
             return Saved()
         if kind == "fullshard":
@@ -142,8 +146,8 @@ class Bench:
             return Saved()
         return dcp.async_save(both, checkpoint_id=where, process_group=self.group)
 
-    def beside(self) -> float:
-        """Processor's time of this process's threads that did not come with the training."""
+    def background_seconds(self) -> float:
+        """The CPU time of the threads of this process that do not train."""
         return sum(used for thread, used in thread_seconds().items() if thread not in self.training)
 
     def all_done(self, done: bool) -> bool:
@@ -152,7 +156,7 @@ class Bench:
         return int(total) == dist.get_world_size()
 
     def remove(self, kind: str) -> None:
-        """A checkpoint is as large as half a disk: one at a time. Its blocks are free before the next is timed."""
+        """Remove a checkpoint, and wait until its blocks are free. The disk may have room for one only."""
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(self.args.shelf / kind, ignore_errors=True)
@@ -160,7 +164,7 @@ class Bench:
         dist.barrier()
 
     def warm(self) -> None:
-        """What the first save of each kind makes, for all that come: an arena, a plan."""
+        """Let each kind of save allocate what it keeps for later saves: memory and plans."""
         if self.args.warm == "save":
             for kind in ("nothing", *self.args.only):
                 one_round(self, kind, self.args.after)
@@ -171,7 +175,7 @@ class Bench:
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor's time of each thread of this process."""
+    """The CPU time of each thread of this process."""
     return {t.name: int((t / "schedstat").read_text().split()[0]) / 1e9 for t in Path("/proc/self/task").iterdir()}
 
 
@@ -181,17 +185,18 @@ def synchronize() -> None:
 
 
 def host_free() -> int:
-    """Bytes of memory that this machine can still give."""
+    """The available bytes of host memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
-    """Seconds of a save with the steps after it, how many these were, and until the save was durable."""
+    """Time one window: its seconds and steps, the CPU time of the save, the seconds its call took, and the seconds until it
+    was durable."""
     for _ in range(bench.args.steady):
         bench.step()
     dist.barrier()
-    start, used = time.perf_counter(), time.thread_time() + bench.beside()
+    start, used = time.perf_counter(), time.thread_time() + bench.background_seconds()
     saving = bench.save(kind)
     blocked, called = time.perf_counter() - start, time.thread_time()
     window, steps, finished = blocked, 0, 0.0
@@ -201,7 +206,7 @@ def one_round(bench: Bench, kind: str, after: int) -> dict[str, float]:
         if not finished and bench.all_done(saving.done()):
             finished = time.perf_counter() - start
     saving.result()
-    used = called + bench.beside() - used
+    used = called + bench.background_seconds() - used
     bench.remove(kind)
     return {"window": window, "cores": used, "steps": steps, "blocked": blocked, "durable": finished}
 
@@ -213,10 +218,12 @@ def middle(values: list[float]) -> float:
 
 
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
-    """Bytes a second that O_DIRECT writes reach on this disk, all ranks at once, fsync included."""
+    """Bytes per second of O_DIRECT writes to this disk by all ranks at once, including fsync."""
     room = (shutil.disk_usage(args.shelf).free - SPARE) // dist.get_world_size()
-    length = min(max(nbytes, 256 << 20), room) // file_writer.PIECE * file_writer.PIECE  # as long as a save: disks tire
-    memory = aligned(min(length, RAW))  # as a state would: not from the caches
+    length = (
+        min(max(nbytes, 256 << 20), room) // file_writer.PIECE * file_writer.PIECE
+    )  # as long as a save, since some disks slow down
+    memory = aligned(min(length, RAW))  # larger than the CPU's caches, as a state is
     memory[:] = os.urandom(1 << 16) * (len(memory) >> 16)
     path = args.shelf / f"raw-{dist.get_rank()}"
     dist.barrier()
@@ -243,19 +250,21 @@ def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
 def measure(bench: Bench) -> dict:
     args, found = bench.args, {kind: [] for kind in ("nothing", *bench.args.only)}
     bench.warm()
-    tell(warm=True, host_free=host_free(), device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    print_row(
+        warm=True, host_free=host_free(), device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    )
     longest = args.after
     for i in range(args.rounds):
         for kind in args.only if i % 2 == 0 else args.only[::-1]:
-            # Every other time the window without a save comes first: what follows on what must not matter.
+            # In every other round the window without a save comes first, so that their order does not matter.
             for each in (kind, "nothing") if i % 2 == 0 else ("nothing", kind):
-                # As many steps without a save: over a long window a step's length must be known well.
+                # As many steps without a save: a long window needs a precise step time.
                 one = one_round(bench, each, args.after if each == kind else min(longest, args.beside))
                 longest = max(longest, int(one["steps"])) if each == kind else longest
                 found[each].append(one | {"turn": i})
-                tell(kind=each, **one, **lost_of(found, kind))
-    told = {kind: summary(found, kind) for kind in args.only}
-    return {"saves": {"step_seconds": step_seconds(found["nothing"]), **told}, "rate": rates(bench)}
+                print_row(kind=each, **one, **lost_of(found, kind))
+    summaries = {kind: summary(found, kind) for kind in args.only}
+    return {"saves": {"step_seconds": step_seconds(found["nothing"]), **summaries}, "rate": rates(bench)}
 
 
 def step_seconds(windows: Windows) -> float:
@@ -263,7 +272,7 @@ def step_seconds(windows: Windows) -> float:
 
 
 def lost_of(found: dict[str, Windows], kind: str) -> dict[str, float]:
-    """What saves of a kind have cost so far, in steps; unknown before there is a window without a save."""
+    """The cost of a kind of save so far, in steps. Empty until there is a window without a save."""
     saves, others = found[kind], found["nothing"]
     near = [[r["window"] / r["steps"] for r in others if abs(r["turn"] - save["turn"]) <= 1] for save in saves]
     lost = [r["window"] / statistics.mean(step) - r["steps"] for r, step in zip(saves, near, strict=True) if step]
@@ -284,7 +293,7 @@ def summary(found: dict[str, Windows], kind: str) -> dict[str, float]:
 
 
 def rates(bench: Bench) -> dict[str, float]:
-    """Bytes a second of a save while nothing trains, of all of it and of what comes after staging, beside raw writes."""
+    """Bytes per second of a save without training: of the full save, of the part after staging, and of raw writes."""
     rate: dict[str, float] = {"bytes_a_rank": bench.written}
     if "fullshard" not in bench.args.only or not bench.args.alone:
         return rate
@@ -301,16 +310,16 @@ def rates(bench: Bench) -> dict[str, float]:
         whole.append(bench.written / (end - start))
         writing.append(bench.written / (end - staged))
         bench.remove("fullshard")
-        tell(raw=raw[-1], save=whole[-1], write=writing[-1])
+        print_row(raw=raw[-1], save=whole[-1], write=writing[-1])
     rate |= {"save_bytes_per_second": statistics.median(whole), "write_bytes_per_second": statistics.median(writing)}
-    if statistics.median(raw):  # a disk that takes O_DIRECT
+    if statistics.median(raw):  # 0 if the disk does not support O_DIRECT
         rate["raw_o_direct_bytes_per_second"] = statistics.median(raw)
         rate["write_of_raw"] = rate["write_bytes_per_second"] / rate["raw_o_direct_bytes_per_second"]
     return rate
 
 
 def guarded(args: argparse.Namespace, act: Callable[[Bench], dict]) -> dict:
-    """What failed is told where the results are, and the disk is left as it was."""
+    """Run the benchmark. Prints an error as a JSON line too, and removes all files."""
     try:
         bench = Bench(args)
         found = act(bench)

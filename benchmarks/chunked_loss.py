@@ -1,8 +1,8 @@
-"""The chunked cross-entropy against the plain one: the loss alone, and a whole training step. One GPU.
+"""Compare the chunked cross-entropy with the plain one: the loss alone, and a full training step. One GPU.
 
     python benchmarks/chunked_loss.py
 
-Times are medians of interleaved runs; memory is what the loss needs beyond its inputs and their gradients.
+Times are medians of interleaved runs. Memory is the peak beyond what was allocated before the run.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def alone(args: argparse.Namespace) -> dict:
 
 
 def whole_step(args: argparse.Namespace) -> dict:
-    """Llama 1.5B, 4 × 4096, full remat, so that the loss is the peak of the plain one."""
+    """Llama 1.5B, 4 × 4096, with full remat. The plain loss is then the peak of the step."""
     on_torch.start()
     with torch.device("meta"):
         model = build("llama-1.5b")
@@ -72,6 +72,7 @@ def whole_step(args: argparse.Namespace) -> dict:
 
 
 def interleaved(sides: dict, rounds: int) -> dict:
+    """The seconds, their ratio to the first side, and the peak memory of each side."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     peaks: dict[str, float] = {}
     for i in range(rounds + 2):

@@ -1,11 +1,11 @@
-"""Predicted against measured seconds of a step on CPU ranks, and the search's pick against the best that was run.
+"""Compare predicted with measured step times on CPU ranks, and the search's pick with the fastest plan.
 
     python benchmarks/cpu_grid.py                 # 2 gloo ranks, about two minutes on an idle machine
 
-Rounds of a measurement of the machine and one step of every plan, all in one process group. What was timed while
-others had more than a twentieth of the cores does not count, whatever it says; rounds go on until enough does. A
-plan's time is the mean of its fastest third, as those of kernels are; every number of the cluster is the middle of what
-counts, as a shared machine's pace changes from one minute to the next.
+A round measures the machine and runs one step of every plan, all in one process group. A measurement or step does not
+count if other programs used more than 5% of the cores meanwhile. Rounds repeat until enough of them count. A plan's time
+is the mean of its fastest third, as for kernels. Each number of the cluster is the median of the measurements that
+count, because the load of a shared machine changes.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from fullshard.model import presets
 from fullshard.on_torch.measuring.timings import fastest
 from fullshard.planner.time.timeline import timeline
 
-BUSY = 0.05  # of the cores: more for others, and what is timed does not count
+MAX_OTHER_LOAD = 0.05  # share of the cores; what is timed under more load does not count
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--preset", default="llama-bytes")
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=8, help="sequences of a rank in a step")
-    parser.add_argument("--rounds", type=int, default=6, help="steps of a plan that must count")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each plan that must count")
     parser.add_argument("--minutes", type=float, default=9.0, help="at most")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def grid(description: fs.Description, args: argparse.Namespace) -> dict[str, fs.Plan]:
-    """Strategies × remat × micro-batch."""
+    """The plans by name: strategies × remat × micro-batch."""
     choices = itertools.product(("ddp", "zero1", "zero2", "zero3"), ("none", "full"), (args.rows // 2, args.rows))
     return {
         f"{strategy} {remat} {micro}": fs.strategy(
@@ -71,7 +71,7 @@ def grid(description: fs.Description, args: argparse.Namespace) -> dict[str, fs.
 
 
 def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, float], fs.Cluster, dict[str, Any]]:
-    """Seconds of each plan's steps, the machine, and how much of what was timed counted."""
+    """Returns the step time of each plan, the measured cluster, and how many steps and measurements counted."""
     states = {
         name: on_torch.shard(on_torch.load_model(args.preset), plan, fs.AdamW(lr=1e-4), first_step_checks=False)
         for name, plan in plans.items()
@@ -81,30 +81,34 @@ def run(plans: dict[str, fs.Plan], args: argparse.Namespace) -> tuple[dict[str, 
     taken, end = 0, time.monotonic() + 60 * args.minutes
     for name, state in states.items():
         step(state, plans[name], args)
-    while agreed(time.monotonic() < end and (quiet(clusters) == 0 or min(map(len, times.values())) < args.rounds)):
-        with Others() as others:
+    while first_rank_says(time.monotonic() < end and (count_quiet(clusters) == 0 or min(map(len, times.values())) < args.rounds)):
+        with OtherLoad() as load:
             found = on_torch.measure(quick=True)
-        clusters.append((others.share, found))
+        clusters.append((load.share, found))
         for name, state in states.items():
-            with Others() as others:
+            with OtherLoad() as load:
                 seconds = step(state, plans[name], args)
             taken += 1
-            times[name] += [seconds] if others.share < BUSY else []
-    if not quiet(clusters) or not all(times.values()):
-        raise SystemExit(f"others were busy all the time: {quiet(clusters)} of {len(clusters)} measurements count")
+            times[name] += [seconds] if load.share < MAX_OTHER_LOAD else []
+    if not count_quiet(clusters) or not all(times.values()):
+        raise SystemExit(
+            f"other programs used the cores all the time: {count_quiet(clusters)} of {len(clusters)} measurements count"
+        )
     about = {"steps": taken, "steps_that_count": sum(map(len, times.values())), "measurements": len(clusters)}
-    about |= {"measurements_that_count": quiet(clusters)}
-    cluster = fs.Cluster.from_dict(middle([json.loads(json.dumps(c.to_dict())) for share, c in clusters if share < BUSY]))
+    about |= {"measurements_that_count": count_quiet(clusters)}
+    cluster = fs.Cluster.from_dict(
+        median_tree([json.loads(json.dumps(c.to_dict())) for share, c in clusters if share < MAX_OTHER_LOAD])
+    )
     return {name: fastest(found) for name, found in times.items()}, cluster, about
 
 
-def middle(found: list[Any]) -> Any:
-    """Of values of the same form, number by number the median; of anything else the first."""
+def median_tree(found: list[Any]) -> Any:
+    """The median of each number in JSON trees of the same form; of anything else, the first tree's value."""
     first = found[0]
     if isinstance(first, dict):
-        return {key: middle([f[key] for f in found]) for key in first}
+        return {key: median_tree([f[key] for f in found]) for key in first}
     if isinstance(first, list) and all(len(f) == len(first) for f in found):
-        return [middle(list(each)) for each in zip(*found, strict=True)]
+        return [median_tree(list(each)) for each in zip(*found, strict=True)]
     if isinstance(first, float) or (isinstance(first, int) and not isinstance(first, bool)):
         return type(first)(statistics.median(found))
     return first
@@ -117,40 +121,40 @@ def step(state: on_torch.State, plan: fs.Plan, args: argparse.Namespace) -> floa
     return time.perf_counter() - start
 
 
-class Others:
-    """How much of the machine's cores was busy with what no rank did, meanwhile; the same on all ranks."""
+class OtherLoad:
+    """Measures the share of the machine's cores that other programs use inside the context. The same on all ranks."""
 
     share = 0.0
 
-    def __enter__(self) -> "Others":
+    def __enter__(self) -> "OtherLoad":
         dist.barrier()
-        self.start = (busy(), time.process_time(), time.perf_counter())
+        self.start = (busy_seconds(), time.process_time(), time.perf_counter())
         return self
 
     def __exit__(self, *_: object) -> None:
         own = torch.tensor(time.process_time() - self.start[1], dtype=torch.float64)
-        all_busy, wall = busy() - self.start[0], time.perf_counter() - self.start[2]
+        all_busy, wall = busy_seconds() - self.start[0], time.perf_counter() - self.start[2]
         dist.all_reduce(own)
         found = torch.tensor((all_busy - float(own)) / (wall * (os.cpu_count() or 1)), dtype=torch.float64)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self.share = float(found)
 
 
-def busy() -> float:
-    """Seconds that all cores together have not been idle."""
+def busy_seconds() -> float:
+    """The busy time of all cores since boot, in seconds."""
     ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def quiet(clusters: list[tuple[float, fs.Cluster]]) -> int:
-    return sum(share < BUSY for share, _ in clusters)
+def count_quiet(clusters: list[tuple[float, fs.Cluster]]) -> int:
+    return sum(share < MAX_OTHER_LOAD for share, _ in clusters)
 
 
-def agreed(go: bool) -> bool:
-    """As the first rank says, whose clock it is."""
-    said = torch.tensor(int(go))
-    dist.broadcast(said, 0)
-    return bool(said)
+def first_rank_says(go: bool) -> bool:
+    """Rank 0's value of `go`, on all ranks: their clocks may differ."""
+    value = torch.tensor(int(go))
+    dist.broadcast(value, 0)
+    return bool(value)
 
 
 def batch(args: argparse.Namespace, plan: fs.Plan) -> dict[str, torch.Tensor]:

@@ -1,14 +1,14 @@
-"""A training step with its state in other homes, and the floors that no schedule can go below.
+"""Time a training step with its state in host memory or on disk, and the lower bounds of this machine.
 
     python benchmarks/homes.py floors --disk /disk                        # this machine's rates
     python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host
     python benchmarks/homes.py case --preset llama-3.6b --batch 2 --sequence 4096 --optimizer host --accumulate 4 --clip 1
 
-Every case prints one JSON line: seconds of a step (the mean over steps in a row, from where one step's loss is known to
-where a later one's is: what a step leaves to be done under the next is in it once), `flush_s`, what was left to be done
-after the last, tokens a second, peak memory, where every byte was. `--update none` leaves the optimizer out: floor C.
-`dram_at_once_gbs` is what the host's memory moves while the cores update and the bus is busy both ways: no step moves its
-bytes faster. Peers are run beside it by their own scripts.
+Every case prints one JSON line: the step time, `flush_s`, tokens per second, peak memory, and bytes by home. The step
+time is the mean over consecutive steps, each from one loss to the next, so that updates which overlap with the next step
+count once. `flush_s` is the time of the updates that are left after the last step. `--update none` leaves the optimizer
+out. `dram_at_once_gbs` is the rate of host memory while the CPU updates and PCIe copies in both directions: no step moves
+its bytes faster.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from fullshard.storage.disk_speed import disk_rates
 from fullshard.text import bytes_text
 
 GIB = 1 << 30
-# Bytes of host memory that the trials move for a parameter: by the cores (state in and out, gradient in, parameter out), and
-# over the bus (state up and down).
+# Bytes of host memory per parameter that the trials move: by the CPU (state in and out, gradient in, parameter out) and over
+# PCIe (state up and down).
 UPDATED, STREAMED = 30, 24
 
 
@@ -48,17 +48,21 @@ def arguments() -> argparse.Namespace:
     case.add_argument("--compute", default="bf16")
     case.add_argument("--reduce", default="fp32")
     case.add_argument("--compile", action="store_true")
-    case.add_argument("--clip", type=float, nargs="+", default=[0.0], help="0: no clipping; several take turns on one state")
+    case.add_argument(
+        "--clip", type=float, nargs="+", default=[0.0], help="0: no clipping; several values alternate on one state"
+    )
     case.add_argument("--loss", default="summed", choices=["summed", "chunked"])
     case.add_argument("--optimizer", default="device", choices=["device", "host", "disk"])
     case.add_argument("--params", default="device", choices=["device", "host"])
-    case.add_argument("--part", type=float, default=1.0, help="share of the units, from the first on, that go there")
-    case.add_argument("--rest", default="device", choices=["device", "host", "disk"], help="where the other units' optimizer is")
+    case.add_argument("--part", type=float, default=1.0, help="share of the units that have these homes, from the first on")
+    case.add_argument(
+        "--rest", default="device", choices=["device", "host", "disk"], help="home of the other units' optimizer state"
+    )
     case.add_argument("--cpu-share", type=float)
     case.add_argument("--staging", type=int, default=4)
     case.add_argument("--backlog", type=int, help="pieces whose gradients may wait on the device while backward runs")
     case.add_argument("--disk", type=Path)
-    case.add_argument("--cap", type=float, help="GiB of the device that may be used")
+    case.add_argument("--cap", type=float, help="limit of device memory, in GiB")
     case.add_argument("--update", default="all", choices=["all", "none"])
     case.add_argument("--steps", type=int, default=6)
     case.add_argument("--warm", type=int, default=3)
@@ -126,7 +130,7 @@ def run_case(args: argparse.Namespace) -> list[dict[str, object]]:
 def timed(
     state: on_torch.State, batch: dict[str, torch.Tensor], loss: LossFunction, clip: float, args: argparse.Namespace
 ) -> dict[str, object]:
-    """Seconds of a step, over several in a row."""
+    """The step time over several consecutive steps, with the memory used."""
 
     def step() -> float:
         if args.update == "none":
@@ -166,7 +170,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _memory(state: on_torch.State) -> dict[str, object]:
-    """Bytes by tier; the host's resident memory is the kernel's count."""
+    """Memory by home. The host's resident memory is as the kernel counts it."""
     found: dict[str, object] = {"host_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
     if state.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
@@ -186,10 +190,10 @@ def _cpu_share(state: on_torch.State) -> float:
 
 def main() -> None:
     args = arguments()
-    told = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if v is not None}
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if v is not None}
     for found in [measure_floors(args)] if args.what == "floors" else run_case(args):
         rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
-        print(json.dumps({"torch": torch.__version__, **told, **rounded}), flush=True)
+        print(json.dumps({"torch": torch.__version__, **shown, **rounded}), flush=True)
     on_torch.finish()
 
 

@@ -1,6 +1,6 @@
-"""What single calls cost the host, in bare launches, and how many kernels they launch: behind `LAUNCHES` of the trace.
+"""The host time of single operators, and how many kernels each launches. `tracing.cuda_kernels.LAUNCHES` is from here.
 
-python -m benchmarks.host_probe        # one GPU, seconds; a JSON line a call
+python -m benchmarks.host_probe        # one GPU, takes seconds; prints one JSON line per operator
 """
 
 import json
@@ -19,7 +19,7 @@ TOKENS, EXPERTS, WIDTH = 4096, 8, 2048
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """As Mixtral's experts make them: 2,048 tokens to two experts each."""
+    """Operators as in Mixtral's expert layers, with 2,048 tokens that go to two experts each."""
     cuda = torch.device("cuda")
     x = torch.randn(TOKENS, WIDTH, device=cuda, dtype=torch.bfloat16)
     index = torch.randint(0, EXPERTS, (TOKENS,), device=cuda)
@@ -46,7 +46,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def host_seconds(call: Callable[[], object]) -> float:
-    """Of one call, while the device has no more queued than a round's."""
+    """The host's seconds per call. The device is synchronised before each round, so that its queue does not fill up."""
     rounds = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()

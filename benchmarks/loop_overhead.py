@@ -1,10 +1,10 @@
-"""The loop of `fullshard train` against one by hand that does the same work, interleaved in one process group.
+"""Compare the loop of `fullshard train` with a hand-written one that does the same work, in one process group.
 
     python -m benchmarks.loop_overhead                      # 2 gloo ranks, CPU, the demo's size
 
-A step of either side reads its batch from the same token file, trains on it with AdamW, clipping and a
-schedule, waits for the loss and writes a JSON line. By hand: stock `fully_shard`, a memory map and numpy. A second
-copy of the loop by hand runs along: what it differs by from the first is the machine's noise.
+A step of either loop reads its batch from the same token file, trains with AdamW, clipping and a schedule, waits for the
+loss and writes a JSON line. The hand-written loop uses stock `fully_shard`, a memory map and numpy. A second copy of it
+runs too: the difference between the two copies is the machine's noise. Steps of all loops alternate.
 """
 
 import argparse
@@ -46,14 +46,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--loss", default="chunked", choices=["chunked", "plain"], help="fullshard's; by hand it is plain")
+    parser.add_argument(
+        "--loss", default="chunked", choices=["chunked", "plain"], help="fullshard's loss; the hand-written loop's is plain"
+    )
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--warm", type=int, default=5)
     return parser.parse_args()
 
 
 def by_hand(args: argparse.Namespace, device: torch.device, tokens: Path, lines: Path, steps: int) -> Step:
-    """What one would write without fullshard."""
+    """The step of a loop written without fullshard."""
     args.compute, args.compile = "fp32", False
     model = bare_model(args, device)
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
@@ -85,7 +87,7 @@ def by_hand(args: argparse.Namespace, device: torch.device, tokens: Path, lines:
 
 
 def shuffled(tokens: int, args: argparse.Namespace, steps: int) -> list[int]:
-    """Which samples the steps take: fullshard's order, so that both sides read the same."""
+    """The samples of all steps, in fullshard's order, so that both loops read the same."""
     order = Order((tokens - 1) // args.sequence, 0, True)
     return [order[i] for i in range(steps * args.batch * dist.get_world_size())]
 
@@ -98,7 +100,7 @@ def scheduled(index: int, steps: int) -> float:
 
 
 def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path) -> Step:
-    """A run as `fullshard train` carries it out; its bar draws nothing here, as on a machine without a terminal."""
+    """The step of a run as `fullshard train` makes it. The progress bar is off, as without a terminal."""
     prepared = prepare(recipe, args.ranks)
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
     metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
@@ -131,9 +133,9 @@ def measure(args: argparse.Namespace, here: Path) -> dict:
         "hand_again": by_hand(args, device, tokens, here / "again.jsonl", steps),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    draw = random.Random(0)  # the same on all ranks
+    generator = random.Random(0)  # the same on all ranks
     for index in range(steps):
-        for name in draw.sample(list(sides), len(sides)):  # none always goes first, or after the same other
+        for name in generator.sample(list(sides), len(sides)):  # in random order
             found = timed(sides[name], index)
             if index >= args.warm:
                 times[name].append(found)
@@ -143,7 +145,7 @@ def measure(args: argparse.Namespace, here: Path) -> dict:
 
 
 def timed(step: Step, index: int) -> tuple[float, float]:
-    """Seconds on the wall, and of this process on a processor: those know nothing of other programs."""
+    """Wall-clock seconds, and CPU seconds of this process. Other programs do not add to the latter."""
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     step(index)
@@ -151,7 +153,7 @@ def timed(step: Step, index: int) -> tuple[float, float]:
 
 
 def summary(times: dict[str, list[float]]) -> dict:
-    """Ratios of the fastest thirds; the control is the noise alone."""
+    """The mean of the fastest third of each loop, and their ratios. The control is the ratio of the two equal loops."""
     seconds = {name: undisturbed(t) for name, t in times.items()}
     hand = statistics.mean([seconds["hand"], seconds["hand_again"]])
     return {

@@ -1,9 +1,9 @@
-"""The table of measured peaks once more: what the planner of today says of the stored rows. Needs no GPU.
+"""Predict the stored memory measurements again with today's planner. Needs no GPU.
 
     python -m benchmarks.memory_again benchmarks/results/2026-11-15-memory-h200.json --only 'hf-*'
 
-A trace is that of the torch and the transformers which are installed: rows of Hugging Face models are the measured
-programs only under the version that they were measured with.
+A trace depends on the installed versions of torch and transformers. Rows of Hugging Face models can only be compared
+under the version that they were measured with.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def again(row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Errors as of today."""
+    """Today's prediction of a row, with its errors."""
     return found | {f"error_{kind}": found[f"predicted_{kind}"] / row[kind] - 1 for kind in ("allocated", "reserved")}
 
 

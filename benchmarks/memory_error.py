@@ -1,13 +1,12 @@
-"""Predicted against measured memory of a training step, on one GPU that plays rank 0 of N (fake process group).
+"""Compare predicted with measured memory of a training step, on one GPU as rank 0 of N in a fake process group.
 
     python -m benchmarks.memory_error --out FOLDER            # every case
     python -m benchmarks.memory_error --only '1.5b*'          # some cases
 
-Each case runs in a process of its own, as a run does: where segments lie, and with it what is reserved, hangs on what a
-process had before. A few run at once, as the device's memory allows. Measured is the steady state: the peak of the third
-step. Reserved is the peak since the model was sharded, as a run sees it. Writes `memory.json` (a row a case) and, in a
-folder for each, `events.jsonl.gz`: the allocator's own record of three steps for the small cases. What single kernels
-allocate is in `memory_probe.py`.
+Each case runs in its own process, since reserved memory depends on what a process allocated before. A few run at once,
+as the device's memory allows. `allocated` is the peak of the third step, `reserved` the peak since the model was
+sharded. Writes `memory.json` with one row per case. For small cases it also writes the allocator's record of three steps
+to `events.jsonl.gz`, in a folder for each. `memory_probe.py` measures what single kernels allocate.
 """
 
 import argparse
@@ -113,8 +112,8 @@ CASES = [
     Case("hf-gpt2", "hf:gpt2", batch=(4, 1024), events=True),
     Case("hf-mixtral", "hf:mixtral", batch=(1, 2048), events=True),
 ]
-# Written after the model of memory was fitted to the cases above, and measured afterwards: peaks inside blocks (a
-# small vocabulary, many layers), other sizes, other families.
+# Cases that were added after the memory model was fitted to those above: peaks inside blocks (a small vocabulary, many
+# layers), other sizes, other model families.
 NARROW = {"vocab": 8192}
 CASES += [
     Case("new-8b-narrow", "llama3-8b", NARROW, batch=(2, 4096), loss="plain"),
@@ -149,7 +148,7 @@ CASES += [
 
 
 def hugging_face(kind: str) -> nn.Module:
-    """Models of the common families, few layers of an ordinary width."""
+    """A Hugging Face model of a common family, with few layers of ordinary width."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     wide = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 4, "num_attention_heads": 16}
@@ -169,7 +168,7 @@ def hugging_face(kind: str) -> nn.Module:
 
 
 class LoRA(nn.Module):
-    """A frozen linear and two narrow trained ones."""
+    """A frozen linear layer and its trained low-rank adapter."""
 
     def __init__(self, base: nn.Linear, rank: int = 16):
         super().__init__()
@@ -182,7 +181,7 @@ class LoRA(nn.Module):
 
 
 def build(case: Case) -> nn.Module:
-    """The model on meta."""
+    """Build the case's model on meta."""
     with torch.device("meta"):
         if case.model.startswith("hf:"):
             model = hugging_face(case.model[3:])
@@ -214,7 +213,7 @@ def plan_of(case: Case, description: fs.Description) -> fs.Plan:
 
 
 def initial(module: nn.Module) -> None:
-    """Cheap values: what is measured does not depend on them."""
+    """Initialise a module with cheap values: memory and time do not depend on them."""
     for p in module.parameters(recurse=False):
         p.normal_(std=0.02) if p.ndim > 1 else p.fill_(1.0)
     for name, b in module.named_buffers(recurse=False):
@@ -227,7 +226,7 @@ def initial(module: nn.Module) -> None:
 
 
 def measure(case: Case, with_prediction: bool) -> tuple[dict[str, Any], list[Any]]:
-    """One row, and the allocator's record where it is wanted."""
+    """Measure one case. Returns its row, and the allocator's record if the case asks for it."""
     began = time.perf_counter()
     clean()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.devices)
@@ -248,7 +247,7 @@ def measure(case: Case, with_prediction: bool) -> tuple[dict[str, Any], list[Any
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """What the planner says."""
+    """The planner's prediction for a case."""
     began = time.perf_counter()
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     traced = time.perf_counter()
@@ -263,14 +262,22 @@ def predict(case: Case) -> dict[str, Any]:
     }
 
 
-def run_steps(case: Case) -> tuple[dict[str, Any], list[Any]]:
+def make_state(case: Case) -> tuple[on_torch.State, list[dict[str, torch.Tensor]]]:
+    """The case's sharded model and the batches of a step."""
     model = build(case)
     plan = plan_of(case, on_torch.describe(model))
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
     vocab = next(m for m in model.modules() if isinstance(m, nn.Embedding)).num_embeddings
     ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
-    batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
-    loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
+    return state, [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
+
+
+LOSSES = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}
+
+
+def run_steps(case: Case) -> tuple[dict[str, Any], list[Any]]:
+    """Run three steps. Returns their memory, and the allocator's record of each."""
+    state, batches = make_state(case)
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
@@ -282,7 +289,7 @@ def run_steps(case: Case) -> tuple[dict[str, Any], list[Any]]:
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            on_torch.train_step(state, batches, loss=loss, clip=1.0)
+            on_torch.train_step(state, batches, loss=LOSSES[case.loss], clip=1.0)
             torch.cuda.synchronize()
             row["steps"].append(
                 {
@@ -309,7 +316,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("memory_error"))
     parser.add_argument("--only", default="*", help="names of cases, with wildcards")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
-    parser.add_argument("--no-events", action="store_true", help="without the allocator's record")
+    parser.add_argument("--no-events", action="store_true", help="do not write the allocator's record")
     parser.add_argument("--at-once", type=int, default=3, help="cases that share the device")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -324,6 +331,7 @@ def main() -> None:
 
 
 def run_apart(cases: list[Case], about: dict[str, str], args: argparse.Namespace) -> None:
+    """Run each case in a process of its own."""
     options = [o for o, wanted in (("--no-predict", args.no_predict), ("--no-events", args.no_events)) if wanted]
     rows: list[dict[str, Any]] = []
 

@@ -1,9 +1,9 @@
-"""What single CUDA kernels allocate, seen or unseen: the facts behind the planner's table of hidden temporaries.
+"""Measure what single CUDA kernels allocate. `model.kernel_workspace` is based on these measurements.
 
     python -m benchmarks.memory_probe --out FOLDER      # one GPU; writes probe.json
 
-`visible` is what is still there after the call, `hidden` what came and went inside it; `events` is the
-allocator's own record of the call.
+`visible` is the memory that remains after the call, `hidden` what is allocated and freed inside it. `events` is the
+allocator's record of the call.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fullshard import on_torch
 
 
 def clean() -> None:
-    """Nothing from before stays: neither tensors nor cuBLAS's workspaces nor cached segments."""
+    """Free everything from before: tensors, cuBLAS workspaces and cached segments."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
@@ -38,7 +38,7 @@ def clean() -> None:
 
 @contextmanager
 def history(wanted: bool) -> Iterator[Callable[[], list[Any]]]:
-    """Gives a function that returns what the allocator did since the last call: [action, size, address, stream]."""
+    """Gives a function that returns the allocator's actions since the last call: [action, size, address, stream]."""
     if not wanted:
         yield lambda: []
         return
@@ -58,15 +58,15 @@ def history(wanted: bool) -> Iterator[Callable[[], list[Any]]]:
 
 
 class Probes:
-    """The rows so far."""
+    """Runs probes and keeps their rows."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def look(self, name: str, make: Callable[[], Callable[[], Any]], *, warm: bool = True) -> None:
-        """`make` gives the call to look at, so that its inputs exist before."""
+    def probe(self, name: str, make: Callable[[], Callable[[], Any]], *, warm: bool = True) -> None:
+        """Measure the call that `make` returns. `make` allocates the inputs, so that they do not count."""
         try:
-            row = _look(make, warm)
+            row = _probe(make, warm)
         except Exception as error:
             row = {"failed": f"{type(error).__name__}: {error}"[:500]}
         self.rows.append({"name": name, **row})
@@ -79,10 +79,10 @@ class Probes:
             made = inputs()
             return lambda: f(*made)
 
-        self.look(name, make, warm=warm)
+        self.probe(name, make, warm=warm)
 
     def both(self, name: str, f: Callable[..., Any], inputs: Callable[[], Any]) -> None:
-        """Forward, and backward with what forward made alive when it starts."""
+        """Measure forward, and backward with forward's saved tensors alive."""
 
         def backward() -> Callable[[], Any]:
             out = f(*inputs())
@@ -90,10 +90,10 @@ class Probes:
             return lambda: torch.autograd.backward(out, grad)
 
         self.forward(f"{name}, forward", f, inputs)
-        self.look(f"{name}, backward", backward)
+        self.probe(f"{name}, backward", backward)
 
 
-def _look(make: Callable[[], Callable[[], Any]], warm: bool) -> dict[str, Any]:
+def _probe(make: Callable[[], Callable[[], Any]], warm: bool) -> dict[str, Any]:
     if warm:
         make()()
         gc.collect()
@@ -148,7 +148,7 @@ def attention(p: Probes) -> None:
     shapes += [(4, 25, 25, 1024, 64), (2, 12, 4, 512, 64), (1, 8, 8, 100, 32), (1, 8, 2, 4096, 256), (2, 24, 8, 4096, 96)]
     for b, h, k, t, d in shapes:
         tag = f"b{b} h{h} kv{k} t{t} d{d}"
-        # As a model without rotation makes them: (B, T, H, D) seen as (B, H, T, D).
+        # As in a model without rotary embedding: (B, T, H, D) viewed as (B, H, T, D).
         views = lambda b=b, h=h, k=k, t=t, d=d: [plain(b, t, n, d).transpose(1, 2).requires_grad_() for n in (h, k, k)]
         dense = lambda b=b, h=h, k=k, t=t, d=d: [rand(b, n, t, d) for n in (h, k, k)]
         p.both(f"attention {tag}", attend, views)
@@ -209,7 +209,7 @@ def adam(count: int) -> Callable[[], Any]:
 def optimizer(p: Probes) -> None:
     for count in (4, 150):
         many = lambda n=count: ([plain(512, 512, dtype=torch.float32) for _ in range(n)],)
-        p.look(f"fused AdamW, {count} tensors", lambda n=count: adam(n))
+        p.probe(f"fused AdamW, {count} tensors", lambda n=count: adam(n))
         p.forward(f"foreach norm, {count} tensors", lambda t: torch._foreach_norm(t, 2.0), many)
         p.forward(f"total norm, {count} tensors", lambda t: nn.utils.get_total_norm(t, 2.0), many)
         p.forward(f"foreach mul, {count} tensors", lambda t: torch._foreach_mul_(t, torch.ones((), device="cuda")), many)

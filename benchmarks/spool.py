@@ -1,9 +1,9 @@
-"""What a spool reaches of the disk's raw rate: reading, writing, and both at once.
+"""The rate of `storage.disk.Spool` relative to raw disk I/O: reading, writing, and both at once.
 
     python benchmarks/spool.py --directory /disk --size 8GiB --request 384MiB
 
-Raw is a plain loop of `os.preadv` and `os.pwrite` with O_DIRECT in as many threads, over the same file in parts of the
-same size. The two take turns; of each the median rate is told, and the ratio of the two.
+Raw I/O is a plain loop of `os.preadv` and `os.pwrite` with O_DIRECT, with as many threads, on the same file, in parts of
+the same size. The two alternate. Prints the median rate of each, and their ratio.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from fullshard.storage.disk import IN_FLIGHT, PART, Spool
 from fullshard.text import parse_bytes
 
 KINDS = ("write", "read", "both")
-AHEAD = 2  # requests under way, as of a run that reads the next piece while it works on one
+AHEAD = 2  # requests in flight, as in a run that reads the next piece while it works on one
 
 
 def arguments() -> argparse.Namespace:
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 
 def raw(spool: Spool, kind: str, memory: memoryview) -> None:
-    """Every thread takes the next part until there is none."""
+    """Read or write the file with plain threads. Each takes the next part until there is none."""
     ways = ("read", "write") if kind == "both" else (kind,)
     threads = []
     for way in ways:
@@ -57,7 +57,7 @@ def loop(file: int, places: Iterator[int], way: str, memory: memoryview) -> None
 
 
 def spooled(spool: Spool, kind: str, memory: memoryview) -> None:
-    """Requests one after another in every way, `AHEAD` at a time."""
+    """Read or write the file through the spool, with `AHEAD` requests in flight per direction."""
     request = len(memory) // AHEAD
     ways: tuple[Callable, ...] = {"read": (spool.read,), "write": (spool.write,), "both": (spool.read, spool.write)}[kind]
     under_way = []

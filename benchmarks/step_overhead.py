@@ -1,10 +1,10 @@
-"""A step through fullshard against the same model under bare `fully_shard`, interleaved in one process group.
+"""Compare a step through fullshard with one of the same model under bare `fully_shard`, in one process group.
 
     python benchmarks/step_overhead.py                      # 2 gloo ranks, CPU
     python benchmarks/step_overhead.py --ranks 1 --preset llama-1.5b --batch 4 --sequence 4096 --compute bf16  # one GPU
 
-Both sides do what a training step does: forward, cross-entropy, backward, fused AdamW. fullshard's also
-counts the tokens of all ranks, normalises by them and reports the global loss and gradient norm.
+Both steps run forward, cross-entropy, backward and fused AdamW. fullshard's step also counts the tokens of all ranks,
+normalises by them, and reports the global loss and gradient norm. Steps of both alternate.
 """
 
 import argparse
@@ -38,12 +38,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--pairs", type=int, default=120)
     parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--only", choices=["bare", "fullshard"], help="one side alone, to hold against another program")
+    parser.add_argument("--only", choices=["bare", "fullshard"], help="run one side alone, to compare with another program")
     return parser.parse_args()
 
 
 def bare_model(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The peer's model: `fully_shard` block by block, as its documentation shows."""
+    """The model under bare `fully_shard`, block by block as in torch's documentation."""
     with torch.device("meta"):
         model = build(args.preset)
     if args.compile:
@@ -66,7 +66,7 @@ def bare_model(args: argparse.Namespace, device: torch.device) -> torch.nn.Modul
 
 
 def bare(args: argparse.Namespace, device: torch.device):
-    """The peer: its model, and a step by hand."""
+    """A hand-written step of the model under bare `fully_shard`."""
     model = bare_model(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -83,7 +83,7 @@ def bare(args: argparse.Namespace, device: torch.device):
 
 
 def ours(args: argparse.Namespace, device: torch.device):
-    """The same through a plan."""
+    """A step of the same model through fullshard."""
     with torch.device("meta"):
         model = build(args.preset)
     plan = fs.zero3(
@@ -100,8 +100,8 @@ def ours(args: argparse.Namespace, device: torch.device):
 def measure(args: argparse.Namespace) -> dict:
     device = on_torch.start()
     vocab = fs.presets.preset(args.preset).vocab
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), generator=draw).to(device)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(0, vocab, (args.batch, args.sequence + 1), generator=generator).to(device)
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     makers = {"bare": bare, "fullshard": ours}
     sides = {name: make(args, device) for name, make in makers.items() if args.only in (None, name)}
@@ -128,8 +128,8 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def undisturbed(times: list[float]) -> float:
-    """The mean of the fastest third: other programs only ever make a step slower, and by far more than what is
-    compared here (two copies of the same side differ by 9% in their medians on a busy machine)."""
+    """The mean of the fastest third. Other programs only make steps slower, and by more than the difference to measure: on a
+    busy machine the medians of two equal sides differ by 9%."""
     fastest = sorted(times)[: max(1, len(times) // 3)]
     return statistics.mean(fastest)
 
@@ -148,7 +148,7 @@ def timed(step, batch: dict[str, torch.Tensor], device: torch.device) -> tuple[f
 
 
 def about() -> dict[str, str]:
-    """What a result was measured on, and when."""
+    """The hardware, versions and date of a result."""
     cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else cores
     return {"hardware": hardware, "torch": torch.__version__, "fullshard": fs.__version__, "date": str(date.today())}

@@ -1,21 +1,19 @@
-"""Predicted against measured seconds of a step, on one GPU that plays rank 0 of N.
+"""Compare predicted with measured step times, on one GPU as rank 0 of N in a fake process group.
 
-    python -m benchmarks.time_error --out FOLDER                     # all cases, a quarter after the other, in half an hour
+    python -m benchmarks.time_error --out FOLDER                     # all cases, one quarter after another, half an hour
     python -m benchmarks.time_error --out FOLDER --quarter 2 --no-predict
     python -m benchmarks.time_again FOLDER/quarter-2/time.json       # predicts what was measured, with no GPU
 
-The cores of a shared machine are a half slower for seconds at a time, one and not the next, and all of them together change
-by a quarter within minutes. So the cluster file and the steps are of the same minutes: `measure` has ten parts, and before
-each of them every case of a quarter takes its turn, some steps from one core after the other. Between turns it rests in a
-process of its own, or of two.
-`seconds` are the mean of a case's steps without the quickest and the slowest eighth.
+On a shared machine, single cores are up to half slower for seconds at a time, and the average core changes by a quarter
+within minutes. So the cluster file and the steps are measured in the same minutes: before each of the ten parts of
+`measure`, every case of a quarter runs a few steps, each from another core. This is a turn. Between turns a case waits in
+its process. `seconds` is the mean of a case's steps without the fastest and the slowest eighth.
 
-Collectives take no time there, but that the fake group gathers by copying the shard into every place, on a stream beside
-compute: so many bytes as the gathered parameters have, which is not predicted.
+Collectives of the fake group take no time, except that a gather copies the shard into every place of its output, on a
+stream of its own. These copies are not predicted.
 
-A step is predicted by that file; by one that `measure` made before the first turn (`before.json`); and by the first when it
-is told what the host took beside these very steps (`felt`: so many times as long as the file's), by a clock that is none of
-them.
+Each step time is predicted three times: with the cluster file of the same minutes, with a file made before the first turn
+(`before.json`), and with the former corrected by the host's speed during these steps (`felt`, a factor).
 """
 
 import argparse
@@ -38,19 +36,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fullshard as fs
-from benchmarks.memory_error import CASES, Case, build, initial, plan_of
+from benchmarks.memory_error import CASES, LOSSES, Case, build, make_state, plan_of
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster
 from fullshard.on_torch.measuring.host_pace import issue_clock, share_of
-from fullshard.on_torch.measuring.quiet_cores import Cores
+from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import middle
 from fullshard.planner.time.timeline import timeline
 
-QUARTERS = 4  # of the cases: as many as the device holds at a time, with the activations of one of them
-AT_ONCE = 6  # models that are made at a time
-WARM = 4  # steps at most before those of a turn that are timed
-STEPS, SECONDS = 4, 0.7  # of a turn that are timed: so many, or for so long
+QUARTERS = 4  # of the cases: the device holds the states of a quarter, and the activations of one case
+AT_ONCE = 6  # models that are built at the same time
+WARM = 4  # the most steps before those of a turn that are timed
+STEPS, SECONDS = 4, 0.7  # the most timed steps of a turn, and the most seconds
 
 Row = dict[str, Any]
 
@@ -60,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("time_error"))
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quarter", type=int, choices=range(QUARTERS), help="of the cases; by default all, one after the other")
-    which.add_argument("--only", nargs="+", help="names of cases, with wildcards, which together make one quarter")
+    which.add_argument("--only", nargs="+", help="names of cases, with wildcards; they run as one quarter")
     parser.add_argument("--no-predict", action="store_true", help="measure only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -82,7 +79,7 @@ def main() -> None:
 
 
 def measure_together(cases: list[Case], out: Path) -> None:
-    """A cluster file before, steps of the cases between the parts of another, and that."""
+    """Measure the machine, then again with a turn of all cases before each part. Writes both files and the rows."""
     out.mkdir(parents=True, exist_ok=True)
     before = on_torch.measure()
     before.save(out / "before.json")
@@ -91,16 +88,16 @@ def measure_together(cases: list[Case], out: Path) -> None:
     turns: dict[str, list[Row]] = {}
 
     def keep(cluster: Cluster | None = None) -> list[Row]:
-        rows = [together(found, cluster or before) for found in turns.values()]
+        rows = [combine(found, cluster or before) for found in turns.values()]
         files = {name: file.to_dict()["measured"] for name, file in (("cluster", cluster), ("before", before)) if file}
         (out / "time.json").write_text(json.dumps({**about, **files, "rows": rows}, indent=1))
         return rows
 
-    with taking_turns(cases) as everyone:
+    with case_processes(cases) as run_turns:
 
         def round_of_turns(part: str) -> None:
             began = time.perf_counter()
-            for row in everyone():
+            for row in run_turns():
                 turns.setdefault(row["name"], []).append(row)
             keep()
             print(f"a turn of each in {time.perf_counter() - began:.1f} s, then {part}", flush=True)
@@ -112,26 +109,26 @@ def measure_together(cases: list[Case], out: Path) -> None:
         print(json.dumps({k: v for k, v in row.items() if k not in ("case", "steps", "beside")}), flush=True)
 
 
-def together(turns: list[Row], cluster: Cluster) -> Row:
-    """The row of a case."""
+def combine(turns: list[Row], cluster: Cluster) -> Row:
+    """The row of a case, from all its turns."""
     if failed := [turn for turn in turns if "failed" in turn]:
         return failed[0]
     steps, issues, clocked = ([x for turn in turns for x in turn[key]] for key in ("steps", "issues", "clocked"))
-    pace = cluster.of("issued"), cluster.of("quiet")
+    host = cluster.of("issued"), cluster.of("quiet")
     return {key: turns[0][key] for key in ("name", "case", "tensors", "units")} | {
         "seconds": middle(steps),
         "issue": middle(issues),
-        "felt": share_of(middle(clocked), *pace),
+        "felt": share_of(middle(clocked), *host),
         "turns": [len(turn["steps"]) for turn in turns],
         "steps": steps,
-        "beside": [share_of(c, *pace) for c in clocked],
+        "beside": [share_of(c, *host) for c in clocked],
     }
 
 
 @contextmanager
-def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
-    """Gives a function that has every case take a turn and returns what they found."""
-    spawn = get_context("spawn")  # CUDA does not outlive a fork
+def case_processes(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
+    """Start the processes of the cases. Gives a function that runs a turn of every case and returns their rows."""
+    spawn = get_context("spawn")  # CUDA does not work after a fork
     processes: list[Any] = []
     pipes: dict[str, Connection] = {}
 
@@ -146,7 +143,7 @@ def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
         print(f"{', '.join(ready)}: {'; '.join(row.get('failed', 'ready') for row in ready.values())}", flush=True)
         return ready
 
-    def everyone() -> list[Row]:
+    def run_turns() -> list[Row]:
         for name in [c.name for c in cases if c.name in pipes]:
             pipes[name].send(name)
             rows[name] = pipes[name].recv()
@@ -156,16 +153,16 @@ def taking_turns(cases: list[Case]) -> Iterator[Callable[[], list[Row]]]:
 
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            rows = {name: row for ready in pool.map(start, sharing(cases)) for name, row in ready.items()}
-        yield everyone
+            rows = {name: row for ready in pool.map(start, process_groups(cases)) for name, row in ready.items()}
+        yield run_turns
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def sharing(cases: list[Case]) -> list[list[Case]]:
-    """The cases of each process. Two in a world of one size may share one: a device may take no more than sixteen processes."""
+def process_groups(cases: list[Case]) -> list[list[Case]]:
+    """The cases of each process. Two with the same world size share one, since a device may allow sixteen processes only."""
     alike: dict[Any, list[Case]] = {}
     for case in cases:
         alike.setdefault(case.name if case.compile else case.devices, []).append(case)
@@ -173,7 +170,7 @@ def sharing(cases: list[Case]) -> list[list[Case]]:
 
 
 def serve(cases: list[Case], pipe: Connection) -> None:
-    """A turn of the case that the pipe asks for; between turns the device's memory is the others'."""
+    """Run a turn of the case that the pipe asks for. Cached memory is freed between turns, for other processes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cases[0].devices)
     own: dict[str, Steps] = {}
 
@@ -191,7 +188,7 @@ def serve(cases: list[Case], pipe: Connection) -> None:
         return {}
 
     found = {case.name: attempt(case, lambda case=case: ready(case)) for case in cases}  # type: ignore[misc]
-    with Cores(issue_clock(torch.device("cuda"))) as cores:
+    with QuietCores(issue_clock(torch.device("cuda"))) as cores:
         pipe.send(found)
         by_name = {case.name: case for case in cases}
         while name := pipe.recv():
@@ -199,20 +196,15 @@ def serve(cases: list[Case], pipe: Connection) -> None:
 
 
 class Steps:
-    """A model in its plan."""
+    """The sharded model of a case, and its steps."""
 
     def __init__(self, case: Case):
-        model = build(case)
-        plan = plan_of(case, on_torch.describe(model))
-        self.state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), init=initial, device="cuda", first_step_checks=False)
-        vocab = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding)).num_embeddings
-        ids = torch.randint(0, vocab, (case.accumulate, case.batch[0], case.batch[1] + 1))
-        self.batches = [{"input_ids": i[:, :-1].contiguous(), "labels": i[:, 1:].contiguous()} for i in ids]
-        self.loss = {"plain": on_torch.summed_loss, "chunked": on_torch.chunked_loss}[case.loss]
-        self.size = {"tensors": len(list(model.parameters())), "units": len(plan.units)}
+        self.state, self.batches = make_state(case)
+        self.loss = LOSSES[case.loss]
+        self.size = {"tensors": len(self.state.parameters()), "units": len(self.state.plan.units)}
 
-    def turn(self, cores: Cores) -> Row:
-        """Steps from one core after the other, once they have the memory that they need."""
+    def turn(self, cores: QuietCores) -> Row:
+        """Time steps, each from another core, after warm-up steps until no more memory is allocated."""
         for _ in range(WARM):
             before = torch.cuda.memory_stats()["num_device_alloc"]
             self.step()
@@ -222,15 +214,15 @@ class Steps:
         began = time.perf_counter()
         while not steps or (len(steps) < STEPS and time.perf_counter() - began < SECONDS):
             cores.move()
-            look = cores.look()
-            taken, issued = self.step()
-            steps.append(taken)
+            before_step = cores.time_core()
+            seconds, issued = self.step()
+            steps.append(seconds)
             issues.append(issued)
-            clocked.append((look + cores.look()) / 2)
+            clocked.append((before_step + cores.time_core()) / 2)
         return self.size | {"steps": steps, "issues": issues, "clocked": clocked}
 
     def step(self) -> tuple[float, float]:
-        """Its seconds, and those until it was issued."""
+        """Run a step. Returns its seconds, and the seconds until it was issued."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         on_torch.train_step(self.state, self.batches, loss=self.loss, clip=1.0)
@@ -242,15 +234,15 @@ class Steps:
 # -- predicting ---------------------------------------------------------------------------------------
 
 
-TOLD = {
-    "error": "by the file of the same minutes",
-    "error_before": "by the file made before",
-    "error_told": "told the host's pace beside these steps",
+PREDICTIONS = {
+    "error": "file of the same minutes",
+    "error_before": "file made before",
+    "error_told": "corrected by the host's speed",
 }
 
 
 def predicted(out: Path) -> list[Row]:
-    """The rows of a quarter, which have afterwards what is predicted of them."""
+    """The rows of a quarter with their predictions, which are also written to its file."""
     table = json.loads((out / "time.json").read_text())
     table["rows"] = predict_all(table["rows"], Cluster.load(out / "cluster.json"), Cluster.load(out / "before.json"))
     (out / "time.json").write_text(json.dumps(table, indent=1))
@@ -258,26 +250,26 @@ def predicted(out: Path) -> list[Row]:
 
 
 def predict_all(rows: list[Row], cluster: Cluster | None, before: Cluster | None) -> list[Row]:
-    """The rows with what is predicted of them, and a line each."""
+    """The rows with their predictions. Prints a line for each."""
     cases, found = {c.name: c for c in CASES}, []
     rows, failed = [r for r in rows if "failed" not in r], [r for r in rows if "failed" in r]
     for row in rows:
-        measured = {key: value for key, value in row.items() if key not in TOLD}
+        measured = {key: value for key, value in row.items() if key not in PREDICTIONS}
         found.append(measured | predict(cases[row["name"]], row, cluster, before))
-        errors = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in TOLD.items() if kind in found[-1])
+        errors = "; ".join(f"{words} {found[-1][kind]:+.1%}" for kind, words in PREDICTIONS.items() if kind in found[-1])
         print(f"{row['name']:32s} {row['seconds']:.4f} s; {errors}", flush=True)
     return found + failed
 
 
 def predict(case: Case, row: Row, cluster: Cluster | None, before: Cluster | None) -> Row:
-    """What the planner says of this machine, with links that take no time."""
+    """The planner's predictions for a row, with links that take no time."""
     description = on_torch.describe(build(case), micro_batch=case.batch[0], sequence=case.batch[1], compute=case.compute)
     plan = plan_of(case, description)
     own = cluster or before
     assert own is not None, "a row is predicted by a cluster file"
     files = {"error": cluster, "error_before": before, "error_told": own.with_host(row["felt"])}
     steps = {
-        kind: timeline(plan, description, playing(file, case.devices), loss=case.loss, spread=0.0)
+        kind: timeline(plan, description, as_one_of(file, case.devices), loss=case.loss, spread=0.0)
         for kind, file in files.items()
         if file is not None
     }
@@ -289,13 +281,13 @@ def predict(case: Case, row: Row, cluster: Cluster | None, before: Cluster | Non
 
 
 def summarise(rows: list[Row]) -> None:
-    for kind, words in TOLD.items():
+    for kind, words in PREDICTIONS.items():
         if errors := [abs(r[kind]) for r in rows if kind in r]:
             print(f"{words}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, {len(errors)} rows")
 
 
-def playing(cluster: Cluster, devices: int) -> Cluster:
-    """One device of the cluster, as if it were one of many."""
+def as_one_of(cluster: Cluster, devices: int) -> Cluster:
+    """The cluster with `devices` devices, and links that take no time."""
     fast = dataclasses.replace(cluster.node.link, bandwidth=1e18, latency=1e-9, start=1e-9)
     return dataclasses.replace(cluster, devices=devices, node=dataclasses.replace(cluster.node, devices=devices, link=fast))
 

@@ -1,4 +1,4 @@
-"""The basics: describe a plain model, make a plan, shard, train, and hold the result against the unsharded model.
+"""The basics: describe a plain model, make a plan, shard, train, and compare with the unsharded model.
 
 torchrun --nproc-per-node=2 examples/basics.py
 torchrun --nproc-per-node=2 examples/basics.py --strategy ddp
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A plain module that knows nothing of sharding: token ids in, logits out."""
+    """A plain module without any sharding: token ids in, logits out."""
 
     def __init__(self, dim: int, layers: int):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int, rows: int, length: int = 32) -> dict[str, Tensor]:
-    """Rows in which token t is followed by one of 5·t … 5·t + 3 (mod 64): the best possible loss is log 4 = 1.386."""
+    """Rows in which token t is followed by one of 5·t … 5·t + 3 (mod 64). The best possible loss is log 4 = 1.386."""
     noise_BT = torch.randint(0, 4, (rows, length + 1), generator=torch.Generator().manual_seed(1000 * step + rank))
     ids = [16 * noise_BT[:, 0]]
     for t in range(1, length + 1):
@@ -57,17 +57,17 @@ def batch(step: int, rank: int, rows: int, length: int = 32) -> dict[str, Tensor
 
 def main() -> None:
     args = arguments()
-    device = on_torch.start()  # joins the ranks torchrun started, or is the only one
+    device = on_torch.start()  # joins the ranks that torchrun started, or starts alone
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with torch.device("meta"):  # shapes only: no memory yet
+    with torch.device("meta"):  # shapes only, no memory
         model = Net(args.dim, args.layers)
 
-    # The plan: which modules gather together, and what of them rests where. A value that can be printed and stored.
+    # The plan says which modules gather together and where their bytes are kept. It can be printed and stored.
     description = on_torch.describe(model)
     plan = fs.strategy(args.strategy, description, devices=ranks, batch=fs.Batch(micro_batch=args.rows, sequence=32))
     say(f"{description}\n\n{plan}\n")
 
-    # Every rank calls shard; weights are initialised from the seed, shard by shard.
+    # Every rank calls shard. Weights are initialised from the seed, shard by shard.
     state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=LR), seed=SEED)
     say(f"training on {ranks} rank{'s'[: ranks > 1]}, {device.type}")
     for step in fs.train(state, ([batch(s, rank, args.rows)] for s in range(args.steps)), steps=args.steps):
@@ -75,17 +75,18 @@ def main() -> None:
         if step.index in (1, args.steps) or step.index % 10 == 0:
             say(f"  step {step.index:3}  loss {loss:.6f}")
 
-    whole_loss, whole_bytes = train_unsharded(args, device, ranks)
-    held = state.held_bytes()
-    rows = [[kind, bytes_text(whole_bytes[kind]), bytes_text(held[kind])] for kind in ("params", "optimizer")]
+    unsharded_loss, unsharded_bytes = train_unsharded(args, device, ranks)
+    rank_bytes = state.held_bytes()
+    rows = [[kind, bytes_text(unsharded_bytes[kind]), bytes_text(rank_bytes[kind])] for kind in ("params", "optimizer")]
     say(f"\n{table(['between steps', 'unsharded', f'a rank of {ranks}'], rows, right=(1, 2))}\n")
     say(f"last loss, {args.strategy} over {ranks} rank{'s'[: ranks > 1]}: {loss:.6f}")
-    say(f"last loss, unsharded: {whole_loss:.6f}")
+    say(f"last loss, unsharded: {unsharded_loss:.6f}")
     on_torch.finish()
 
 
 def train_unsharded(args: argparse.Namespace, device: torch.device, ranks: int) -> tuple[float, dict[str, int]]:
-    """The same model in plain torch, from the same weights, on the batches of all ranks together."""
+    """Train the same model in plain torch, from the same weights, on the batches of all ranks. Returns the last loss, and
+    the bytes of parameters and optimizer."""
     with torch.device("meta"):
         model = Net(args.dim, args.layers)
     on_torch.initialize(model, device, SEED)
@@ -112,7 +113,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8, help="rows a rank works on in a step")
+    parser.add_argument("--rows", type=int, default=8, help="rows per rank and step")
     return parser.parse_args()
 
 

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=2 examples/checkpointing.py --resume runs/examples/checkpoint
     python examples/checkpointing.py --resume runs/examples/checkpoint --strategy ddp       # one rank
 
-Each rank writes its own shards and, on loading, reads the parts of the files that its new shards need; nothing is
-gathered. A checkpoint is whole and verified, or it is not there. --save trains on after it has saved, and writes down
-the losses of that uninterrupted run; --resume prints its own beside them.
+Each rank writes its own shards. On loading, it reads only the parts of the files that its new shards need; nothing is
+gathered. A checkpoint is either complete and verified or invisible. --save goes on training after the save and records
+the losses of that uninterrupted run. --resume compares its own losses with them.
 
     fullshard checkpoint ls runs/examples/checkpoint
     fullshard checkpoint show runs/examples/checkpoint
@@ -29,7 +29,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
 
 SIZE = LlamaSize(dim=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64)
-GLOBAL_BATCH = 8  # rows of all ranks: kept at every number of ranks, so that a step means the same everywhere
+GLOBAL_BATCH = 8  # rows over all ranks, the same at every number of ranks, so that the steps are the same
 
 
 def main() -> None:
@@ -61,14 +61,14 @@ def make_state(strategy: str) -> on_torch.State:
 
 
 def train(state: on_torch.State, steps: int) -> dict[str, float]:
-    """The losses of the next steps, by step."""
+    """Train for `steps` steps; return the losses by step."""
     path = Path("runs/examples/asyncio")
     if on_torch.is_first() and not path.exists():
         pack([Path(asyncio.__file__).parent], path, workers=1)
     dist.barrier()
     rank, mesh = on_torch.data_rank(state.plan.mesh), state.plan.mesh
     shape = state.plan.batch
-    # Where the data stands is one number: how many samples all ranks have taken.
+    # The position in the data is one number: how many samples all ranks have taken.
     batches = Batches(
         TokenFile(path), shape.sequence, shape.micro_batch, rank=rank, ranks=mesh.data, cursor=state.step * GLOBAL_BATCH
     )
@@ -79,13 +79,13 @@ def train(state: on_torch.State, steps: int) -> dict[str, float]:
 
 
 def save(state: on_torch.State, where: Path) -> None:
-    """Collective: every rank writes its own shards; the checkpoint appears when all of them are on the disk."""
+    """Every rank writes its own shards. The checkpoint becomes visible when all of them are on disk. Collective."""
     made = fs.checkpoint.save(where, state, cursor=state.step * GLOBAL_BATCH)
     say(f"saved step {state.step} to {made}, each rank its own shards; the run goes on")
 
 
 def load(state: on_torch.State, where: Path) -> None:
-    """Collective: every rank reads what it needs. The state says what that is; its values are overwritten."""
+    """Every rank reads the values of its own shards into the state. Collective."""
     try:
         manifest = fs.checkpoint.load(where, state)
     except fs.FullshardError as error:
@@ -102,14 +102,15 @@ def compare(where: Path, losses: dict[str, float]) -> None:
 
 
 def export(state: on_torch.State, where: Path, path: Path) -> None:
-    """The whole model in one file of plain tensors, from a checkpoint, a tensor at a time: no rank ever holds it all."""
+    """Export the model to one file of plain tensors. Reads one tensor of the checkpoint at a time, so no rank ever holds the
+    full model."""
     last = fs.checkpoint.save(where, state)
     ids_BT = torch.arange(64).view(1, 64)
     sharded = on_torch.evaluate(state, [{"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}])
     if on_torch.is_first():
         path.unlink(missing_ok=True)
         export_checkpoint(last, path, "torch")
-        plain = Llama(SIZE)  # an ordinary model, no ranks, no plan
+        plain = Llama(SIZE)  # an ordinary model without ranks or plan
         plain.load_state_dict(torch.load(path, weights_only=True))
         loss = torch.nn.functional.cross_entropy(plain(ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten())
         say(f"exported {path}: loss of the file in plain torch {loss.item():.6f}, of the sharded model {sharded:.6f}")
@@ -122,11 +123,11 @@ def say(text: str) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument("--save", type=Path, metavar="DIR", default=Path("runs/examples/checkpoint"))
-    way.add_argument("--resume", type=Path, metavar="DIR", help="go on from there instead of starting")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--save", type=Path, metavar="DIR", default=Path("runs/examples/checkpoint"))
+    mode.add_argument("--resume", type=Path, metavar="DIR", help="resume from this checkpoint instead of starting anew")
     parser.add_argument("--strategy", default="zero3", choices=["ddp", "zero1", "zero2", "zero3"])
-    parser.add_argument("--steps", type=int, default=12, help="of the whole run; the checkpoint is made in the middle")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the full run; the checkpoint is saved after half of them")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""The demo: a byte-level Llama learns Python from the standard library's own sources, over two ranks.
+"""The demo: a byte-level Llama learns Python from the sources of the standard library, on two ranks.
 
     python examples/demo.py            # or: make demo
 
-Shows the unit table and the plan, trains with a live bar, samples from the sharded model, and ends with
-the bytes a rank holds under zero3 beside those under ddp, counted from the tensors.
+Prints the unit table and the plan, trains with a progress bar, and samples from the sharded model. At the end it prints
+the bytes that a rank holds under zero3 and under ddp, counted from the tensors.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0
 def main() -> None:
     args = arguments()
     if not inside_ranks():
-        standard_library()  # once, before there are ranks
+        standard_library()  # packed once, before the ranks start
         torchrun(args.ranks, [__file__, *sys.argv[1:]])
     device = on_torch.start()
     first = dist.get_rank() == 0
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def standard_library() -> Path:
-    """The text every machine has, the top-level modules of Python's standard library, as token files."""
+    """Pack the top-level modules of Python's standard library, text that every machine has, into token files."""
     path = Path("runs/demo/tokens")
     if not path.exists():
         pack(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), path)
@@ -73,15 +73,15 @@ def standard_library() -> Path:
 
 
 def held_table(state: on_torch.State, description: fs.Description, batches: Batches) -> str:
-    """What a rank holds between steps: under this plan, and under ddp on the same ranks."""
+    """A table of the bytes that a rank holds between steps, under this plan and under ddp on the same ranks."""
     ranks = dist.get_world_size()
     ddp = fs.ddp(description, devices=ranks, batch=state.plan.batch)
     other = on_torch.shard(on_torch.load_model("llama-bytes"), ddp, optimizer=fs.AdamW(lr=1e-3), seed=SEED)
     on_torch.train_step(other, next(iter(batches)))
     rows = []
     for kind in ("params", "optimizer"):
-        whole, part = other.held_bytes()[kind], state.held_bytes()[kind]
-        rows.append([kind, bytes_text(whole), bytes_text(part), f"{whole / part:.2f}×"])
+        replicated, sharded = other.held_bytes()[kind], state.held_bytes()[kind]
+        rows.append([kind, bytes_text(replicated), bytes_text(sharded), f"{replicated / sharded:.2f}×"])
     return table([f"held by a rank of {ranks}", "ddp", "zero3", "less"], rows, right=(1, 2, 3))
 
 

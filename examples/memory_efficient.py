@@ -1,11 +1,11 @@
-"""Where the memory goes: one model trained under a row of plans, with the bytes, the peak and the time of each.
+"""Where the memory goes: train one model under several plans, and print bytes, peak memory and step time of each.
 
     torchrun --nproc-per-node=2 examples/memory_efficient.py
     torchrun --nproc-per-node=8 examples/memory_efficient.py --dim 2048 --layers 16 --vocab 32768 --sequence 2048    # GPUs
 
-All plans see the same tokens from the same weights, so every fp32 plan must end at the same loss.
-zero1 and zero2 hold the same between steps; they differ while micro-batches accumulate. The chunked loss makes chunks
-of up to 2 GiB: at the default size one chunk, which saves only the copies of the logits that the plain loss keeps.
+All plans start from the same weights and see the same tokens, so every fp32 plan must end at the same loss. zero1 and
+zero2 hold the same bytes between steps; they differ while micro-batches accumulate. The chunked loss makes chunks of up
+to 2 GiB. At the default size this is one chunk, so it saves only the extra copies of the logits that the plain loss keeps.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log lines
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from fullshard.on_torch.models import Llama
 from fullshard.text import table
 
 BF16 = fs.Precision(compute="bf16")
-ROWS = 4  # rows a rank works on in a step, under every plan
-# name, strategy, rows in a micro-batch, what else the plan says, loss
+ROWS = 4  # rows per rank and step, under every plan
+# name, strategy, rows per micro-batch, other choices of the plan, loss
 PLANS = [
     ("ddp", fs.ddp, 2, {}, on_torch.summed_loss),
     ("zero1", fs.zero1, 2, {}, on_torch.summed_loss),
@@ -61,31 +61,31 @@ def main() -> None:
         shape = f"{batch.accumulate} × {micro_batch}"
         rows.append([name, shape, *kinds, mib(peak), f"{seconds / first_seconds:.2f}", f"{value:.6f}"])
         del model, state
-        gc.collect()  # modules and hooks refer to each other, and would count in the next plan's peak
+        gc.collect()  # reference cycles of modules and hooks would count in the next plan's peak
     if on_torch.is_first():
         head = ["plan", "rows", "params", "gradients", "optimizer", "peak", "time", "loss"]
         print(f"ranks: {dist.get_world_size()}, {device.type}; sizes of rank 0 in MiB; time relative to ddp")
-        print("rows: micro-batches a step × rows in each\n")
+        print("rows: micro-batches per step × rows in each\n")
         print(table(head, rows, right=(2, 3, 4, 5, 6, 7)))
         print("\nparams, gradients, optimizer: what the rank holds when the optimizer steps, counted from the tensors.")
         counted = "CUDA's allocator" if device.type == "cuda" else "torch's CPU allocator, read from a profile of one step"
-        print(f"peak: the most that was held at any moment of a step, counted by {counted}.", flush=True)
+        print(f"peak: the most bytes held at any time in a step, counted by {counted}.", flush=True)
     on_torch.finish()
 
 
 def measure(state: on_torch.State, args: argparse.Namespace, loss: on_torch.loss.LossFunction) -> tuple[dict, int, float, float]:
-    """Bytes by kind when the optimizer steps, peak bytes of a step, seconds a step, and the last loss."""
+    """Returns the bytes by kind when the optimizer steps, the peak bytes of a step, the seconds per step, the last loss."""
     held: dict[str, int] = {}
     state.optimizer.register_step_pre_hook(lambda *_: held.update(state.held_bytes()))
-    draw = torch.Generator().manual_seed(1 + on_torch.data_rank(state.plan.mesh))
-    ids_BT = torch.randint(0, args.vocab, (ROWS, args.sequence + 1), generator=draw)
+    generator = torch.Generator().manual_seed(1 + on_torch.data_rank(state.plan.mesh))
+    ids_BT = torch.randint(0, args.vocab, (ROWS, args.sequence + 1), generator=generator)
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]} for ids in ids_BT.split(state.plan.batch.micro_batch)]
 
     def step() -> float:  # the loss
         return on_torch.train_step(state, batches, loss=loss).loss.item()
 
-    step()  # the first one also runs checks and makes the optimizer's state
-    peak = min(peak_bytes(state, step) for _ in range(2))  # what is freed unseen can only make it look larger
+    step()  # the first step also runs checks and creates the optimizer state
+    peak = min(peak_bytes(state, step) for _ in range(2))  # unseen frees can only make it too large
     times = []
     for _ in range(args.steps - 3):
         start = time.perf_counter()
@@ -95,7 +95,7 @@ def measure(state: on_torch.State, args: argparse.Namespace, loss: on_torch.loss
 
 
 def peak_bytes(state: on_torch.State, step) -> int:
-    """The most bytes alive at once during a step, those of the state included."""
+    """The most bytes alive at once in a step, including the state."""
     if state.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -105,7 +105,7 @@ def peak_bytes(state: on_torch.State, step) -> int:
     with tempfile.TemporaryDirectory() as directory:  # the trace has a record of every allocation
         profile.export_chrome_trace(f"{directory}/trace.json")
         trace = json.loads(Path(f"{directory}/trace.json").read_text())["traceEvents"]
-    alive: dict[int, int] = {}  # by address: gloo's threads free blocks unseen, until the address is used again
+    alive: dict[int, int] = {}  # by address; frees by gloo's threads are not recorded, until the address is used again
     top = 0
     for record in sorted((e["args"] | {"ts": e["ts"]} for e in trace if e["name"] == "[memory]"), key=lambda r: r["ts"]):
         if record["Bytes"] > 0:

@@ -1,10 +1,10 @@
-"""A transformer from scratch, sharded from outside: nothing in the model knows that it is spread over ranks.
+"""A transformer from scratch, sharded from outside: the model's code has no sharding in it.
 
     torchrun --nproc-per-node=2 examples/transformer.py                               # 32 million parameters, 4 steps
     torchrun --nproc-per-node=2 examples/transformer.py --layers 4 --dim 64 --heads 4 --steps 100 --lr 3e-3
     torchrun --nproc-per-node=8 examples/transformer.py --bf16 --prefetch 2 --remat --steps 300        # GPUs
 
-It learns Python, byte by byte, from the sources of the standard library's asyncio, and is evaluated on those of json.
+It learns Python byte by byte from the sources of the standard library's asyncio, and is evaluated on those of json.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         return self.output(self.norm(h_BTD))
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Called with each module; without it, each module's own `reset_parameters` would be."""
+        """Initialise one module. Without this method, each module's own `reset_parameters` is called."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         elif isinstance(module, nn.LayerNorm):
@@ -80,7 +80,7 @@ def main() -> None:
     with torch.device("meta"):
         model = Transformer(args.layers, args.dim, args.heads, vocab=256, sequence=args.sequence)
 
-    description = on_torch.describe(model, classes=["TransformerBlock"])  # each block is a unit; embed and head are found
+    description = on_torch.describe(model, classes=["TransformerBlock"])  # each block is a unit
     plan = fs.zero3(
         description,
         devices=dist.get_world_size(),
@@ -93,7 +93,7 @@ def main() -> None:
     state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=args.lr, weight_decay=0.1, decay_all=False), seed=0)
 
     for step in fs.train(state, batches(asyncio, plan), steps=args.steps, clip=1.0):
-        loss, norm = step.loss.item(), step.grad_norm.item()  # on every rank: reading waits for the device
+        loss, norm = step.loss.item(), step.grad_norm.item()  # waits for the device, so all ranks do it
         if step.index == 1 or step.index % max(1, args.steps // 10) == 0:
             say(f"  step {step.index:4}  loss {loss:.4f}  gradient norm {norm:.3f}  {int(step.tokens)} tokens")
 
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def batches(package, plan: fs.Plan) -> Batches:
-    """The sources of a Python package as this rank's micro-batches; the first rank packs them, once."""
+    """This rank's micro-batches from the sources of a Python package. Rank 0 packs them once."""
     path = Path("runs/examples") / package.__name__
     if on_torch.is_first() and not path.exists():
         pack([Path(package.__file__).parent], path, workers=1)
@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
-    parser.add_argument("--bf16", action="store_true", help="compute in bf16; the weights at rest stay fp32")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16; the master weights stay fp32")
     parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead")
     parser.add_argument("--remat", action="store_true", help="recompute activations in backward")
     return parser.parse_args()

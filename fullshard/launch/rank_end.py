@@ -20,7 +20,7 @@ def end_rank(error: Exception) -> NoReturn:
         time.sleep(ALONE if rank else 0.0)
         _say(error, rank)
         _leave(_code(error))
-    from fullshard.on_torch.failure import Failure, claim, first_failure, lost_a_peer
+    from fullshard.on_torch.failure import Failure, first_failure, lost_a_peer, report_failure
 
     if lost_a_peer(error):
         found = first_failure(CAUSE)
@@ -30,7 +30,7 @@ def end_rank(error: Exception) -> NoReturn:
     if isinstance(error, FullshardError) and rank:
         time.sleep(FIRST_SPEAKS)
     mine = Failure(rank, _line(error), _code(error))
-    first = claim(mine)
+    first = report_failure(mine)
     if first == mine:
         _say(error, rank)
     _leave(first.code)

@@ -1,6 +1,6 @@
-"""Ranks that agree: on what one of them decided, and on whether all of them succeeded.
+"""Agreement between ranks: one rank's decision for all of them, and whether all of them succeeded.
 
-Over a gloo group of its own, so that a background thread may use it while training uses the others.
+Most functions take a gloo group of their own, so that a background thread can use it while training uses other groups.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,17 +13,15 @@ import torch.distributed as dist
 from fullshard.errors import FullshardError, first_line
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=2)  # a slow disk is no dead rank
+TIMEOUT = timedelta(hours=2)  # a rank may have to wait for a slow disk
+_idle: list[tuple[object, dist.ProcessGroup]] = []  # released groups, each with its world group
 
 
-_idle: list[tuple[object, dist.ProcessGroup]] = []  # groups nobody uses, each with the world it belongs to
+def acquire_group() -> dist.ProcessGroup:
+    """A gloo group of all ranks, for the caller alone until `release_group`. Collective.
 
-
-def take_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks for one user at a time. Collective.
-
-    Taken and given back, never destroyed: tearing one group down while other ranks still end their last collective on
-    it, or while its threads run, is what process groups are worst at.
+    Groups are reused and never destroyed: destroying one while another rank still finishes a collective on it can hang
+    or crash.
     """
     while _idle:
         world, group = _idle.pop()
@@ -34,8 +32,8 @@ def take_group() -> dist.ProcessGroup:
     return made
 
 
-def give_group(group: dist.ProcessGroup) -> None:
-    """No collective of the caller's is under way on it any more."""
+def release_group(group: dist.ProcessGroup) -> None:
+    """Return a group for reuse. All collectives of the caller on it must be done."""
     _idle.append((dist.group.WORLD, group))
 
 
@@ -47,111 +45,118 @@ def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
-    """What the first rank makes, on all ranks. If it fails there, all raise its sentence."""
-    box: list[Any] = [None]
+    """Call `make` on rank 0 and return its result on all ranks. If it fails, all ranks raise its error."""
+    result: list[Any] = [None]
     if dist.get_rank() == 0:
-        box = [attempt(make)]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return unwrap(box)[0]
+        result = [attempt(make)]
+    dist.broadcast_object_list(result, src=0, group=group)
+    return unwrap(result)[0]
 
 
 def first_decides(make: Callable[[], Any]) -> None:
-    """Let the first rank do something; if it fails, all raise its sentence. Collective."""
+    """Call `make` on rank 0 only. If it fails, all ranks raise its error. Collective."""
     group = dist.group.WORLD
     assert group is not None
     decide(group, make)
 
 
-def together(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
-    """What every rank makes, on all ranks. If one fails, all raise its sentence."""
+def gather_results(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
+    """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""
     return unwrap(gather(group, attempt(make)))
 
 
 def all_or_none(make: Callable[[], T]) -> T:
-    """What this rank makes, once all ranks have made theirs. If one fails, all raise its sentence, with its rank. Collective."""
+    """Call `make` on every rank; return this rank's result if all succeed. If one fails, all ranks raise its error, with
+    its rank. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    worked, found = attempt(make)
-    told = gather(group, (worked, None if worked else found))
-    wrong = {rank: sentence for rank, (well, sentence) in enumerate(told) if not well}
-    if not wrong:
-        return found
-    rank, sentence = min(wrong.items())
-    raise FullshardError(sentence if len(wrong) == len(told) else f"rank {rank}: {sentence}")
+    succeeded, result = attempt(make)
+    outcomes = gather(group, (succeeded, None if succeeded else result))
+    failures = {rank: sentence for rank, (good, sentence) in enumerate(outcomes) if not good}
+    if not failures:
+        return result
+    rank, sentence = min(failures.items())
+    raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
 
 
-def tally(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
-    """As `together`, for `count` whole numbers of 64 bits. While all is well it is one small collective, which costs a
-    tenth of objects; only when a rank has failed do sentences travel."""
-    worked, found = attempt(make)
-    mine = torch.tensor([int(worked), *(found if worked else [0] * count)])
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    told = [row.tolist() for row in rows]
-    if not all(row[0] for row in told):
-        unwrap(gather(group, (worked, None if worked else found)))
-    return [row[1:] for row in told]
+def gather_integers(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
+    """As `gather_results`, for `count` 64-bit integers.
+
+    If all ranks succeed, this is one small collective, which costs a tenth of gathering objects. Error sentences are
+    gathered only after a failure.
+    """
+    succeeded, result = attempt(make)
+    own = torch.tensor([int(succeeded), *(result if succeeded else [0] * count)])
+    tensors = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, own, group=group)
+    rows = [tensor.tolist() for tensor in tensors]
+    if not all(row[0] for row in rows):
+        unwrap(gather(group, (succeeded, None if succeeded else result)))
+    return [row[1:] for row in rows]
 
 
-def settle(
+def gather_then_finish(
     group: dist.ProcessGroup,
     leaders: Collection[int],
     make: Callable[[], Sequence[int]],
     count: int,
     finish: Callable[[list[list[int]]], None],
 ) -> None:
-    """Every rank makes `count` numbers; if all could, the leaders, of whom the first rank is one, finish with everybody's
-    numbers. If one fails in either, all raise its sentence.
+    """Every rank makes `count` integers. If all succeed, the leaders call `finish` with all ranks' integers. If either
+    fails on any rank, all ranks raise its error. Rank 0 must be a leader.
 
-    By messages to the first rank and from it: a collective wakes threads of its own, and takes four times as much of the
-    cores that training uses.
+    Uses point-to-point messages through rank 0: a collective wakes threads of its own and takes four times as much CPU
+    time from training.
     """
-    rank, everybody = dist.get_rank(), range(dist.get_world_size(group))
-    mine = attempt(make)
-    worked, found = mine
-    rows = _collect(group, everybody, [int(worked), *(found if worked else [0] * count)])
-    rows = _spread(group, leaders, rows, (len(everybody), 1 + count))
-    if rank in leaders and all(row[0] for row in rows):
-        mine = attempt(lambda: finish([row[1:] for row in rows]))
-    ends = _collect(group, leaders, [int(mine[0])])
-    begun = all(row[0] for row in rows)  # what only leaders know, and the first rank says
-    ((well,),) = _spread(group, everybody, [[int(begun and all(end for (end,) in ends))]], (1, 1))
-    if not well:
-        unwrap(gather(group, (mine[0], None if mine[0] else mine[1])))
+    rank, all_ranks = dist.get_rank(), range(dist.get_world_size(group))
+    outcome = attempt(make)
+    succeeded, result = outcome
+    rows = _send_to_first(group, all_ranks, [int(succeeded), *(result if succeeded else [0] * count)])
+    rows = _send_from_first(group, leaders, rows, (len(all_ranks), 1 + count))
+    all_made = all(row[0] for row in rows)  # only leaders have rows; rank 0 passes the verdict on
+    if rank in leaders and all_made:
+        outcome = attempt(lambda: finish([row[1:] for row in rows]))
+    finished = _send_to_first(group, leaders, [int(outcome[0])])
+    verdict = int(all_made and all(good for (good,) in finished))
+    ((good,),) = _send_from_first(group, all_ranks, [[verdict]], (1, 1))
+    if not good:
+        unwrap(gather(group, (outcome[0], None if outcome[0] else outcome[1])))
 
 
-def _collect(group: dist.ProcessGroup, ranks: Collection[int], mine: list[int]) -> list[list[int]]:
-    """The numbers of these ranks, on the first; nothing elsewhere."""
+def _send_to_first(group: dist.ProcessGroup, ranks: Collection[int], own: list[int]) -> list[list[int]]:
+    """The integers of these ranks, on rank 0; an empty list on the others."""
     rank = dist.get_rank()
     if rank:
         if rank in ranks:
-            group.send([torch.tensor(mine)], 0, 0).wait()
+            group.send([torch.tensor(own)], 0, 0).wait()
         return []
-    rows = [mine]
+    rows = [own]
     for other in [r for r in ranks if r]:
-        row = torch.empty(len(mine), dtype=torch.int64)
+        row = torch.empty(len(own), dtype=torch.int64)
         group.recv([row], other, 0).wait()
         rows.append(row.tolist())
     return rows
 
 
-def _spread(group: dist.ProcessGroup, ranks: Collection[int], rows: list[list[int]], shape: tuple[int, int]) -> list[list[int]]:
-    """The first rank's rows, on these ranks; nothing elsewhere."""
+def _send_from_first(
+    group: dist.ProcessGroup, ranks: Collection[int], rows: list[list[int]], shape: tuple[int, int]
+) -> list[list[int]]:
+    """Rank 0's rows, on these ranks; the caller's own rows on the others."""
     rank = dist.get_rank()
     others = [r for r in ranks if r]
     if rank == 0 and others:
-        told = torch.tensor(rows)
+        message = torch.tensor(rows)
         for other in others:
-            group.send([told], other, 0).wait()
+            group.send([message], other, 0).wait()
     elif rank in others:
-        told = torch.empty(shape, dtype=torch.int64)
-        group.recv([told], 0, 0).wait()
-        return told.tolist()
+        message = torch.empty(shape, dtype=torch.int64)
+        group.recv([message], 0, 0).wait()
+        return message.tolist()
     return rows
 
 
 def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
-    """Failures travel as sentences: the bugs among them too, else the others would wait for ever."""
+    """(True, result) or (False, error sentence). Catches bugs too: the other ranks would wait forever otherwise."""
     try:
         return True, make()
     except FullshardError as error:
@@ -160,8 +165,9 @@ def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
         return False, f"{type(error).__name__}: {first_line(error)}"
 
 
-def unwrap(answers: list[Any]) -> list[Any]:
-    failed = [value for worked, value in answers if not worked]
+def unwrap(outcomes: list[Any]) -> list[Any]:
+    """The results of `attempt`. Raises the first error among them."""
+    failed = [value for succeeded, value in outcomes if not succeeded]
     if failed:
         raise FullshardError(failed[0])
-    return [value for _, value in answers]
+    return [value for _, value in outcomes]

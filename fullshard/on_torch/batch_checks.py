@@ -1,6 +1,6 @@
-"""What can be wrong with a batch: its kind and shape, at every step, and its tokens, at the first.
+"""Checks of a batch: type and shape at every step, token values at the first.
 
-A loss of the caller's own may take other tensors; what only the built-in losses ask of a batch is asked for them alone.
+Some checks apply to the built-in losses only: a custom loss may take other tensors.
 """
 
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError, a_kind
-from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
+from fullshard.on_torch.loss import IGNORED, HostBatch, LossFunction, TensorBatch, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.plan import Plan
 
 BATCH = "a batch is a dict of tensors, {'input_ids': ids[:, :-1], 'labels': ids[:, 1:]}"
 IDS, LABELS = (torch.int64, torch.int32), (torch.int64,)
-CHANGES = 4  # places where the next token is another one: fewer say nothing about how labels were made
+MIN_CHANGES = 4  # positions where the next token differs; with fewer, equal labels may be correct
 
 
-def on_device(batch: HostBatch, device: torch.device) -> Batch:
-    """The batch's tensors, on their way to the device."""
+def on_device(batch: HostBatch, device: torch.device) -> TensorBatch:
+    """Start copying the batch to the device; returns it as tensors there."""
     if not isinstance(batch, Mapping):
         raise FullshardError(f"{BATCH}, not {a_kind(batch)}; a step takes a list of them")
     return {key: _tensor(key, value).to(device, non_blocking=True) for key, value in batch.items()}
@@ -35,8 +35,8 @@ def _tensor(key: str, value: object) -> Tensor:
         raise FullshardError(f"{key} of a batch cannot be made a tensor ({why}); {BATCH}") from None
 
 
-def refuse_batches(batches: list[Batch], plan: Plan, loss: LossFunction) -> None:
-    """Raise where these are not the micro-batches of a step of the plan."""
+def refuse_batches(batches: list[TensorBatch], plan: Plan, loss: LossFunction) -> None:
+    """Raise unless these are the micro-batches that the plan's step takes."""
     planned = plan.batch
     if len(batches) != planned.accumulate:
         raise FullshardError(f"the plan accumulates {planned.accumulate} micro-batches a step, but {len(batches)} were given")
@@ -57,7 +57,7 @@ def refuse_batches(batches: list[Batch], plan: Plan, loss: LossFunction) -> None
             _refuse_tokens(batch)
 
 
-def _refuse_tokens(batch: Batch) -> None:
+def _refuse_tokens(batch: TensorBatch) -> None:
     for key, known in (("input_ids", IDS), ("labels", LABELS)):
         if batch[key].dtype not in known:
             raise FullshardError(
@@ -77,15 +77,15 @@ def _shape(tensor: Tensor) -> str:
 # -- at the first step --------------------------------------------------------------------------------------
 
 
-def first_batch_fault(model: nn.Module, batches: list[Batch], loss: LossFunction) -> str | None:
-    """What is wrong with the tokens of this rank's first batches, if anything. Waits for the device."""
+def first_batch_fault(model: nn.Module, batches: list[TensorBatch], loss: LossFunction) -> str | None:
+    """The sentence about wrong tokens in this rank's first batches, or None. Waits for the device."""
     if loss not in (summed_loss, chunked_loss):
         return None
     return _beyond_vocabulary(model, batches) or _unshifted(batches)
 
 
-def _beyond_vocabulary(model: nn.Module, batches: list[Batch]) -> str | None:
-    """On a GPU such a token ends the process in an assertion that names nothing."""
+def _beyond_vocabulary(model: nn.Module, batches: list[TensorBatch]) -> str | None:
+    """Find tokens outside the vocabulary. On a GPU they end the process with an assertion that does not name the cause."""
     sizes = {"input_ids": _input_size(model), "labels": _output_size(model)}
     for key, size in [(key, size) for key, size in sizes.items() if size is not None]:
         for batch in batches:
@@ -100,7 +100,7 @@ def _beyond_vocabulary(model: nn.Module, batches: list[Batch]) -> str | None:
 
 
 def _input_size(model: nn.Module) -> int | None:
-    """Tokens that the model takes. Without its word for it, as many as its largest table of embeddings has."""
+    """The size of the input vocabulary: the model's input embedding, else its largest embedding."""
     named = model.get_input_embeddings() if callable(getattr(model, "get_input_embeddings", None)) else None  # type: ignore[operator]
     if isinstance(named, nn.Embedding):
         return named.num_embeddings
@@ -108,14 +108,14 @@ def _input_size(model: nn.Module) -> int | None:
 
 
 def _output_size(model: nn.Module) -> int | None:
-    """Tokens that the model tells apart, where its head can be found."""
+    """The size of the output vocabulary; None if the model's head is not found."""
     named = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
     head = named if named is not None else getattr(model, "lm_head", None)
     return head.out_features if isinstance(head, nn.Linear) else None
 
 
-def _unshifted(batches: list[Batch]) -> str | None:
-    """Labels that are the tokens themselves, although these change from one to the next."""
+def _unshifted(batches: list[TensorBatch]) -> str | None:
+    """Find labels that equal the inputs instead of the next tokens."""
     changes = 0
     for batch in batches:
         ids, labels = batch["input_ids"], batch["labels"]
@@ -123,7 +123,7 @@ def _unshifted(batches: list[Batch]) -> str | None:
         if bool((counts & (labels != ids)).any()):
             return None
         changes += int((counts[:, :-1] & (ids[:, 1:] != ids[:, :-1])).sum())
-    if changes < CHANGES:  # too few tokens, or one token again and again
+    if changes < MIN_CHANGES:  # too few tokens, or one token repeated
         return None
     return (
         "labels equal input_ids, so that the model would learn to repeat its input: labels[t] is the token after input_ids[t]; "

@@ -1,7 +1,7 @@
-"""First-step checks: faults that cost nothing to find at the start and weeks to find later.
+"""First-step checks: mistakes that would otherwise train silently wrong.
 
-Each raises one sentence on every rank alike. They run in the first step only, so that they may wait for
-the device and for the other ranks.
+Each check raises the same sentence on every rank. They run in the first step only, so they may synchronise with the
+device and with the other ranks.
 """
 
 import hashlib
@@ -15,26 +15,27 @@ from torch.distributed.tensor import DTensor, Replicate
 from fullshard.errors import FullshardError
 from fullshard.on_torch.batch_checks import first_batch_fault
 from fullshard.on_torch.inference import free_gathered, inference
-from fullshard.on_torch.initialize import not_numbers, refuse_unset
-from fullshard.on_torch.loss import Batch, LossFunction, summed_loss
+from fullshard.on_torch.initialize import names_with_nan, refuse_unset
+from fullshard.on_torch.loss import LossFunction, TensorBatch, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
 from fullshard.plan import Unit
 
 
 class CheckError(FullshardError):
-    """A run that would train silently wrong."""
+    """A mistake that would make a run train silently wrong."""
 
 
-def before_first_step(state: State, batches: list[Batch], loss: LossFunction) -> None:
-    """Everything that can be seen before the first forward."""
-    free_gathered(state.model)  # a forward of the caller's own may have left units whole
+def before_first_step(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
+    """Run all checks that need no gradient."""
+    free_gathered(state.model)  # the caller may have run a forward, which leaves units gathered
     refuse_anywhere(first_batch_fault(state.model, batches, loss))
     check_sharding(state)
     with state.values() as values:
-        refuse_unset_anywhere(not_numbers({**values, **dict(state.model.named_buffers())}))
+        refuse_unset_anywhere(names_with_nan({**values, **dict(state.model.named_buffers())}))
         check_copies_agree(state, values)
-        check_drawn(state, values)
+        check_frozen_loaded(state, values)
     check_optimizer_references(state)
     check_data(state, batches)
     check_loss_is_a_sum(state, batches, loss)
@@ -43,7 +44,7 @@ def before_first_step(state: State, batches: list[Batch], loss: LossFunction) ->
 
 
 def check_sharding(state: State) -> None:
-    """Every parameter lies on the mesh of its unit, cut as the plan says."""
+    """Check that every parameter is on the mesh of its unit, sharded as the plan says."""
     for unit, name, p in _unit_parameters(state):
         want = state.meshes.data(unit.layout)
         if not isinstance(p, DTensor):
@@ -61,34 +62,37 @@ def check_sharding(state: State) -> None:
 
 
 def check_copies_agree(state: State, values: dict[str, Tensor]) -> None:
-    """Buffers, and parameters that several ranks hold whole, are equal on all of them."""
+    """Check that buffers and replicated parameters are equal on all ranks."""
     tensors: dict[str, Tensor] = dict(state.model.named_buffers())
-    tensors |= {n: p for n, p in values.items() if isinstance(p, DTensor) and _whole(p)}
+    tensors |= {n: p for n, p in values.items() if isinstance(p, DTensor) and _is_replicated(p)}
     digests = _gather({n: _checksum(t) for n, t in tensors.items()})
     for name in tensors:
         if any(d[name] != digests[0][name] for d in digests):
             raise CheckError(f"{name} differs between ranks; initialise it from a seed, not from each rank's own random state")
 
 
-def _whole(p: DTensor) -> bool:
+def _is_replicated(p: DTensor) -> bool:
     return all(isinstance(placement, Replicate) or p.device_mesh.size(i) == 1 for i, placement in enumerate(p.placements))
 
 
 def refuse_unset_anywhere(names: list[str]) -> None:
-    """As `refuse_unset`, for what any rank found."""
+    """As `refuse_unset`, for the names of all ranks. Collective."""
     refuse_unset(sorted({name for found in _gather(names) for name in found}))
 
 
 def refuse_anywhere(fault: str | None) -> None:
-    """Raise on all ranks what the first of those says that found something."""
-    for said in _gather(fault):
-        if said is not None:
-            raise CheckError(said)
+    """Raise on all ranks if one has a fault: the lowest such rank's. Collective."""
+    for sentence in _gather(fault):
+        if sentence is not None:
+            raise CheckError(sentence)
 
 
-def remember_drawn(state: State, names: list[str]) -> None:
-    """Where more is frozen at random values than is trained, as under adapters whose base nobody loaded: what it looks like,
-    so that the first step can tell whether it was loaded since."""
+def remember_random_frozen(state: State, names: list[str]) -> None:
+    """Keep checksums of randomly initialised frozen parameters, if they outnumber the trained ones.
+
+    This is what adapters on a base model without weights look like. `check_frozen_loaded` compares the checksums at the
+    first step, to see whether the base was loaded since.
+    """
     sizes = {n: p.numel() for n, p in state.model.named_parameters()}
     trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
     if state.checks and trained and sum(sizes[n] for n in names) > trained:
@@ -96,8 +100,8 @@ def remember_drawn(state: State, names: list[str]) -> None:
             state.drawn = {n: _checksum(values[n]) for n in names}
 
 
-def check_drawn(state: State, values: dict[str, Tensor]) -> None:
-    """What is frozen was loaded from somewhere."""
+def check_frozen_loaded(state: State, values: dict[str, Tensor]) -> None:
+    """Check that frozen parameters are not left at random values."""
     drawn, state.drawn = state.drawn, {}
     if drawn and not any(_gather(any(_checksum(values[n]) != checksum for n, checksum in drawn.items()))):
         raise CheckError(
@@ -108,7 +112,7 @@ def check_drawn(state: State, values: dict[str, Tensor]) -> None:
 
 
 def check_values_agree(model: nn.Module) -> None:
-    """A model that comes with values comes with the same values on all ranks. Before sharding."""
+    """Check, before sharding, that parameters with values have the same values on all ranks."""
     found = _gather({n: _checksum(p) for n, p in model.named_parameters() if not p.is_meta})
     for name in found[0]:
         if any(other.get(name) != found[0][name] for other in found):
@@ -116,30 +120,30 @@ def check_values_agree(model: nn.Module) -> None:
 
 
 def check_labels(tokens: Tensor) -> None:
-    """There is something to learn from."""
+    """Check that the step has at least one label."""
     if not bool(tokens):
         raise CheckError("no token of the first step has a label (all labels are -100); mark the tokens that count in `labels`")
 
 
 def check_optimizer_references(state: State) -> None:
-    """The optimizer updates the very parameters the model computes with, all of them."""
+    """Check that the optimizer has exactly the parameters that the model trains."""
     assert state.optimizer is not None
-    held = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    given = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
     trained = {id(p): n for n, p in state.model.named_parameters() if p.requires_grad}
-    missing = [n for i, n in trained.items() if i not in held]
+    missing = [n for i, n in trained.items() if i not in given]
     if missing:
         raise CheckError(
             f"the optimizer does not hold {missing[0]}{_more(missing)}: it was built before the model was sharded, "
             "or the parameter was replaced; build the optimizer after shard()"
         )
-    if len(held) > len(trained):
+    if len(given) > len(trained):
         raise CheckError(
-            f"the optimizer holds {len(held) - len(trained)} parameters the model does not train; build it from this model"
+            f"the optimizer holds {len(given) - len(trained)} parameters the model does not train; build it from this model"
         )
 
 
-def check_data(state: State, batches: list[Batch]) -> None:
-    """Different data on different data ranks, the same data within a tensor group."""
+def check_data(state: State, batches: list[TensorBatch]) -> None:
+    """Check that data ranks have different batches, and the ranks of a tensor group the same."""
     digests = _gather([_digest(b["input_ids"]) for b in batches])
     tensor = state.plan.mesh.tensor
     first_seen: dict[str, int] = {}
@@ -158,8 +162,8 @@ def check_data(state: State, batches: list[Batch]) -> None:
                 )
 
 
-def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) -> None:
-    """The loss of a batch is the sum of the losses of its rows; a mean would be divided by the tokens twice."""
+def check_loss_is_a_sum(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
+    """Check that the loss of a batch is the sum over its rows. A mean would be divided by the token count twice."""
     rows = batches[0]["input_ids"].shape[0]
     if loss in (summed_loss, chunked_loss) or rows < 2:
         return
@@ -174,8 +178,8 @@ def check_loss_is_a_sum(state: State, batches: list[Batch], loss: LossFunction) 
         )
 
 
-def check_chunked(state: State, batch: Batch) -> None:
-    """The head's output is the model's output: nothing caps or scales the logits after it."""
+def check_chunked(state: State, batch: TensorBatch) -> None:
+    """Check that the model returns the head's output unchanged, without capping or scaling the logits."""
     row = {k: v[:1] for k, v in batch.items()}
     with inference(state.model):
         plain, chunked = float(summed_loss(state.model, row)), float(chunked_loss(state.model, row))
@@ -187,18 +191,17 @@ def check_chunked(state: State, batch: Batch) -> None:
 
 
 def after_first_backward(state: State) -> None:
-    """Every unit that is to be trained received a gradient."""
+    """Check that every trained unit received a gradient that is not zero."""
     totals: dict[str, float] = {}
     for unit, _, p in _unit_parameters(state):
         if p.requires_grad:
-            grad = p.grad
-            local = torch.zeros(1) if grad is None else grad.to_local() if isinstance(grad, DTensor) else grad
-            totals[unit.name] = totals.get(unit.name, 0.0) + float(local.abs().sum())
+            received = 0.0 if p.grad is None else float(local_tensor(p.grad).abs().sum())
+            totals[unit.name] = totals.get(unit.name, 0.0) + received
     for name, norms in state.tiers.received.items() if state.tiers else ():
         totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
     gathered = _gather(totals)
     for name in totals:
-        if not any(t[name] for t in gathered):  # NaN is no zero: the caller's business, not this check's
+        if not any(t[name] for t in gathered):  # NaN counts as a gradient: the step itself skips on it
             raise CheckError(
                 f"unit {name} received no gradient: its parameters are not part of the loss, or forward detaches them; "
                 "freeze them (requires_grad_(False)) if that is meant"
@@ -206,7 +209,7 @@ def after_first_backward(state: State) -> None:
 
 
 def fingerprints(state: State) -> dict[str, int]:
-    """A number for each unit's trainable parts on this rank that changes when they do."""
+    """A checksum of each unit's trained parameters on this rank."""
     sums: dict[str, int] = {}
     with state.values() as values:
         for unit, name, p in _unit_parameters(state):
@@ -216,10 +219,10 @@ def fingerprints(state: State) -> dict[str, int]:
 
 
 def after_first_update(state: State, before: dict[str, int]) -> None:
-    """The optimizer's step changed the weights of every trainable unit."""
+    """Check that the optimizer's step changed every trained unit."""
     assert state.optimizer is not None
     if all(group["lr"] == 0 for group in state.optimizer.param_groups):
-        return  # a warm-up may start from nothing
+        return  # warm-up may start at 0
     after = fingerprints(state)
     changed = _gather({unit: after[unit] != before[unit] for unit in before})
     for unit in before:
@@ -247,8 +250,8 @@ def _gather(value: object) -> list[Any]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """The sum of the tensor's bits as integers, computed where it lies and without a copy of it."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """The sum of this rank's part, read as integers. Computed on the tensor's device, without a copy."""
+    local = local_tensor(tensor).detach()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return int(local.contiguous().view(words).sum(dtype=torch.int64))
 

@@ -1,4 +1,4 @@
-"""How long the phases of a step took on the device, without making it wait."""
+"""Timing of the phases of a step on the device, without synchronising with it."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Clock:
-    """Marks along a step. Reading them waits for the device; setting them does not."""
+    """Time marks in a step. Setting a mark does not wait for the device; reading the times does."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -14,7 +14,7 @@ class Clock:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """`phase` ends here."""
+        """Mark the end of `phase`."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -23,7 +23,7 @@ class Clock:
             self.marks.append((phase, time.perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """The time in each phase, summed over its parts."""
+        """The seconds in each phase, summed over all its parts."""
         totals: dict[str, float] = {}
         for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
             totals[phase] = totals.get(phase, 0.0) + _between(before, after)

@@ -1,4 +1,4 @@
-"""What crossed the wire: a record of the collectives that really ran, with their bytes."""
+"""A log of the collectives that ran, with their sizes in bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from fullshard.on_torch.private import TorchDispatchMode, group_size
 
-Kind = Literal["gather", "reduce", "all_reduce"]
+CollectiveName = Literal["gather", "reduce", "all_reduce"]
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective. `nbytes` is the size of the whole tensor: a gather's output, a reduction's input."""
+class LoggedCollective:
+    """One collective. `nbytes` is the size of the full tensor: the output of a gather, the input of a reduction."""
 
-    kind: Kind
+    kind: CollectiveName
     nbytes: int
     ranks: int
     dtype: torch.dtype
@@ -25,20 +25,20 @@ class Collective:
 
 @dataclass
 class Traffic:
-    """Collectives in the order in which they were issued. Groups of one rank move nothing and are left out."""
+    """Collectives in the order they were issued. Those of a single-rank group are left out: they move nothing."""
 
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[LoggedCollective] = field(default_factory=list)
 
-    def nbytes(self, kind: Kind, ranks: int | None = None) -> int:
+    def nbytes(self, kind: CollectiveName, ranks: int | None = None) -> int:
         return sum(c.nbytes for c in self.collectives if c.kind == kind and ranks in (None, c.ranks))
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: CollectiveName) -> int:
         return sum(c.kind == kind for c in self.collectives)
 
 
 @contextmanager
 def record() -> Iterator[Traffic]:
-    """Record the collectives issued inside, in forward and backward alike."""
+    """Record the collectives issued inside the context, in forward and in backward."""
     traffic = Traffic()
     with _Recorder(traffic):
         yield traffic
@@ -56,8 +56,8 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read(func: Any, args: Any) -> Collective | None:
-    """The collective that an operator call is, if it is one."""
+def _read(func: Any, args: Any) -> LoggedCollective | None:
+    """The collective behind an operator call; None for any other operator."""
     match getattr(func, "_schema", None) and func._schema.name:
         case "c10d::_allgather_base_":
             return _make("gather", args[0], _size(args[2]))
@@ -66,16 +66,16 @@ def _read(func: Any, args: Any) -> Collective | None:
         case "c10d::allreduce_":
             return _make("all_reduce", args[0][0], _size(args[1]))
         case "_c10d_functional::all_gather_into_tensor":
-            return Collective("gather", args[0].nbytes * args[1], args[1], args[0].dtype)
+            return LoggedCollective("gather", args[0].nbytes * args[1], args[1], args[0].dtype)
         case "_c10d_functional::reduce_scatter_tensor":
-            return Collective("reduce", args[0].nbytes, args[2], args[0].dtype)
+            return LoggedCollective("reduce", args[0].nbytes, args[2], args[0].dtype)
         case "_c10d_functional::all_reduce" | "_c10d_functional::all_reduce_":
-            return Collective("all_reduce", args[0].nbytes, group_size(args[2]), args[0].dtype)
+            return LoggedCollective("all_reduce", args[0].nbytes, group_size(args[2]), args[0].dtype)
     return None
 
 
-def _make(kind: Kind, tensor: torch.Tensor, ranks: int) -> Collective:
-    return Collective(kind, tensor.nbytes, ranks, tensor.dtype)
+def _make(kind: CollectiveName, tensor: torch.Tensor, ranks: int) -> LoggedCollective:
+    return LoggedCollective(kind, tensor.nbytes, ranks, tensor.dtype)
 
 
 def _size(boxed: Any) -> int:

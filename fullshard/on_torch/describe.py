@@ -1,6 +1,6 @@
-"""From a module to its description: which modules belong together, and what they hold.
+"""Describe a model: group its modules into units, and list the tensors of each unit.
 
-Works on any `nn.Module`, on the meta device or not; reads names, shapes and registration order only.
+Works on any `nn.Module`, on the meta device or not. Reads only names, shapes and registration order.
 """
 
 import fnmatch
@@ -12,7 +12,8 @@ from torch import nn
 
 from fullshard.errors import FullshardError, checked_call, nearest
 from fullshard.model.description import Description, Tensor, UnitDescription, UnitKind
-from fullshard.on_torch.dtypes import word
+from fullshard.on_torch.dtypes import plan_dtype_name
+from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.on_torch.tracing.trace_costs import costs
 from fullshard.plan import DType
 from fullshard.text import spans
@@ -33,30 +34,17 @@ def describe(
     compute: DType = "bf16",
     tensor: Sequence[int] = (),
 ) -> Description:
-    """The units of `model`; with `micro_batch` and `sequence` also what computing them costs, in dtype `compute`,
-    and for ranks of a `tensor` axis of each of these sizes.
+    """Group the modules of `model` into units. With `micro_batch` and `sequence`, also trace the costs of computing them
+    in dtype `compute`, and the costs on a rank of a `tensor` axis of each of these sizes.
 
-    Repeated blocks are found by themselves; what comes before them is the embedding's unit, what comes
-    after them the head's, and tied parameters bring their units together. To choose the blocks yourself
-    give one of: `classes`, class names; `names`, module paths with wildcards; `min_params`, the size from
-    which a module is a unit of its own.
+    By default each repeated block is a unit. Modules before the blocks form the unit `embed`, modules after them the unit
+    `head`. Units that share a tied parameter are merged. To choose the blocks yourself, give one of: `classes`, class
+    names; `names`, module paths with wildcards; `min_params`, the size from which a module is its own unit.
     """
     if next(model.parameters(), None) is None:
         raise FullshardError(f"{title or type(model).__name__} has no parameters; there is nothing to shard")
-    if min_params < 0:
-        raise FullshardError(f"min_params must be at least 1, not {min_params}")
-    rules = {"classes": bool(classes), "names": bool(names), "min_params": bool(min_params)}
-    if sum(rules.values()) > 1:
-        raise FullshardError(f"grouping takes one rule, not {' and '.join(k for k, on in rules.items() if on)}")
-    if classes:
-        blocks = _by_class(model, classes)
-    elif names:
-        blocks = _by_name(model, names)
-    elif min_params:
-        blocks = _by_size(model, min_params)
-    else:
-        blocks = repeated_blocks(model)
-    units, buffers = _facts(model, _merge_tied(model, _with_leftovers(model, blocks)))
+    blocks = _find_blocks(model, classes, names, min_params)
+    units, buffers = _list_tensors(model, _merge_tied(model, _with_leftovers(model, blocks)))
     found = Description(title or type(model).__name__, tuple(units), buffers)
     if not micro_batch or not sequence:
         return found
@@ -64,7 +52,7 @@ def describe(
 
 
 class _Group:
-    """A unit while it is being put together."""
+    """A unit under construction."""
 
     def __init__(self, name: str, kind: UnitKind, modules: list[str]):
         self.name, self.kind, self.modules = name, kind, modules
@@ -73,11 +61,25 @@ class _Group:
 # -- finding the blocks ----------------------------------------------------------------------------
 
 
+def _find_blocks(model: nn.Module, classes: Sequence[str], names: Sequence[str], min_params: int) -> list[str]:
+    """The paths of the blocks, by the one rule that is given, or else the repeated blocks."""
+    if min_params < 0:
+        raise FullshardError(f"min_params must be at least 1, not {min_params}")
+    rules = {"classes": bool(classes), "names": bool(names), "min_params": bool(min_params)}
+    if sum(rules.values()) > 1:
+        raise FullshardError(f"grouping takes one rule, not {' and '.join(k for k, on in rules.items() if on)}")
+    if classes:
+        return _by_class(model, classes)
+    if names:
+        return _by_name(model, names)
+    return _by_size(model, min_params) if min_params else repeated_blocks(model)
+
+
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Paths of the outermost modules that repeat: the layers of a transformer, the stages of a network.
 
-    Layers made of parts are preferred to a row of plain linears; a model without containers falls back
-    on its own children.
+    Layers with submodules are preferred to a list of plain linear layers. Without any container, the model's own
+    children are the blocks.
     """
     for composite in (True, False):
         found = [path for container in _outermost_repeating(model, "", composite) for path in container]
@@ -109,7 +111,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Containers that are never called, so that nothing could gather them."""
+    """True for containers without a forward: FSDP cannot hook them, so they cannot be units."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
@@ -135,7 +137,7 @@ def _by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _by_size(model: nn.Module, min_params: int) -> list[str]:
-    """Bottom up, as FSDP1's size policy: a module whose parameters not yet taken reach the size."""
+    """Bottom up, as FSDP1's size policy: a module is a block if its parameters outside inner blocks reach the size."""
     units: list[str] = []
     seen: set[int] = set()
 
@@ -162,19 +164,19 @@ def _outermost(paths: list[str]) -> list[str]:
     return [p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)]
 
 
-# -- what is not a block -----------------------------------------------------------------------------
+# -- modules outside the blocks ----------------------------------------------------------------------
 
 
 def _with_leftovers(model: nn.Module, blocks: list[str]) -> list[_Group]:
-    """Blocks, and around them the parameters that are in none: `embed` before the first block, `head`
-    after the last, `middle` between (an encoder's last norm), `root` what only the model itself holds."""
+    """The blocks and the groups of modules outside them: `embed` before the first block, `head` after the last, `middle`
+    between (an encoder's last norm), `root` for parameters of a module around the blocks."""
     order = {path: i for i, (path, _) in enumerate(model.named_modules())}
     ordered = sorted(blocks, key=order.__getitem__)
     embed, middle, head = _Group("embed", "embed", []), _Group("middle", "middle", []), _Group("head", "head", [])
     root = _Group("root", "root", [])
     for path in _leftover_modules(model, ordered):
         if path == "" or any(b.startswith(f"{path}.") for b in blocks):
-            root.modules = [""]  # parameters of a module around the blocks: only the root can gather them
+            root.modules = [""]  # a module around blocks cannot be its own unit
         elif not ordered or order[path] < order[ordered[0]]:
             embed.modules.append(path)
         else:
@@ -184,7 +186,7 @@ def _with_leftovers(model: nn.Module, blocks: list[str]) -> list[_Group]:
     if root.modules:
         groups.append(root)
     for group in (embed, middle, head, root):
-        while group.name in blocks:  # a block may be called so already
+        while group.name in blocks:  # a block may have this name already
             group.name += "_rest"
     return groups
 
@@ -194,7 +196,7 @@ def _block(model: nn.Module, path: str) -> _Group:
 
 
 def _leftover_modules(model: nn.Module, blocks: list[str]) -> list[str]:
-    """Outermost modules with parameters of their own outside every block; `""` for the model itself."""
+    """The outermost modules outside all blocks that own parameters directly; `""` for the model itself."""
     owners = [
         path
         for path, module in model.named_modules()
@@ -210,11 +212,11 @@ def _inside(path: str, parents: Sequence[str]) -> bool:
 
 
 def _merge_tied(model: nn.Module, groups: list[_Group]) -> list[_Group]:
-    """Units that share a parameter become one: a gathered tensor can belong to one unit only."""
-    for names in _ties(model).values():
+    """Merge groups that share a tied parameter: FSDP can gather a parameter in one unit only."""
+    for names in [found for found in parameter_names(model).values() if len(found) > 1]:
         sharing = [g for g in groups if any(_owner(n, groups) is g for n in names)]
         if sharing and sharing[-1].kind == "root":
-            sharing.reverse()  # the root already reaches every module
+            sharing.reverse()  # the root contains every module already
         for other in sharing[1:]:
             if sharing[0].kind != "root":
                 sharing[0].modules += other.modules
@@ -222,16 +224,8 @@ def _merge_tied(model: nn.Module, groups: list[_Group]) -> list[_Group]:
     return groups
 
 
-def _ties(model: nn.Module) -> dict[int, list[str]]:
-    """Parameters with several names: id to names, in registration order."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return {key: found for key, found in names.items() if len(found) > 1}
-
-
 def _owner(parameter: str, groups: list[_Group]) -> _Group | None:
-    """The group whose deepest module holds the parameter; the root takes what no other does."""
+    """The group whose deepest module contains the parameter."""
     best: tuple[int, _Group | None] = (-1, None)
     for group in groups:
         for module in group.modules:
@@ -240,18 +234,18 @@ def _owner(parameter: str, groups: list[_Group]) -> _Group | None:
     return best[1]
 
 
-def _facts(model: nn.Module, groups: list[_Group]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
-    """The units with their tensors, and the buffers that belong to none."""
-    ties = _ties(model)
+def _list_tensors(model: nn.Module, groups: list[_Group]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
+    """The units with their tensors, and the buffers that are in no unit."""
+    names = parameter_names(model)
     parameters: dict[str, list[Tensor]] = {g.name: [] for g in groups}
     for name, p in model.named_parameters():
         group = _owner(name, groups)
         assert group is not None, name
-        others = tuple(n for n in ties.get(id(p), []) if n != name)
-        parameters[group.name].append(Tensor(name, tuple(p.shape), word(name, p.dtype), p.requires_grad, others))
+        others = tuple(n for n in names[id(p)] if n != name)
+        parameters[group.name].append(Tensor(name, tuple(p.shape), plan_dtype_name(name, p.dtype), p.requires_grad, others))
     buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
     for name, b in model.named_buffers():
         group = _owner(name, groups)
-        buffers[group.name if group else ""].append(Tensor(name, tuple(b.shape), word(name, b.dtype), False))
+        buffers[group.name if group else ""].append(Tensor(name, tuple(b.shape), plan_dtype_name(name, b.dtype), False))
     units = [UnitDescription(g.name, g.kind, tuple(g.modules), tuple(parameters[g.name]), tuple(buffers[g.name])) for g in groups]
     return units, tuple(buffers[""])

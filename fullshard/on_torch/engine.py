@@ -11,13 +11,14 @@ from fullshard.checkpoint.retention import Retention
 from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.generate import generate
-from fullshard.on_torch.hang_report import Watched
+from fullshard.on_torch.hang_report import HangReporter
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.on_torch.measuring import host_pace
+from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rates
-from fullshard.on_torch.measuring.measure import local_cluster, measure
+from fullshard.on_torch.measuring.measure import measure
 from fullshard.on_torch.model_loading import limits, load_model, takes_positions
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, rank_and_world, ranks_here, start
 from fullshard.on_torch.refuse import refuse as refuse_plan
@@ -28,7 +29,7 @@ from fullshard.on_torch.shard import shard
 from fullshard.on_torch.sharded_optimizer import refuse_optimizer
 from fullshard.on_torch.state import State, memory
 from fullshard.on_torch.step import evaluate, train_step
-from fullshard.on_torch.store_messages import Board
+from fullshard.on_torch.store_messages import StoreClient
 from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
@@ -75,12 +76,12 @@ __all__ = [
 ]
 
 
-def messages() -> Board:
-    return Board()
+def messages() -> StoreClient:
+    return StoreClient()
 
 
-def watched_ranks() -> Watched:
-    return Watched()
+def watched_ranks() -> HangReporter:
+    return HangReporter()
 
 
 def versions() -> dict[str, str]:

@@ -1,14 +1,14 @@
-"""The first failure of a run, which every rank can ask for: a rank that only lost its peer has nothing to say itself."""
+"""The first failure of a run, known to every rank. A rank that only lost its connection can report the real cause."""
 
 import re
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from fullshard.on_torch.store_messages import Board, within
+from fullshard.on_torch.store_messages import StoreClient, call_with_timeout
 
-PATIENCE = 10.0  # seconds that a store may take to answer
-PEER = re.compile(
+STORE_TIMEOUT = 10.0  # seconds that the store may take to answer
+CONNECTION_LOST = re.compile(
     r"closed by peer|connection (was )?reset|broken pipe|connection refused|socket|timed out waiting|"
     r"gloo|nccl (communicator|error)|remote process|failed to recv|unhandled system error",
     re.I,
@@ -17,7 +17,7 @@ PEER = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run. `code`: its exit code."""
+    """The error that ended a run: the rank that raised it, its sentence and its exit code."""
 
     rank: int
     sentence: str
@@ -25,28 +25,30 @@ class Failure:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(PEER.search(str(error))))
+    """True if an error only says that the connection to another rank is lost."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(CONNECTION_LOST.search(str(error)))
 
 
-def claim(mine: Failure) -> Failure:
-    """The run's first failure: this one, unless another rank failed before."""
-    return within(PATIENCE, lambda: _claim(mine)) or mine
+def report_failure(own: Failure) -> Failure:
+    """Publish this rank's failure, unless another rank failed first. Returns the run's first failure."""
+    return call_with_timeout(STORE_TIMEOUT, lambda: _publish(own)) or own
 
 
-def _claim(mine: Failure) -> Failure:
-    board = Board()
-    if board.first("failures"):
-        board.put("failure", asdict(mine))
-        return mine
-    return _read(board, PATIENCE) or mine
+def _publish(own: Failure) -> Failure:
+    client = StoreClient()
+    if client.claim("failures"):
+        client.put("failure", asdict(own))
+        return own
+    return _read(client, STORE_TIMEOUT) or own
 
 
 def first_failure(seconds: float) -> Failure | None:
-    """The run's first failure, if it is known within this time."""
-    return within(seconds + PATIENCE, lambda: _read(Board(), seconds))
+    """The run's first failure, or None if no rank reports one within `seconds`."""
+    return call_with_timeout(seconds + STORE_TIMEOUT, lambda: _read(StoreClient(), seconds))
 
 
-def _read(board: Board, seconds: float) -> Failure | None:
-    found = board.wait(lambda: board.get("failure"), seconds)
+def _read(client: StoreClient, seconds: float) -> Failure | None:
+    found = client.wait(lambda: client.get("failure"), seconds)
     return Failure(**found) if found else None

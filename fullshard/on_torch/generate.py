@@ -1,4 +1,4 @@
-"""Sampling from sharded weights. Every forward is a collective, so all ranks take the same number of steps."""
+"""Sampling from a sharded model. Every forward is a collective, so all ranks run the same number of forwards."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,20 +22,22 @@ def generate(
     seed: int = 0,
     window: int | None = None,
 ) -> list[int]:
-    """Continue `prompt`, on every rank its own. `temperature` 0 takes the likeliest token; `stop` ends a
-    rank's sample; `window` is the longest context the model is shown. Collective: ranks that are done
-    keep step with those that are not."""
+    """Continue `prompt`; every rank may have its own. Returns the prompt and the new tokens.
+
+    `temperature` 0 takes the most likely token. `stop` is a token that ends the sample. `window` limits the context to
+    that many tokens. Collective: ranks that are done run forward until all are.
+    """
     if not prompt:
         raise FullshardError("generate needs a prompt of at least one token; start with a newline or the tokenizer's first token")
     device = next(model.parameters()).device
-    draw = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tokens, done = list(prompt), False
     with inference(model):
         for _ in range(max_new_tokens):
             context = tokens[-window:] if window else tokens
             logits_V = logits_of(model(torch.tensor([context], device=device)))[0, -1].float()
             if not done:
-                tokens.append(_choose(logits_V, temperature, draw))
+                tokens.append(_choose(logits_V, temperature, generator))
                 done = tokens[-1] == stop
             if stop is not None and _all_done(done, device):
                 break
@@ -43,12 +45,12 @@ def generate(
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits, whether a model returns them bare or in a Hugging Face output."""
+    """The logits of a model's output: a tensor, or the `logits` of a Hugging Face output."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def lockstep_generate(model: nn.Module) -> None:
-    """Make a Hugging Face model's own `generate` wait for the slowest rank by default."""
+    """Make a Hugging Face model's own `generate` run until all ranks are done, by default."""
     if dist.get_world_size() > 1 and hasattr(model, "generate") and hasattr(model, "config"):
         own = cast(Callable[..., Any], model.generate)
 
@@ -60,10 +62,10 @@ def lockstep_generate(model: nn.Module) -> None:
         model.generate = generate_together  # type: ignore[assignment]
 
 
-def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
+def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=draw))
+    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
 
 
 def _all_done(done: bool, device: torch.device) -> bool:

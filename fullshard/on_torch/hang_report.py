@@ -1,5 +1,7 @@
-"""Where this rank is: in which collective of which unit it waits, or in which line of code it is. For the watchdog, which
-asks from a thread of its own while the rank's main thread is stuck."""
+"""Where a hung rank is: the collective and unit that it waits in, or the line of code that it runs.
+
+The watchdog asks from its own thread while the main thread is stuck.
+"""
 
 import os
 import socket
@@ -13,50 +15,52 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.on_torch.private import FSDPParamGroup, flight_records
-from fullshard.on_torch.store_messages import Board, within
+from fullshard.on_torch.store_messages import StoreClient, call_with_timeout
 
-TORCH = f"{os.sep}torch{os.sep}"
-DISTRIBUTED = f"{TORCH}distributed{os.sep}"
-NAMES = {"_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}  # as torch's recorder spells them
+TORCH_PATH = f"{os.sep}torch{os.sep}"
+DISTRIBUTED_PATH = f"{TORCH_PATH}distributed{os.sep}"
+RECORDED_NAMES = {"_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}  # torch's flight recorder
 
 
-class Watched:
-    """The ranks, as the watchdog asks about them. Made at the start of a run by every rank's main thread."""
+class HangReporter:
+    """What the watchdog can ask about the ranks. Every rank's main thread makes one at the start of a run."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        Board().put(f"process/{self.rank}", [socket.gethostname(), os.getpid()])
+        StoreClient().put(f"process/{self.rank}", [socket.gethostname(), os.getpid()])
 
     def where(self) -> dict[str, Any]:
-        return whereabouts()
+        """As `main_thread_position`."""
+        return main_thread_position()
 
     def stacks(self) -> str:
-        return stacks()
+        """As `thread_stacks`."""
+        return thread_stacks()
 
     def exchange(self, own: dict[str, Any], seconds: float) -> dict[int, dict[str, Any]]:
-        """What all ranks say that answer in time; this one at least."""
+        """Publish this rank's position. Returns the positions of all ranks that answer in time, this one included."""
         answers = {self.rank: own}
 
         def ask() -> None:
-            board = Board()
-            board.put(f"hang/{self.rank}", own)
-            answers.update(board.collect("hang", range(self.world), seconds))
+            client = StoreClient()
+            client.put(f"hang/{self.rank}", own)
+            answers.update(client.collect("hang", range(self.world), seconds))
 
-        within(2 * seconds, ask)
+        call_with_timeout(2 * seconds, ask)
         return dict(answers)
 
     def absent(self, rank: int) -> str:
-        """A process that does not answer: is it stopped, or not there at all?"""
-        found = within(2.0, lambda: Board().get(f"process/{rank}"))
+        """Describe a rank that does not answer: its process, host and state, as far as they are known."""
+        found = call_with_timeout(2.0, lambda: StoreClient().get(f"process/{rank}"))
         if not found:
             return f"rank {rank} does not answer"
-        where, pid = found
-        state = process_state(pid) if where == socket.gethostname() else "it is stopped, or its machine is"
-        return f"rank {rank} (process {pid} on {where}) does not answer: {state}"
+        host, pid = found
+        state = process_state(pid) if host == socket.gethostname() else "it is stopped, or its machine is"
+        return f"rank {rank} (process {pid} on {host}) does not answer: {state}"
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process of this machine."""
+    """The kernel's state of a process on this machine, as a clause."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -65,16 +69,19 @@ def process_state(pid: int) -> str:
     return f"its state is {state}"
 
 
-def whereabouts() -> dict[str, Any]:
-    """Of this rank's main thread; called from another one. `waits`: whether it is in a collective, `collective`: which one,
-    `unit`: whose, `count`: how many it has entered, `line`: the innermost line of code that is not torch's own."""
+def main_thread_position() -> dict[str, Any]:
+    """The position of this rank's main thread, for a call from another thread.
+
+    `waits`: whether it is in a collective. `collective` and `unit`: in which one, of which unit. `count`: how many
+    collectives it has entered. `line`: the innermost line of code outside torch.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     records = [r for r in flight_records() if not r.get("is_p2p")]
     pending = next((r for r in records if not r.get("retired") and r.get("state") != "completed"), None)
-    inside = [f for f in stack if DISTRIBUTED in f.filename]
+    inside = [f for f in stack if DISTRIBUTED_PATH in f.filename]
     waits = bool(inside) and inside[-1] is stack[-1]
-    on_device = pending is not None and bool(stack) and TORCH in stack[-1].filename  # the host waits for the device
+    on_device = pending is not None and bool(stack) and TORCH_PATH in stack[-1].filename  # the host waits for the device
     return {
         "waits": waits or on_device,
         "collective": _collective(pending),
@@ -86,11 +93,11 @@ def whereabouts() -> dict[str, Any]:
 
 def _collective(pending: dict[str, Any] | None) -> str | None:
     name = str(pending["profiling_name"]).partition(":")[2] if pending and "profiling_name" in pending else None
-    return NAMES.get(name, name) if name else None
+    return RECORDED_NAMES.get(name, name) if name else None
 
 
 def _unit(frame: FrameType | None) -> str | None:
-    """The modules of the FSDP group that a stack is in, from its innermost frame out."""
+    """The modules of the innermost FSDP parameter group on a stack, if there is one."""
     while frame is not None:
         group = frame.f_locals.get("self")
         if isinstance(group, FSDPParamGroup):
@@ -100,12 +107,12 @@ def _unit(frame: FrameType | None) -> str | None:
 
 
 def _line(stack: traceback.StackSummary) -> str:
-    own = [f for f in stack if TORCH not in f.filename]
+    own = [f for f in stack if TORCH_PATH not in f.filename]
     return f"{own[-1].name} ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else "no code of Python"
 
 
-def stacks() -> str:
-    """Every thread's stack, for a file."""
+def thread_stacks() -> str:
+    """The Python stacks of all threads, as text."""
     names = {t.ident: t.name for t in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; after, the mode it was in and nothing left gathered.
+    """Evaluation mode without gradients. On exit, restores the mode and frees gathered parameters.
 
-    Units that keep their parameters until backward would otherwise keep them until the next training step:
-    more memory than the plan says, and old values once the shards change.
+    Units with `reshard = false` keep gathered parameters until backward. Without a backward they would stay until the
+    next step: they would take memory the plan does not have, and become stale when the shards change.
     """
     was_training = model.training
     model.eval()
@@ -26,7 +26,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free every gathered parameter; the shards are what remains."""
+    """Free all gathered parameters; the shards remain."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

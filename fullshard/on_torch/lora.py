@@ -1,4 +1,4 @@
-"""Low-rank adapters, by PEFT."""
+"""Low-rank adapters (LoRA), with PEFT."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from fullshard.errors import FullshardError, first_line, nearest
 
 
 def add_adapters(model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> nn.Module:
-    """`model` with adapters on the linears called `targets`, everything else frozen. On meta, it stays there."""
+    """Add adapters to the linear layers named `targets` and freeze everything else. A meta model stays on meta."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

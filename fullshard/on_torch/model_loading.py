@@ -1,6 +1,6 @@
-"""From the word MODEL to a module on the meta device.
+"""Build a model on the meta device from a name.
 
-MODEL is a preset (`llama3-8b`), a Hugging Face `config.json` or its directory, or `file.py:callable` /
+The name is a preset (`llama3-8b`), a Hugging Face `config.json` or its directory, or `file.py:callable` /
 `package.module:callable` for a callable that returns a module.
 """
 
@@ -18,12 +18,12 @@ from torch import nn
 from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.model.presets import PRESETS
 from fullshard.on_torch import models
-from fullshard.on_torch.hf_config import model_of
+from fullshard.on_torch.hf_config import model_builder
 from fullshard.reading import is_directory, is_plain_file
 
 
 def load_model(spec: str) -> nn.Module:
-    """The model that `spec` names, without its weights."""
+    """Build the model that `spec` names, on the meta device."""
     if spec in PRESETS:
         build: Callable[[], object] = lambda: models.build(spec)
     elif ":" in spec and not _exists(spec):
@@ -68,12 +68,12 @@ def _callable(spec: str) -> Callable[[], object]:
 def _import_file(path: Path) -> ModuleType:
     if not is_plain_file(path):
         raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
-    name = f"_fullshard_{path.stem}"  # a file called json.py must not become the json module
+    name = f"_fullshard_{path.stem}"  # a file called json.py must not replace the json module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look their module up here
+    sys.modules[name] = module  # dataclasses and pickle look up their module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -97,7 +97,7 @@ def _hugging_face(path: Path) -> Callable[[], object]:
     if not is_plain_file(config_path):
         raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
     try:
-        return model_of(config_path)
+        return model_builder(config_path)
     except FullshardError:
         raise
     except Exception as error:
@@ -105,7 +105,7 @@ def _hugging_face(path: Path) -> Callable[[], object]:
 
 
 def limits(model: nn.Module) -> tuple[int | None, int | None]:
-    """(vocabulary, longest sequence) of a model, as far as it says."""
+    """(vocabulary size, longest sequence) from the model's config; None for what it does not say."""
     config = getattr(model, "config", None)
     if config is not None:
         return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
@@ -114,7 +114,7 @@ def limits(model: nn.Module) -> tuple[int | None, int | None]:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether forward takes `position_ids`. A wrapper that passes everything on is looked through."""
+    """True if the model's forward takes `position_ids`. For a PEFT model, looks at the wrapped model."""
     inner = getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
     inner = getattr(inner, "model", inner) if inner is not model else inner
     parameters = inspect.signature(inner.forward).parameters

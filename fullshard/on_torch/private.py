@@ -1,4 +1,4 @@
-"""The private parts of torch that the engine touches, all of them, so that a new torch is one file to mend."""
+"""All private torch APIs that the engine uses, so that a new torch version needs changes in one file only."""
 
 import dataclasses
 import json
@@ -27,30 +27,30 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "addresses",
-    "cut_dim",
+    "avoid_reduction_uploads",
+    "clear_dtensor_cache",
     "default_store",
+    "dtensor_like",
+    "fake_ranks",
     "flight_records",
-    "forget_meshes",
     "gather_group",
     "group_size",
     "inner",
-    "keep_reductions_off_the_bus",
-    "one_of",
     "persistent_buffers",
     "run_backward",
-    "same_cut",
-    "saving",
+    "saved_tensor_hooks",
+    "sharded_dim",
     "sole_owner",
 ]
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks met."""
+    """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def flight_records() -> list[dict[str, Any]]:
-    """The newest collectives of this rank as torch's flight recorder has them, oldest first; none where it does not run."""
+    """This rank's latest collectives from torch's flight recorder, oldest first; empty if it is off."""
     dump = getattr(_C._distributed_c10d, "_dump_fr_trace_json", None) or getattr(
         _C._distributed_c10d, "_dump_nccl_trace_json", None
     )
@@ -60,19 +60,19 @@ def flight_records() -> list[dict[str, Any]]:
         return []
 
 
-WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors that hold another, and no memory of their own
+WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensor subclasses that wrap the tensor with the memory
 
 
 def inner(tensor: Tensor) -> Tensor:
-    """The tensor that has the memory."""
+    """The plain tensor inside all wrappers."""
     while isinstance(tensor, WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
 
 
 @contextmanager
-def one_of(ranks: int) -> Iterator[None]:
-    """Inside, this process is the first of so many ranks, of which there are no others: collectives do nothing."""
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of a fake group of `ranks` ranks, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -80,37 +80,37 @@ def one_of(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_dtensor_cache()
 
 
-def forget_meshes() -> None:
-    """DTensor remembers what becomes of its operands together with their mesh; a later one that looks the same would be
-    answered with the groups of the earlier."""
-    from torch.distributed.tensor import debug  # brings torch's compiler along: a second that `import` need not take
+def clear_dtensor_cache() -> None:
+    """Clear DTensor's cache of sharding rules. Its entries hold process groups, and an equal mesh that is made later would
+    get the groups of the earlier one."""
+    from torch.distributed.tensor import debug  # imported here: it imports torch's compiler, which takes a second
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
 
 
-def cut_dim(placement: Placement) -> int | None:
-    """The dim that a placement cuts, if it cuts one. FSDP over a tensor axis cuts with strides, which in
-    newer torch is no `Shard` any more."""
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement shards, or None. FSDP over a tensor axis uses strided shards, which are not `Shard`
+    in newer torch."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def group_size(name: object) -> int:
-    """How many ranks the process group of a functional collective has."""
+    """The number of ranks in the process group of a functional collective."""
     return _resolve_process_group(name).size()  # type: ignore[arg-type]
 
 
 def run_backward(value: Tensor) -> None:
-    """`value.backward()`, with function modes heard inside: the public ways silence them for as long as they run."""
+    """`value.backward()` with torch function modes active. The public API disables them during backward."""
     _engine_run_backward((value,), (ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def saving() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """The innermost hooks through which autograd saves a tensor and gets it back."""
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost pair of saved-tensor hooks: pack and unpack."""
     return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -119,24 +119,25 @@ def _owners(tensor: Tensor) -> int:
 
 
 def sole_owner(tensor: Tensor) -> bool:
-    """Whether no other tensor shares this one's memory: what autograd asks before it adds in place."""
+    """True if no other tensor shares this one's storage. Autograd accumulates in place only then."""
     return _owners(tensor) == _owners(empty(1, device=tensor.device))
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where this rank's parts of tensors lie now; `to_local` costs ten times as much."""
+    """The data pointers of this rank's parts. Avoids `to_local`, which takes ten times as long."""
     return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
 
 
-def same_cut(like: DTensor, part: Tensor) -> DTensor:
-    """A DTensor cut like another, of which this rank's part is `part`; the public way would move it to the mesh's device."""
+def dtensor_like(like: DTensor, part: Tensor) -> DTensor:
+    """A DTensor sharded like `like`, with `part` as this rank's shard. `DTensor.from_local` would move `part` to the mesh's
+    device."""
     assert like._spec.tensor_meta is not None
     meta = like._spec.tensor_meta._replace(dtype=part.dtype)
     return DTensor(part, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """The names of the buffers that a state dict has."""
+    """The names of the buffers that are part of the state dict."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -146,19 +147,19 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 class GatherGroup:
-    """FSDP's group of the parameters of one unit, as far as homes need it."""
+    """FSDP's parameter group of one unit, with the operations that offloading needs."""
 
     def __init__(self, group: Any):
         self.group = group
 
     def reduce_into(self, kind: dtype) -> None:
-        """Gradients stay in this dtype after the reduction, whatever that of the shards. FSDP sets its own when it first
-        runs, so this is said before every gather."""
+        """Keep gradients in this dtype after the reduction, instead of casting them to the shards' dtype. FSDP resets this
+        when it initialises lazily, so it must be called before every gather."""
         self.group._orig_dtype = kind
 
     def around_gather(self, before: Callable[[], None], at_copy: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call `before` when a gather is to be issued, `at_copy` before the gathered parameters are copied out, and
-        `after` when that is queued. Alone in its group, FSDP copies from the shard at the second moment."""
+        """Call `before` before a gather is issued, `at_copy` before the gathered parameters are copied out, and `after` when
+        that copy is queued. In a group of one rank, FSDP reads the shard at the time of the copy-out."""
         group, unshard, wait = self.group, self.group.unshard, self.group.wait_for_unshard
 
         def issue(async_op: bool = False) -> None:
@@ -176,50 +177,52 @@ class GatherGroup:
         group.unshard, group.wait_for_unshard = issue, copy_out
 
     def adopt(self) -> None:
-        """Take the modules' parameters as they are now for the shards, for good. FSDP does it when it first runs and after
-        `load_state_dict`; by then the memory of shards that rest elsewhere is gone."""
+        """Register the modules' current parameters as FSDP's shards, permanently. FSDP would do so at its first run and after
+        `load_state_dict`, when the storage of offloaded shards is already freed."""
         for p in self.group.fsdp_params:
             p.reset_sharded_param()
             p._init_extensions()
-            p.reset_sharded_param = _nothing
+            p.reset_sharded_param = _do_nothing
         self.group._reset_sharded_params = True
 
     def hold_gathers(self, event: Any) -> None:
-        """Gathers issued from here on read the shards after `event`."""
+        """Make all later gathers wait for `event` before they read the shards."""
         self.group._wait_all_gather_streams_on_event(event)
 
     def padded(self) -> list[tuple[Any, int]]:
-        """(parameter, elements of the memory that its shard is gathered from)."""
+        """(parameter, number of elements of its padded shard) for each parameter."""
         return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in self.group.fsdp_params]
 
     def buffers(self) -> list[tuple[Any, Tensor]]:
-        """(parameter, the flat padded memory that its shard is gathered from)."""
+        """(parameter, its flat padded shard) for each parameter."""
         return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def gather_group(module: FSDPModule) -> GatherGroup | None:
-    """None where the module has no parameters of its own."""
+    """The module's parameter group; None if it has no parameters of its own."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer; one each, as fullshard shards
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer; fullshard makes one per module
     if groups is not None:
         return GatherGroup(groups[0]) if groups else None
     return GatherGroup(state._fsdp_param_group) if state._fsdp_param_group else None
 
 
 @cache
-def keep_reductions_off_the_bus() -> None:
-    """FSDP lays gradients out for their reduction with a kernel whose table of addresses it uploads each time, on the stream
-    that computes. Beside an optimizer that fills the bus, backward would wait at every unit for that upload. The same
-    layout by plain copies needs none."""
-    _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_lay_out, _fsdp_collectives.foreach_reduce_scatter_copy_in)
+def avoid_reduction_uploads() -> None:
+    """Replace FSDP's copy-in before reduce-scatter by plain copies.
+
+    FSDP's own kernel uploads a table of addresses on the compute stream each time. While an offloaded optimizer fills
+    PCIe, backward would wait for that upload at every unit. Plain copies upload nothing.
+    """
+    _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_copy_in, _fsdp_collectives.foreach_reduce_scatter_copy_in)
 
 
-def _lay_out(stock: Callable[..., None], gradients: list[Tensor], flat: Tensor, ranks: int) -> None:
+def _copy_in(original: Callable[..., None], gradients: list[Tensor], flat: Tensor, ranks: int) -> None:
     if not flat.is_cuda or any(g.ndim == 0 or g.size(0) % ranks for g in gradients):
-        return stock(gradients, flat, ranks)
+        return original(gradients, flat, ranks)
     parts = flat.view(ranks, -1).split([g.numel() // ranks for g in gradients], dim=1)
     _foreach_copy_(list(parts), [g.reshape(ranks, -1) for g in gradients])

@@ -1,4 +1,4 @@
-"""Processes and meshes: who is running, and how a plan's axes lie over them."""
+"""Ranks and device meshes: joining the process group, and mapping a plan's mesh onto the ranks."""
 
 import os
 from dataclasses import dataclass
@@ -8,30 +8,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.rendezvous import own_store, shares_a_store
+from fullshard.on_torch.rendezvous import launcher_has_store, start_store
 from fullshard.plan import Layout, Mesh, Plan
 from fullshard.slurm import adopt_slurm
 
 
 def start(device: str | None = None) -> torch.device:
-    """Join the ranks that torchrun or srun started, or be the only one; the device this rank works on.
+    """Join the ranks that torchrun or srun started, or start alone. Returns this rank's device.
 
-    Idempotent. On GPUs, collectives on CPU tensors go over gloo beside NCCL.
+    Idempotent. On GPUs, collectives on CUDA tensors use NCCL and those on CPU tensors gloo.
     """
     adopt_slurm()
-    # Streams share this many queues of the device, 8 if nobody says: gathers, reductions, copies both ways and updates are
-    # more, and a copy that shares its queue with compute waits for all of it.
+    # CUDA streams share this many hardware queues, by default 8. The engine has more streams than that, and a copy that
+    # shares a queue with compute would wait for it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder: which collective a hung rank is in
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, for hang reports
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if kind == "cuda":
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if shares_a_store():
+        if launcher_has_store():
             dist.init_process_group(
-                backend, store=own_store(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+                backend, store=start_store(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
             )
         elif "RANK" in os.environ:
             dist.init_process_group(backend)
@@ -42,20 +42,21 @@ def start(device: str | None = None) -> torch.device:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of one plan. Units of different layouts see the same ranks differently: a
-    replicated unit is hybrid-sharded over groups of one, so that one mechanism serves every layout."""
+    """The device meshes of one plan. Units with layout `replicated` have a mesh of their own: they are hybrid-sharded over
+    groups of one rank, so that FSDP handles every layout."""
 
     shape: Mesh
     sharded: DeviceMesh
     replicated: DeviceMesh | None
 
     def data(self, layout: Layout) -> DeviceMesh:
-        """The axes over which a unit of this layout is replicated and sharded."""
+        """The mesh over which FSDP replicates and shards a unit of this layout."""
         root = self._root(layout)
         names = tuple(n for n in root.mesh_dim_names or () if n != "tensor")
         return root if len(names) == root.ndim else root[names]
 
     def tensor(self, layout: Layout) -> DeviceMesh:
+        """The tensor axis of a unit of this layout."""
         return self._root(layout)["tensor"]
 
     def _root(self, layout: Layout) -> DeviceMesh:
@@ -63,7 +64,7 @@ class Meshes:
 
 
 def make_meshes(plan: Plan, kind: str) -> Meshes:
-    """Collective: every rank must call it."""
+    """Make the device meshes of a plan. Raises if it is for another number of ranks. Collective."""
     world = dist.get_world_size()
     if plan.mesh.devices != world:
         raise FullshardError(
@@ -84,37 +85,47 @@ def _mesh(kind: str, mesh: Mesh) -> DeviceMesh:
 
 
 def local_devices() -> int:
-    """How many ranks this machine is good for: its GPUs, or two on a CPU."""
+    """The default number of ranks on this machine: its number of GPUs, or 2 without GPUs."""
     return torch.cuda.device_count() or 2
 
 
+def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_world_size() -> int:
+    """The number of ranks on this machine; all of them if no launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def ranks_here() -> int:
-    """How many ranks share this machine."""
+    """The number of ranks on this machine; 1 if no launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Which rank this is, of how many."""
+    """This rank, and the number of ranks."""
     return dist.get_rank(), dist.get_world_size()
 
 
 def is_first() -> bool:
-    """Whether this rank is the one that writes and speaks."""
+    """True on rank 0, which writes files and prints."""
     return dist.get_rank() == 0
 
 
 def finish() -> None:
-    """Leave the group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def data_rank(mesh: Mesh) -> int:
-    """Which of the `mesh.data` batches this rank works on; the ranks of a tensor group share one."""
+    """The index of this rank's batch among `mesh.data` batches. The ranks of a tensor group share one."""
     return dist.get_rank() // mesh.tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
+    """Sum over all ranks, in place."""
     dist.all_reduce(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""What a plan asks for and this engine cannot do: found before any memory is allocated, the unit named."""
+"""Refuse plans that this engine cannot carry out, naming the unit, before any memory is allocated."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from fullshard.on_torch.offload.activations.select import refuse_activations
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.units import is_away
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
+from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
@@ -41,10 +42,10 @@ def refuse(
 
 
 def refuse_device(device: str | None) -> None:
-    """Raise for a kind of device that there is none of, or that this engine does not know."""
+    """Raise for a device type that is unknown or not available."""
     if device not in (None, "cpu", "cuda"):
         raise FullshardError(
-            f"shard: device = {device!r} is unknown; write 'cuda' or 'cpu': which of several GPUs is the rank's own"
+            f"shard: device = {device!r} is unknown; write 'cuda' or 'cpu' without an index: each rank takes its own GPU"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise FullshardError(
@@ -81,11 +82,9 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
         name, kind = on_disk[0]
         raise FullshardError(f"unit {name}: home.{kind} = 'disk' needs a directory; pass disk=, or disk.path in a recipe")
     if disk is not None and not on_disk:
-        raise FullshardError(
-            "a directory for what rests on disk has no effect: no unit of the plan has a home on disk; leave it out"
-        )
+        raise FullshardError("disk has no effect: no unit of the plan has a home on disk; leave it out")
     if disk is not None and not Path(disk).is_dir():
-        raise FullshardError(f"{disk} is no directory; make it first, on the disk that is to hold what rests there")
+        raise FullshardError(f"{disk} is not a directory; make it first, on the disk that the plan is to use")
 
 
 def _refuse_share(plan: Plan, cpu_share: float | None) -> None:
@@ -93,10 +92,12 @@ def _refuse_share(plan: Plan, cpu_share: float | None) -> None:
         return
     if plan.cpu_share is not None:
         raise FullshardError(
-            f"cpu_share = {cpu_share:g} is given beside the plan's own {plan.cpu_share:g}; leave one of them out"
+            f"cpu_share = {cpu_share:g} is given, but the plan has its own, {plan.cpu_share:g}; leave one of them out"
         )
     if not any(is_away(u) for u in plan.units):
-        raise FullshardError("cpu_share has no effect: nothing of this plan rests away from the device; leave it out")
+        raise FullshardError(
+            "cpu_share has no effect: this plan keeps all parameters and optimizer state on the device; leave it out"
+        )
 
 
 def _refuse_remat(unit: Unit, plan: Plan) -> None:
@@ -119,9 +120,7 @@ def _inside(inner: Unit, outer: Unit) -> bool:
 
 
 def _refuse_parameters(model: nn.Module, plan: Plan) -> None:
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+    names = parameter_names(model)
     for name, p in model.named_parameters():
         owners = {u.name: n for n in names[id(p)] if (u := plan.unit_of(n)) is not None}
         if not owners:

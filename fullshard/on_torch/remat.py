@@ -1,7 +1,7 @@
-"""Recomputing activations in backward, unit by unit.
+"""Rematerialisation: recompute a unit's activations in backward instead of keeping them.
 
-The module's `forward` is replaced rather than the module wrapped: names in state dicts stay what they
-are, and FSDP's hooks stay outside the recomputation.
+Replaces a module's `forward` instead of wrapping the module. So names in state dicts stay the same, and FSDP's hooks do
+not run again in the recomputation.
 """
 
 import types
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
 
-# What `selective` keeps: the results of matrix products and attention. Everything else is cheap to redo.
+# What `selective` keeps: the results of matrix products and attention. Everything else is cheap to recompute.
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
@@ -30,42 +30,41 @@ KEPT = [
 
 
 def apply_remat(module: nn.Module, remat: Remat) -> None:
-    """Make `module` keep only its inputs (`full`) or its matrix products (`selective`) for backward."""
+    """Make `module` keep for backward only its inputs (`full`), or these and its matrix products (`selective`)."""
     if remat != "none":
         forward = _forward_full if remat == "full" else _forward_selective
-        # A bound method of one shared function, not a closure for each block: dynamo compiles it once.
+        # A bound method of one shared function: dynamo compiles it once, but a closure per block each time.
         module.forward = types.MethodType(forward, module)
 
 
 def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(self).forward(self, *args, **kwargs)
-    contexts = getattr(self, "_fullshard_contexts", None)  # of a trace
-    more = {"context_fn": contexts} if contexts else {}  # dynamo takes none that does nothing
+    contexts = getattr(self, "_fullshard_contexts", None)  # set by a trace
+    more = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
     return checkpoint(type(self).forward, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
 
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(self).forward(self, *args, **kwargs)
-    contexts = getattr(self, "_fullshard_contexts", keep_products)  # of activations that rest elsewhere, or of a trace
+    contexts = getattr(self, "_fullshard_contexts", keep_products)  # set by activation offload or a trace
     return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
 
 
 def keep_products() -> Any:
-    """What runs the forward of a block, and what runs it again."""
+    """Torch's contexts for selective remat: one for the forward, one for the recomputation."""
     return create_selective_checkpoint_contexts(KEPT)
 
 
 def keep_products_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Any:
-    """As torch's selective contexts, but what is kept goes through `pack` and `unpack`: theirs holds it out of the sight
-    of autograd's hooks."""
+    """As `keep_products`, but kept tensors go through `pack` and `unpack`. Torch's contexts bypass saved-tensor hooks."""
     kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
-    return _Keep(kept, pack), _Again(kept, unpack)
+    return _KeepProducts(kept, pack), _ReuseProducts(kept, unpack)
 
 
-class _Keep(TorchDispatchMode):
-    """In forward: products are kept."""
+class _KeepProducts(TorchDispatchMode):
+    """In forward: keep the results of the operators in KEPT."""
 
     def __init__(self, kept: dict[Any, deque[Any]], pack: Callable[[Tensor], Any]):
         super().__init__()
@@ -78,8 +77,8 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _Again(TorchDispatchMode):
-    """In the recomputation: kept products are taken instead of computed, in the same order."""
+class _ReuseProducts(TorchDispatchMode):
+    """In the recomputation: return kept results in the same order, instead of computing them."""
 
     def __init__(self, kept: dict[Any, deque[Any]], unpack: Callable[[Any], Any]):
         super().__init__()
@@ -92,5 +91,5 @@ class _Again(TorchDispatchMode):
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face blocks append to a key-value cache; done twice, the recomputation would see more keys."""
+    """Drop the key-value cache of Hugging Face blocks: the recomputation would append to it a second time."""
     return {**kwargs, "past_key_values": None} if kwargs.get("past_key_values") is not None else kwargs

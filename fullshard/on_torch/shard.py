@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
-from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.initialize import Initializer, materialize
 from fullshard.on_torch.offload.activations.hooks import spill_activations
@@ -60,7 +60,7 @@ def shard(
     source = Weights(model, weights) if weights is not None else None
     meshes = make_meshes(plan, where.type)
     checks.check_values_agree(model)
-    _to_master(model, TORCH[plan.precision.master])
+    _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
     for unit in plan.units:
         for module in modules_of(model, unit):
@@ -86,7 +86,7 @@ def shard(
     if tiers is not None and made is not None:
         hook_optimizer(tiers, made)
         hook_model(tiers, model)
-    checks.remember_drawn(state, drawn)
+    checks.remember_random_frozen(state, drawn)
     return state
 
 
@@ -133,9 +133,9 @@ def _depth(path: str) -> int:
 def _policy(plan: Plan) -> MixedPrecisionPolicy:
     p = plan.precision
     return MixedPrecisionPolicy(
-        param_dtype=TORCH[p.compute] if p.compute != p.master else None,
-        reduce_dtype=TORCH[p.reduce] if p.reduce != p.compute else None,
-        output_dtype=TORCH[p.output] if p.output else None,
+        param_dtype=PLAN_DTYPES[p.compute] if p.compute != p.master else None,
+        reduce_dtype=PLAN_DTYPES[p.reduce] if p.reduce != p.compute else None,
+        output_dtype=PLAN_DTYPES[p.output] if p.output else None,
     )
 
 

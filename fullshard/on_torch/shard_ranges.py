@@ -1,21 +1,26 @@
-"""Which part of a tensor a rank holds."""
+"""The range of a sharded tensor that this rank has."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.on_torch.private import cut_dim
+from fullshard.on_torch.private import sharded_dim
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """The part of `full` that `like` holds on this rank."""
+    """The part of `full` that `like` has on this rank."""
     return full[tuple(slice(*span) for span in local_box(like))]
 
 
 def local_box(tensor: Tensor) -> list[tuple[int, int]]:
-    """Start and stop, in each dim, of what this rank holds of a tensor.
+    """(start, stop) in each dim of this rank's part of a tensor.
 
-    The tensor axis cuts first, the shard axis cuts what it left (DTensor calls that strided when both cut
-    the same dim); cuts are `torch.chunk`'s, so the last ranks may hold less, or nothing.
+    The tensor axis splits first, then the shard axis splits the result (DTensor calls this strided if both split the same
+    dim). Splits are those of `torch.chunk`: the last ranks may have a smaller part, or none.
     """
     box = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
@@ -23,7 +28,7 @@ def local_box(tensor: Tensor) -> list[tuple[int, int]]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the mesh"
     for axis in reversed(range(tensor.device_mesh.ndim)):
-        if (dim := cut_dim(tensor.placements[axis])) is not None:
+        if (dim := sharded_dim(tensor.placements[axis])) is not None:
             box[dim] = _chunk(*box[dim], tensor.device_mesh.size(axis), coordinate[axis])
     return box
 

@@ -1,4 +1,4 @@
-"""Optimizers over shards, and the one global gradient norm."""
+"""Optimizers over sharded parameters, and the global gradient norm."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError, a_kind, nearest
-from fullshard.on_torch.private import cut_dim
+from fullshard.on_torch.private import sharded_dim
 from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 
 
 def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
-    """Torch's optimizer for `spec`, over the trainable parameters.
+    """Build torch's optimizer for `spec` over the trainable parameters.
 
-    Parameters of different meshes go into different groups: a fused kernel takes tensors of one mesh.
+    Parameters on different meshes are in different groups, because a fused kernel takes tensors of one mesh only.
     """
     grouped: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -41,7 +42,7 @@ UNFIT["Rprop"] = "it writes through masks, which torch cannot do on shards"
 
 
 def refuse_optimizer(spec: Optimizer | None) -> None:
-    """Raise where torch has no such optimizer, or it does not take these options."""
+    """Raise if torch has no such optimizer, or it does not take these options."""
     if spec is not None and not isinstance(spec, Adam | SGD | TorchOptimizer):
         raise FullshardError(
             "optimizer must be a fullshard.AdamW, Adam, SGD or TorchOptimizer (it is built after sharding), "
@@ -52,7 +53,7 @@ def refuse_optimizer(spec: Optimizer | None) -> None:
 
 
 def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of `torch.optim` by its name."""
+    """Build an optimizer of `torch.optim` by its name."""
     known = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
     names = {n.lower(): n for n in known if n not in ("Optimizer", *UNFIT)}
     for unfit, why in UNFIT.items():
@@ -70,55 +71,54 @@ def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch
 
 
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Update, unless `skip` says no. Fused kernels read it on the device; others make the host wait for it."""
+    """Step the optimizer unless `skip` is true. Fused kernels read `skip` on the device; for others the host waits."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]  # else the next step, maybe the caller's own, would obey it
+        del optimizer.found_inf  # type: ignore[attr-defined]  # it would also skip the caller's next own step
     elif not bool(skip):
         optimizer.step()
 
 
 def makes_slots(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step is one by which DCP makes an optimizer's slots: of zero gradients, with a learning rate of nothing, and
-    spelled `step(closure=None)`. It trains nothing and counts for nothing."""
+    """True for the step with which DCP creates an optimizer's state: `step(closure=None)` with zero gradients and a learning
+    rate of 0. It must not count as a training step."""
     return "closure" in kwargs and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:
-    """This rank's parts of the gradients, by how many ranks hold an equal copy of the part."""
+    """This rank's parts of the gradients, keyed by the number of ranks that have the same part."""
     parts: dict[int, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            parts.setdefault(copies_of(p.grad), []).append(local)
+            parts.setdefault(copies_of(p.grad), []).append(local_tensor(p.grad))
     return parts
 
 
 def copies_of(tensor: Tensor) -> int:
-    """How many ranks hold an equal copy of this rank's part of a tensor."""
+    """The number of ranks that have the same part of a tensor as this rank."""
     return torch.distributed.get_world_size() // _shards(tensor)
 
 
 def _shards(tensor: Tensor) -> int:
-    """Into how many different parts a tensor is cut; every other rank holds a copy of one of them."""
+    """The number of different parts that a tensor is split into."""
     if not isinstance(tensor, DTensor):
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        if cut_dim(placement) is not None:
+        if sharded_dim(placement) is not None:
             count *= tensor.device_mesh.size(axis)
     return count
 
 
 def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
-    """This rank's share of the squared global norm: the shares of all ranks add up to it, on any mesh."""
+    """This rank's share of the squared global norm. The sum over all ranks is the squared norm, on any mesh."""
     shares = [torch.nn.utils.get_total_norm(t, 2.0).double().square() / copies for copies, t in parts.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients as the unsharded model would have them. Collective."""
+    """The norm of all gradients, equal to that of the unsharded model. Collective."""
     found = list(parameters)
     return all_reduce_sum(square_norm(gradients(found), found[0].device)).sqrt()
 

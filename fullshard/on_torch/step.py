@@ -16,7 +16,7 @@ from fullshard.on_torch import checks
 from fullshard.on_torch.batch_checks import on_device, refuse_batches
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.inference import inference
-from fullshard.on_torch.loss import IGNORED, Batch, HostBatch, LossFunction, summed_loss
+from fullshard.on_torch.loss import IGNORED, HostBatch, LossFunction, TensorBatch, summed_loss
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.state import State
@@ -92,7 +92,9 @@ def _own_step(state: State) -> Iterator[None]:
             state.tiers.end()
 
 
-def _train_step(state: State, batches: list[Batch], loss: LossFunction, clip: float | None, flags: Sequence[bool]) -> StepResult:
+def _train_step(
+    state: State, batches: list[TensorBatch], loss: LossFunction, clip: float | None, flags: Sequence[bool]
+) -> StepResult:
     first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)
@@ -151,7 +153,7 @@ def _how_many(has: bool, state: State) -> int:
     return int(all_reduce_sum(torch.tensor(int(has), device=state.device)))
 
 
-def _forward_backward(state: State, batches: list[Batch], loss: LossFunction, tokens: Tensor, clock: Clock) -> Tensor:
+def _forward_backward(state: State, batches: list[TensorBatch], loss: LossFunction, tokens: Tensor, clock: Clock) -> Tensor:
     """Compute the gradients of all micro-batches. Returns the sum of the losses."""
     # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
     factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
@@ -212,6 +214,6 @@ def _update(
     return skipped
 
 
-def _count(batches: list[Batch]) -> Tensor:
+def _count(batches: list[TensorBatch]) -> Tensor:
     """The number of labelled tokens, as a tensor, without waiting for the device."""
     return torch.stack([(b["labels"] != IGNORED).sum() for b in batches]).sum().double()

@@ -1,7 +1,7 @@
-"""Messages between ranks outside of collectives: keys of the store through which they met.
+"""Messages between ranks without collectives, through the key-value store that the ranks met in.
 
-A collective needs every rank in the same place. This needs nobody: what ranks have to say when they disagree, fail or hang
-goes here.
+A collective needs every rank to take part. Ranks that disagree, fail or hang cannot rely on that, so they write and poll
+keys of the store instead.
 """
 
 import json
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from fullshard.on_torch.private import default_store
 
 T = TypeVar("T")
-POLL = 0.05  # seconds between looks
+POLL = 0.05  # seconds between reads of the store
 
 
-class Board:
-    """A connection of its own to the ranks' store, for one thread."""
+class StoreClient:
+    """One thread's own connection to the ranks' store. Values are JSON."""
 
     def __init__(self, store: dist.Store | None = None):
         own = store or default_store()
@@ -29,16 +29,16 @@ class Board:
         self.store.set(f"fullshard/{key}", json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """None where nobody has put anything."""
+        """The value of `key`, or None if it was never put."""
         full = f"fullshard/{key}"
         return json.loads(self.store.get(full)) if self.store.check([full]) else None
 
-    def first(self, key: str) -> bool:
-        """Whether nobody has asked this of `key` before."""
+    def claim(self, key: str) -> bool:
+        """True for the first caller on any rank that claims `key`."""
         return self.store.add(f"fullshard/{key}", 1) == 1
 
     def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """What these ranks have put under `key/RANK`, of those that did so in time."""
+        """The values under `key/RANK` of those ranks that put one before the timeout."""
         found: dict[int, Any] = {}
         wanted, deadline = list(ranks), time.monotonic() + seconds
         while wanted:
@@ -49,25 +49,25 @@ class Board:
             time.sleep(POLL)
         return found
 
-    def wait(self, look: Callable[[], Any], seconds: float) -> Any:
-        """What `look` finds, as soon as it is something; None where it is nothing in time."""
+    def wait(self, read: Callable[[], Any], seconds: float) -> Any:
+        """Call `read` until it returns something other than None; None after the timeout."""
         deadline = time.monotonic() + seconds
-        while (found := look()) is None and time.monotonic() < deadline:
+        while (found := read()) is None and time.monotonic() < deadline:
             time.sleep(POLL)
         return found
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What `ask` returns; None where it fails or takes longer: the store may have gone with the rank that kept it."""
-    answer: list[T] = []
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
+    """The result of `call`; None if it raises or takes longer. The rank that hosts the store may be gone."""
+    results: list[T] = []
 
-    def call() -> None:
+    def run() -> None:
         try:
-            answer.append(ask())
-        except Exception:  # whatever a store raises that is going down
+            results.append(call())
+        except Exception:  # a store that shuts down may raise anything
             return
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answer[0] if answer else None
+    return results[0] if results else None

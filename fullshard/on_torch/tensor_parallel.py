@@ -1,7 +1,7 @@
-"""The tensor axis: which module is split how, for the built-in models and Llama-like Hugging Face ones.
+"""Tensor parallelism for the built-in models and Llama-like Hugging Face models.
 
-Attention and feed-forward are split by output features and joined by input features (one all-reduce
-each); a vocabulary that divides evenly is split in the embedding and the head; norms stay whole.
+The first linear layers of attention and feed-forward are split by output features, the last by input features, with one
+all-reduce each. Embedding and head are split by vocabulary if it divides evenly. Norms are replicated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from fullshard.errors import FullshardError
 from fullshard.model.description import UnitDescription
 from fullshard.on_torch.ranks import Meshes
+from fullshard.on_torch.tied_parameters import tied_owners
 from fullshard.plan import Plan, Unit
 
 AnyUnit = Unit | UnitDescription
@@ -30,14 +31,14 @@ QUERY_KEY_VALUE = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv"}
 
 
 def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
-    """Split the model's modules over the tensor axis; ties between parameters survive."""
+    """Split the model's modules over the tensor axis. Tied parameters stay tied."""
     if plan.mesh.tensor > 1:
         split_units(model, plan.units, plan.mesh.tensor, [meshes.tensor(u.layout) for u in plan.units])
 
 
 def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes: Sequence[DeviceMesh]) -> None:
-    """Split each unit's modules over its mesh."""
-    ties = _tied_owners(model)
+    """Split the modules of each unit over the mesh at the same index."""
+    ties = tied_owners(model)
     for unit, mesh in zip(units, meshes, strict=True):
         styles = _styles(model, unit, tensor)
         if styles:
@@ -48,13 +49,14 @@ def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes:
 
 
 def refuse_tensor_axis(model: nn.Module, plan: Plan) -> None:
-    """Say which unit the tensor axis cannot split, and why, before anything is changed."""
+    """Raise, before anything is changed, if a unit cannot be split over the plan's tensor axis."""
     if plan.mesh.tensor > 1:
         refuse_split(model, plan.units, plan.mesh.tensor)
 
 
 def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> None:
-    found = [_styles(model, unit, tensor) for unit in units]  # of all: each may refuse
+    """Raise if a unit cannot be split over `tensor` ranks, or no module can."""
+    found = [_styles(model, unit, tensor) for unit in units]  # a list, so that every unit is checked
     if not any(found):
         raise FullshardError(
             f"mesh.tensor = {tensor}: no module of this model has a tensor-parallel layout; "
@@ -63,7 +65,7 @@ def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> Non
 
 
 def _styles(model: nn.Module, unit: AnyUnit, tensor: int) -> dict[str, ParallelStyle]:
-    """Module path to style for one unit; refuses what it would have to leave wrong."""
+    """The parallel style of each module of a unit, by path. Raises for a module that cannot be split."""
     styles: dict[str, ParallelStyle] = {}
     for path, module in _owners(model, unit):
         name = path.rpartition(".")[2]
@@ -83,7 +85,7 @@ def _styles(model: nn.Module, unit: AnyUnit, tensor: int) -> dict[str, ParallelS
 
 
 def _owners(model: nn.Module, unit: AnyUnit) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit that hold parameters of their own."""
+    """The modules of a unit that own parameters directly."""
     for root in unit.modules:
         if root == "":
             continue
@@ -108,12 +110,12 @@ def _refuse_uneven(model: nn.Module, unit: AnyUnit, path: str, module: nn.Module
 
 
 def _vocabulary(module: nn.Module) -> bool:
-    """An embedding or head whose style is known. Subclasses compute something else after the lookup."""
+    """True for a plain embedding or linear layer. A subclass may compute more than the product."""
     return type(module) is nn.Embedding or type(module) is nn.Linear
 
 
 def _splits_vocabulary(model: nn.Module, unit: AnyUnit, tensor: int) -> bool:
-    """All embeddings and heads of the unit or none: tied ones must agree."""
+    """True if all embeddings and heads of the unit can be split. It is all or none, because they may be tied."""
     tables = [m for path in unit.modules if path and (m := model.get_submodule(path)) and isinstance(m, nn.Embedding | nn.Linear)]
     return all(_vocabulary(m) and m.weight.shape[0] % tensor == 0 for m in tables)
 
@@ -122,12 +124,3 @@ def _vocabulary_style(module: nn.Module) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate())
     return ColwiseParallel(output_layouts=Replicate())
-
-
-def _tied_owners(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                owners.setdefault(id(p), []).append((module, name))
-    return [found for found in owners.values() if len(found) > 1]

@@ -1,7 +1,7 @@
-"""Weights from a directory of safetensors files, as Hugging Face's `save_pretrained` writes them.
+"""Load weights from a directory of safetensors files, as Hugging Face's `save_pretrained` writes them.
 
-Every rank reads the byte ranges of its own shards, straight from the files, and nothing else: no rank ever
-holds more than its shards and one tensor's part.
+Every rank reads only the byte ranges of its own shards. So it never holds more than its shards and its part of one
+tensor.
 """
 
 import re
@@ -10,20 +10,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.safetensors import SafetensorsDirectory, TensorEntry
 from fullshard.errors import FullshardError, nearest
-from fullshard.on_torch.shard_ranges import local_box
+from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES
+from fullshard.on_torch.shard_ranges import local_box, local_tensor
+from fullshard.on_torch.tied_parameters import parameter_names
 
-TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # old files hold what models compute today
+LOADABLE = ("F64", "F32", "F16", "BF16", "I64")  # dtypes that a model's tensors can be read from
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; today's models compute these
 
 
 class Weights:
-    """The files of a directory, held against a model: which tensor of theirs is which of the model's.
+    """The safetensors files of a directory, matched to the tensors of a model.
 
-    Made before the model is sharded, so that a wrong file is refused before memory is allocated.
+    Made before the model is sharded, so that wrong files are refused before memory is allocated.
     """
 
     def __init__(self, model: nn.Module, directory: str | Path):
@@ -33,11 +34,11 @@ class Weights:
         self._refuse_extra(model)
 
     def tensors(self, model: nn.Module) -> Iterator[Tensor]:
-        """The tensors of `model` that the files have."""
+        """The tensors of `model` that are in the files."""
         return (tensor for name, tensor in _named_tensors(model) if name in self.sources)
 
     def read(self, model: nn.Module) -> None:
-        """Fill this rank's part of every tensor that the files have."""
+        """Read this rank's part of every tensor that is in the files."""
         with torch.no_grad():
             for name, tensor in _named_tensors(model):
                 if source := self.sources.get(name):
@@ -45,13 +46,13 @@ class Weights:
 
     def _read_one(self, source: str, tensor: Tensor) -> None:
         box = local_box(tensor)
-        part = torch.empty([stop - start for start, stop in box], dtype=TORCH[self.files.entries[source].dtype])
+        part = torch.empty([stop - start for start, stop in box], dtype=SAFETENSORS_DTYPES[self.files.entries[source].dtype])
         if part.numel():
             self.files.read(source, box, part.reshape(-1).view(torch.uint8).numpy().data)
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
+        local_tensor(tensor).copy_(part)
 
     def _match(self, model: nn.Module) -> dict[str, str]:
-        """For each tensor of the model the name that the files have for it, if they have one."""
+        """The name in the files of each tensor of the model that they have."""
         found: dict[str, str] = {}
         for name, tensor, names in _with_all_names(model):
             spelled = [s for n in names for s in _spellings(n, model) if s in self.files.entries]
@@ -89,16 +90,14 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
-    """(name, tensor, all names it goes by): tied tensors have several."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
+    """(name, tensor, all its names) for each tensor. Tied parameters have several names."""
+    names = parameter_names(model)
     return [(n, t, names.get(id(t), [n])) for n, t in _named_tensors(model)]
 
 
 def _spellings(name: str, model: nn.Module) -> list[str]:
-    """What files may call a tensor: adapters hide the layer they wrap, and a model with a head and the same
-    model without one differ by a prefix."""
+    """The names that a tensor may have in the files: without the prefixes that adapters add, with and without the prefix
+    that a model with a head adds to its base model."""
     bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     prefix = f"{getattr(model, 'base_model_prefix', '') or '?'}."
     return [bare, bare.removeprefix(prefix), prefix + bare]
@@ -109,7 +108,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _refuse_entry(name: str, entry: TensorEntry, tensor: Tensor) -> None:
-    if entry.dtype not in TORCH:
+    if entry.dtype not in LOADABLE:
         raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
     if entry.shape != tuple(tensor.shape):
         raise FullshardError(

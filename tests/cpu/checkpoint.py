@@ -20,7 +20,7 @@ from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.retention import Retention
 from fullshard.model.presets import GPTSize
-from fullshard.on_torch.agree import give_group, settle, take_group, tally
+from fullshard.on_torch.agree import acquire_group, gather_integers, gather_then_finish, release_group
 from fullshard.on_torch.models import GPT
 from fullshard.on_torch.saving.save import Checkpointer
 from fullshard.on_torch.saving.state_tensors import checkpoint_bytes, model_tensors, optimizer_tensors
@@ -228,28 +228,28 @@ def _move(state) -> None:
 
 
 def tallied() -> list:
-    """The numbers of all ranks from `tally`, and the error on all ranks when one fails."""
-    group = take_group()
+    """The numbers of all ranks from `gather_integers`, and the error on all ranks when one fails."""
+    group = acquire_group()
     big = -(1 << 63)
-    found: list = [tally(group, lambda: [dist.get_rank(), big], 2), tally(group, lambda: [], 0)]
+    found: list = [gather_integers(group, lambda: [dist.get_rank(), big], 2), gather_integers(group, lambda: [], 0)]
     try:
-        tally(group, lambda: [1 // (1 - dist.get_rank())], 1)
+        gather_integers(group, lambda: [1 // (1 - dist.get_rank())], 1)
     except fs.FullshardError as error:
         found.append(str(error))
-    found.append(tally(group, lambda: [7], 1))
-    give_group(group)
+    found.append(gather_integers(group, lambda: [7], 1))
+    release_group(group)
     return found
 
 
 def settled(leaders: list[int]) -> list:
-    """What `settle` passes to leaders, and the error on all ranks when a leader, or any rank before, fails."""
-    group, rank = take_group(), dist.get_rank()
+    """What `gather_then_finish` passes to leaders, and the error on all ranks when a leader, or any rank before, fails."""
+    group, rank = acquire_group(), dist.get_rank()
     last, found = dist.get_world_size() - 1, []
 
     def settle_one(make, finish) -> None:
         given: list = []
         try:
-            settle(group, leaders, make, 2, lambda rows: given.append(rows) or finish())
+            gather_then_finish(group, leaders, make, 2, lambda rows: given.append(rows) or finish())
         except fs.FullshardError as error:
             given.append(str(error))
         found.append(given)
@@ -259,7 +259,7 @@ def settled(leaders: list[int]) -> list:
     settle_one(lambda: numbers() if rank != last else [1 // 0], lambda: None)
     settle_one(numbers, lambda: 1 // (leaders[-1] - rank))
     settle_one(numbers, lambda: None)
-    give_group(group)
+    release_group(group)
     return found
 
 

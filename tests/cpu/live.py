@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.private import WRAPPERS, forget_meshes, sole_owner
-from fullshard.on_torch.tracing.cuda_kernels import StandIns
+from fullshard.on_torch.private import WRAPPERS, clear_dtensor_cache, sole_owner
+from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 
 aten = torch.ops.aten
 ONLY_CUDA = {aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default}
@@ -110,7 +110,7 @@ def ranks(world: int):
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_dtensor_cache()
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def run_step(model, plan: fs.Plan, loss, vocabulary: int) -> Step:
         watched = Live()
         for t in _at_rest(state, batches):
             watched.see(t)
-        with _resizes_seen(watched), StandIns(), watched:
+        with _resizes_seen(watched), FusedKernels(), watched:
             on_torch.train_step(state, batches, loss=loss, clip=1.0)
         return Step(watched.peak, watched.changes, [(c.kind, c.nbytes, c.ranks) for c in traffic.collectives])
 

@@ -81,13 +81,13 @@ def test_a_trace_counts_what_torch_really_does(remat):
     assert not any("_fullshard_contexts" in m.__dict__ for m in model.modules())
 
 
-def test_paces_are_told_apart():
-    found = host_pace.paces(CPU)
+def test_the_times_of_a_host_are_told_apart():
+    found = host_pace.time_host(CPU)
     assert set(found) == {"launch", "checkpointed", "saved", "dispatched"}
     assert all(0 < seconds < 0.1 for seconds in found.values())
 
 
-def test_paces_come_out_of_times_that_were_made_of_them():
+def test_the_times_of_remat_come_out_of_times_that_were_made_of_them():
     """A forward of 7, a step of 20; regions of 3, tensors of 2, operations of 5: six of each kind by hand."""
     full, selective, empty = Counter(regions=2, saved=6), Counter(regions=2, saved=6, dispatched=4), Counter(regions=2, saved=2)
     times = {"none": 20.0, "forward": 7.0, "full": 20.0 + 7 + 2 * 3 + 6 * 2, "selective": 20.0 + 7 + 2 * 3 + 6 * 2 + 4 * 5}

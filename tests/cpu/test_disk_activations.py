@@ -122,5 +122,5 @@ def test_a_missing_directory_is_refused(ranks, tmp_path):
     homes = [("disk",), ("disk",), ("host",)]
     said = ranks(2).run(disk_activations.refusals, disks, homes)[0]
     assert said[0] == "unit model.layers.0: home.activations = 'disk' needs a directory; pass disk=, or disk.path in a recipe"
-    assert said[1] == f"{tmp_path}/none is no directory; make it first, on the disk that is to hold what rests there"
-    assert said[2].startswith("a directory for what rests on disk has no effect: no unit of the plan has a home on disk")
+    assert said[1] == f"{tmp_path}/none is not a directory; make it first, on the disk that the plan is to use"
+    assert said[2].startswith("disk has no effect: no unit of the plan has a home on disk")

@@ -95,7 +95,7 @@ def test_attention_of_transformers_own_is_no_kernel(attention, tmp_path):
     ],
 )
 def test_sizes_and_types_that_are_none(keys, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_config, "MOST_MODULES", 2000)
+    monkeypatch.setattr(hf_config, "MAX_MODULES", 2000)
     assert says.replace("200,000", "2,000") in refused(write(tmp_path, **keys))
 
 

@@ -220,7 +220,7 @@ def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):
     part, _ = ranks(1).run(homes.dealt, 0.25)[0]
     assert part == pytest.approx(0.25, abs=0.05)  # of nine pieces; half, if nobody says
     _, said = ranks(1).run(homes.dealt, 0.25, 0.5)[0]
-    assert "beside the plan's own 0.25" in said
+    assert "the plan has its own, 0.25" in said
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(ranks, tmp_path):
         (Case((FILED,)), None, "home.params = 'disk' needs a directory"),
         (Case((Home(params="disk"),)), str(tmp_path), "saves nothing while the optimizer's own copy"),
         (Case((HOST,)), str(tmp_path), "has no effect"),
-        (Case((DISK,)), str(tmp_path / "none"), "is no directory"),
+        (Case((DISK,)), str(tmp_path / "none"), "is not a directory"),
         (Case((HOST,), optimizer=fs.TorchOptimizer("RAdam", 1e-3)), None, "use AdamW, Adam or SGD"),
     ]
     said = ranks(2).run(homes.refusals, [c for c, _, _ in cases], [d for _, d, _ in cases])[0]

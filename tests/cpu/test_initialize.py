@@ -28,7 +28,11 @@ def test_the_same_weights_at_every_world_size_and_strategy(ranks, name):
 
 def test_the_same_weights_under_every_grouping(ranks):
     want = ranks(2).run(initial.unsharded_digest, "plain")[0]
-    for grouping in ({"min_params": 2000}, {"classes": ["Attention", "FeedForward"]}, {"names": ["model.layers.*", "lm_head"]}):
+    for grouping in (
+        {"min_params": 2000},
+        {"classes": ["LlamaAttention", "LlamaFeedForward"]},
+        {"names": ["model.layers.*", "lm_head"]},
+    ):
         assert ranks(2).run(initial.digest, "plain", "zero3", {"devices": 2}, grouping)[0] == want
 
 

@@ -14,7 +14,8 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.cluster.measured import MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.measuring import timings
-from fullshard.on_torch.measuring.measure import cluster_of, fit, known_device
+from fullshard.on_torch.measuring.device_presets import device_preset, measured_cluster
+from fullshard.on_torch.measuring.measure import fit
 
 TIMED_ON_CPU = (
     "memory",
@@ -159,13 +160,13 @@ def test_a_cluster_measured_here_can_stand_for_more_devices(alone):
 )
 def test_a_device_is_known_by_the_name_its_driver_gives(reported, preset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
-    assert known_device(torch.device("cuda", 0)) == preset
+    assert device_preset(torch.device("cuda", 0)) == preset
 
 
 def test_a_device_nobody_listed_stands_on_its_own_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 3060")
     found = Measured("NVIDIA GeForce RTX 3060", "bf16", memory=12 << 30, hbm=3e11, gemms=(MeasuredGemm(4096, 4096, 4096, 4e-3),))
-    cluster = cluster_of(torch.device("cuda", 0), found)
+    cluster = measured_cluster(torch.device("cuda", 0), found)
     assert cluster.name == "1xnvidiageforcertx3060"
     assert cluster.nominal("hbm") == 3e11
     assert cluster.peak("bf16") == pytest.approx(2 * 4096**3 / 4e-3)

@@ -16,7 +16,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_torch import loss_chunks
 from fullshard.on_torch.models import Llama
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.tracing.cuda_kernels import StandIns
+from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.planner.memory import peak, section_events, tape
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
 from tests.cpu import live
@@ -141,7 +141,7 @@ def test_a_block_saves_what_autograd_says_it_saves(remat):
 
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
     if remat == "none":
-        with StandIns(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with FusedKernels(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             block(x, *tables)
         kept = sum(n for key, (n, _) in saved.items() if key not in parameters)
     else:
@@ -165,7 +165,7 @@ def _traced_saved(remat: str) -> int:
 def test_attention_by_products_is_attention():
     q, k, v = (torch.randn(2, heads, 8, 4) for heads in (6, 2, 2))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    with StandIns():
+    with FusedKernels():
         found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, wanted)
 
@@ -177,7 +177,7 @@ def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
-    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_A_LOGIT, loss_chunks.TILE)
+    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_PER_LOGIT, loss_chunks.TILE)
 
 
 @pytest.mark.full

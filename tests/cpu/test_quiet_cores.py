@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.cluster.calibration import HOPPER
 from fullshard.on_torch.measuring import host_pace, quiet_cores
-from fullshard.on_torch.measuring.quiet_cores import NEAR, Cores
+from fullshard.on_torch.measuring.quiet_cores import NEAR, QuietCores
 from fullshard.on_torch.measuring.timings import middle
 
 pytestmark = pytest.mark.skipif(
@@ -44,7 +44,7 @@ def test_it_moves_to_a_quiet_core_and_stays_while_it_is_quiet(another):
     beside, before = Neighbours(), os.sched_getaffinity(0)
     first, *rest = sorted(before)
     beside.slow |= dict.fromkeys(rest, 1.5)
-    with Cores(beside.clock) as here:
+    with QuietCores(beside.clock) as here:
         assert here.settle() == 1.0
         assert os.sched_getaffinity(0) == os.sched_getaffinity(another.native_id) == {first}
         beside.slow[first] = (1 + NEAR) / 2
@@ -59,7 +59,7 @@ def test_it_moves_to_a_quiet_core_and_stays_while_it_is_quiet(another):
 
 def test_where_no_core_is_quiet_the_fastest_will_do_but_is_not_called_quiet():
     beside = Neighbours()
-    with Cores(beside.clock) as here:
+    with QuietCores(beside.clock) as here:
         beside.slow = dict.fromkeys(beside.slow, 2.0) | {max(beside.slow): 1.5}
         assert here.settle() == 1.5
         assert os.sched_getaffinity(0) == {max(beside.slow)}
@@ -69,10 +69,10 @@ def test_where_no_core_is_quiet_the_fastest_will_do_but_is_not_called_quiet():
 
 def test_cores_come_back_after_a_failure():
     before = os.sched_getaffinity(0)
-    with pytest.raises(ZeroDivisionError), Cores(Neighbours().clock):
+    with pytest.raises(ZeroDivisionError), QuietCores(Neighbours().clock):
         1 / 0
     assert os.sched_getaffinity(0) == before
-    with pytest.raises(ZeroDivisionError), Cores(lambda: 1 / 0):  # in the first look already
+    with pytest.raises(ZeroDivisionError), QuietCores(lambda: 1 / 0):  # in the first look already
         pass
     assert os.sched_getaffinity(0) == before
 
@@ -98,12 +98,12 @@ def test_every_rank_of_a_node_has_cores_of_its_own(monkeypatch, ranks, count, ex
 def test_it_goes_to_every_core_in_turn():
     beside = Neighbours()
     beside.slow = {core: 1.0 + core for core in beside.slow}
-    with Cores(beside.clock) as here:
-        assert sorted(here.tour) == sorted(beside.slow.values())
+    with QuietCores(beside.clock) as here:
+        assert sorted(here.first_times) == sorted(beside.slow.values())
         seen = []
         for _ in beside.slow:
             here.move()
-            seen.append(here.look())
+            seen.append(here.time_core())
         assert sorted(seen) == sorted(beside.slow.values())
 
 
@@ -112,23 +112,25 @@ def test_looks_at_different_times_are_put_together():
     looks = [{"issued": s, "saved": t} for s, t in ((5.0, 3.0), (2.0, 1.0), (4.0, 2.0))] + [
         {"issued": s} for s in (1.0, 6.0, 3.0)
     ]
-    assert host_pace.together(looks) == {"issued": 1.5, "saved": 2.0}
+    assert host_pace.combine(looks) == {"issued": 1.5, "saved": 2.0}
 
 
 def clocked(issued: float) -> float:
-    """What a clock shows from which `paces` makes this."""
+    """What a clock shows for this `issued`."""
     return issued * HOPPER.probe_ops / HOPPER.in_step_host
 
 
-def test_paces_of_a_gpus_host_are_those_of_its_cores_as_they_were():
+def test_times_of_a_gpus_host_are_those_of_its_cores_as_they_were():
     """A row of blocks took twice as long on the whole as on a quiet core; a step `disturbance` of what that is more."""
-    looks = [{"issued": 15e-6, "saved": 10e-6, "toured": clocked(s)} for s in (20e-6, 40e-6)]
+    looks = [{"issued": 15e-6, "saved": 10e-6, host_pace.AVERAGE_CORE: clocked(s)} for s in (20e-6, 40e-6)]
     share = 1 + HOPPER.disturbance
-    found = host_pace.together(looks)
+    found = host_pace.combine(looks)
     assert found == pytest.approx({"issued": share * 15e-6, "saved": share * 10e-6, "quiet": 1 / share})
     assert host_pace.share_of(clocked(15e-6), found["issued"], found["quiet"]) == pytest.approx(found["quiet"])
     assert host_pace.share_of(clocked(30e-6), found["issued"], found["quiet"]) == pytest.approx(1.0)
-    assert host_pace.together([{"issued": 15e-6, "toured": clocked(14e-6)}])["quiet"] == 1.0  # never slower where it is quiet
+    assert (
+        host_pace.combine([{"issued": 15e-6, host_pace.AVERAGE_CORE: clocked(14e-6)}])["quiet"] == 1.0
+    )  # never slower where it is quiet
 
 
 def test_a_host_is_held_against_what_the_same_clock_shows_on_a_quiet_one():

@@ -1,4 +1,4 @@
-"""Fuzz targets of what files claim: manifests, safetensors headers, pickles of `.pt`, DCP and DeepSpeed."""
+"""Fuzz targets for checkpoint files: manifests, safetensors headers, pickles of `.pt`, DCP and DeepSpeed."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def seed() -> dict[str, bytes]:
 
 
 def sealed(text: str) -> bytes:
-    """A manifest with a right checksum, whatever it says."""
+    """A manifest of any content, with a valid checksum."""
     body = text[1:].encode("utf-8", "surrogatepass")
     return f'{{"checksum": "{checksum(body)}",\n'.encode() + body
 
@@ -65,7 +65,7 @@ def hostile_manifest(random: Random) -> bytes:
 
 
 def _inflate(random: Random, tree: dict) -> None:
-    """Claim what no file holds."""
+    """Claim sizes that no file has."""
     many = 1 << random.choice([20, 28, 30, 40, 60])
     file, name = random.choice(list(tree["files"])), random.choice(list(tree["tensors"]))
     tree["files"][file]["bytes"] = 4 * many + 4096
@@ -124,7 +124,7 @@ def _damage(random: Random, place: Path) -> None:
 
 
 def command(made: tuple[Call, Path]) -> None:
-    """Carry a command out, and print as a terminal would; its refusal leaves nothing behind."""
+    """Run a command with its output to a terminal-like stream. If it refuses, it must leave nothing behind."""
     call, out = made
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     try:
@@ -138,11 +138,11 @@ def command(made: tuple[Call, Path]) -> None:
         raise
 
 
-# -- weights of others --------------------------------------------------------------------------------------
+# -- foreign weights ----------------------------------------------------------------------------------------
 
 
 def hostile_safetensors(random: Random, directory: Path) -> Path:
-    """One or two files, and perhaps an index."""
+    """A safetensors file, sometimes with an index."""
     names = ["a", "b", "c.d"]
     header = {n: {"dtype": "F32", "shape": [4, 2], "data_offsets": [32 * i, 32 * i + 32]} for i, n in enumerate(names)}
     text = _hostile_header(random, header)
@@ -179,7 +179,7 @@ def read_safetensors(directory: Path) -> None:
 
 
 def imported(where: Path) -> None:
-    """Import; a refusal leaves no directory behind."""
+    """Import the weights. If that is refused, it must leave no directory behind."""
     out = (where if where.is_dir() else where.parent) / "out/deeper"
     try:
         import_weights(str(where), Local(out))
@@ -238,7 +238,7 @@ def hostile_deepspeed(random: Random, directory: Path) -> Path:
     return directory
 
 
-# Bounds are what the largest honest case needs, and half as much again: imports may take a MiB beyond the files.
+# Bounds are 1.5 times what the largest valid case needs.
 TARGETS: list[Target] = [
     Target("manifest", lambda random, _: hostile_manifest(random), read_manifest, 16 * MiB),
     Target("checkpoint", hostile_checkpoint, command, 48 * MiB),

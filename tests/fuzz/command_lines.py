@@ -1,4 +1,4 @@
-"""Fuzz target of the command line: argument vectors, in this process. Starts no ranks, measures nothing, needs no network."""
+"""Fuzz target for the command line: random arguments, run in this process. Starts no ranks and needs no network."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ CLUSTERS = ["1xcpu", "8xh100", "2xh100", "0xh100", "99999xh100", "8xh", "bad.jso
 COMMON = ["--json", "--help", "-h", "--version", "--no-such", "-x", "--", "extra"]
 N, F, T, M, C = NUMBERS, [*FILES, *TEXTS], TEXTS, [*MODELS, *TEXTS], [*CLUSTERS, *TEXTS]
 ON = [""]  # a flag
-# Of each command: what must always be there so that it stays harmless, arguments, options.
+# For each command: arguments that keep it harmless, values of its positional arguments, values of its options.
 COMMANDS: dict[str, tuple[list[str], list[list[str]], dict[str, list[str]]]] = {
     "models": ([], [], {}),
     "units": ([], [M], {"--class": T, "--names": T, "--min-params": N}),
@@ -90,13 +90,13 @@ def token_files() -> dict[str, bytes]:
 
 @cache
 def command() -> Any:
-    """Made once: a call of `app` makes it anew."""
+    """The command of `app`, cached: each call of `app` would build it again."""
     return typer.main.get_command(app)
 
 
 @cache
 def plan_text() -> str:
-    """Also imports what the commands import, so that no case pays for it."""
+    """A plan as JSON. Also imports what the commands import, so that no case pays for it."""
     import fullshard.on_torch
     import fullshard.runs.run
 
@@ -140,11 +140,11 @@ def _fill(here: Path) -> None:
 
 def run_arguments(given: tuple[Path, list[str]]) -> None:
     here, arguments = given
-    said = io.StringIO()
+    output = io.StringIO()
     before = os.getcwd()
     os.chdir(here)
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             refuse_arguments(arguments)
             command().main(arguments, prog_name="fullshard", standalone_mode=False)
     except Exception as error:

@@ -1,7 +1,8 @@
-"""A fuzz target, and how one case of it is judged.
+"""Fuzz targets, and how one case of a target is run.
 
-A case is made by a seeded generator, so that its number repeats it. It passes if it is accepted, or refused with one
-`FullshardError` sentence, within the target's bounds of memory and time. Anything else is a finding.
+A case is made by a generator that is seeded with its number, so the number reproduces it. A case passes if its input is
+accepted, or refused with a `FullshardError` of one sentence, within the target's limits of memory and time. Anything
+else is a finding.
 """
 
 import faulthandler
@@ -17,17 +18,17 @@ from typing import Any
 
 from fullshard.errors import FullshardError
 
-SECONDS = 10  # of the processor's time that a case may take: a loaded machine is no finding
-WAITS = 120  # seconds by the clock that a case may take, for one that waits
-STUCK = 300  # seconds after which a case that no signal interrupts ends the process with its stack
+CPU_LIMIT = 10  # seconds of CPU time per case, so that a loaded machine is no finding
+CLOCK_LIMIT = 120  # seconds of wall-clock time per case, for one that waits
+HARD_LIMIT = 300  # seconds after which the process prints its stack and ends, if no signal interrupts the case
 LONGEST_SENTENCE = 2000  # characters
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # directories of cases: a disk would take most of the time
+RAM_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the cases' files; a disk would take most of the time
 
 
 @dataclass(frozen=True)
 class Target:
-    """`make` writes what a case needs into an empty directory and returns the argument of `run`. `bound`: bytes of memory
-    that a case may take at once, Python's allocations and the process's resident memory alike."""
+    """`make` writes the files of a case into an empty directory and returns the argument of `run`. `bound`: the most bytes
+    that a case may take, both of Python's allocations and of resident memory."""
 
     name: str
     make: Callable[[Random, Path], Any]
@@ -37,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Finding:
-    """What went wrong in a case."""
+    """A case that failed, and how."""
 
     target: str
     seed: int
@@ -50,28 +51,32 @@ class Finding:
 
 
 @dataclass
-class Tally:
-    """The cases of one target so far."""
+class Counts:
+    """The cases of one target so far: how many, how many refused, and the most bytes that one took."""
 
     cases: int = 0
     refused: int = 0
     largest: int = 0  # bytes
 
+    def add(self, other: "Counts") -> None:
+        self.cases, self.refused = self.cases + other.cases, self.refused + other.refused
+        self.largest = max(self.largest, other.largest)
 
-def judge(target: Target, seed: int, case: int, tally: Tally) -> Finding | None:
-    """Carry out one case."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
+
+def run_case(target: Target, seed: int, case: int, counts: Counts) -> Finding | None:
+    """Run one case and count it. Returns a finding if it failed."""
+    with tempfile.TemporaryDirectory(dir=RAM_DISK) as directory:
         made = target.make(Random(f"{seed}:{target.name}:{case}"), Path(directory))
-        what, took = _carry_out(target, made, tally)
-    tally.cases += 1
-    tally.largest = max(tally.largest, took)
+        what, took = _run(target, made, counts)
+    counts.cases += 1
+    counts.largest = max(counts.largest, took)
     if what is None and took > target.bound:
         what = f"took {took:,} bytes, more than its bound of {target.bound:,}"
     return Finding(target.name, seed, case, what) if what else None
 
 
-def _carry_out(target: Target, made: Any, tally: Tally) -> tuple[str | None, int]:
-    """What is wrong, if anything, and the bytes that it took."""
+def _run(target: Target, made: Any, counts: Counts) -> tuple[str | None, int]:
+    """What is wrong with the case, or None, and the bytes that it took."""
     before = _reset_resident()
     tracemalloc.start(1)
     try:
@@ -79,7 +84,7 @@ def _carry_out(target: Target, made: Any, tally: Tally) -> tuple[str | None, int
             target.run(made)
         what = None
     except FullshardError as error:
-        tally.refused += 1
+        counts.refused += 1
         what = _odd_sentence(str(error))
     except Exception as error:
         what = f"{type(error).__name__}: {str(error)[:300]}"
@@ -89,24 +94,24 @@ def _carry_out(target: Target, made: Any, tally: Tally) -> tuple[str | None, int
     return what, max(traced, _resident("VmHWM") - before)
 
 
-def _odd_sentence(said: str) -> str | None:
-    if not said.strip() or "Traceback" in said or len(said) > LONGEST_SENTENCE:
-        return f"refused by what is no sentence: {said[:300]!r}"
+def _odd_sentence(sentence: str) -> str | None:
+    if not sentence.strip() or "Traceback" in sentence or len(sentence) > LONGEST_SENTENCE:
+        return f"refused by what is no sentence: {sentence[:300]!r}"
     return None
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise after SECONDS of work or WAITS in Python's code; end the process after STUCK elsewhere."""
+    """Inside, raise after CPU_LIMIT or CLOCK_LIMIT seconds in Python code. End the process after HARD_LIMIT seconds."""
 
     def late(number: int, frame: object) -> None:
-        raise TimeoutError(f"took longer than {SECONDS} s of the processor's time, or {WAITS} s by the clock")
+        raise TimeoutError(f"took longer than {CPU_LIMIT} s of the processor's time, or {CLOCK_LIMIT} s by the clock")
 
-    timers = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITS))
+    timers = ((signal.SIGPROF, signal.ITIMER_PROF, CPU_LIMIT), (signal.SIGALRM, signal.ITIMER_REAL, CLOCK_LIMIT))
     before = [signal.signal(number, late) for number, _, _ in timers]
     for _, timer, seconds in timers:
         signal.setitimer(timer, seconds)
-    faulthandler.dump_traceback_later(STUCK, exit=True)
+    faulthandler.dump_traceback_later(HARD_LIMIT, exit=True)
     try:
         yield
     finally:
@@ -117,7 +122,7 @@ def _limited() -> Iterator[None]:
 
 
 def _reset_resident() -> int:
-    """Begin to count the process's peak anew; its resident bytes now."""
+    """Reset the process's peak of resident memory. Returns its resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _resident("VmRSS")
 

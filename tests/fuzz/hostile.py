@@ -1,11 +1,11 @@
-"""Values that a file of an attacker, or a damaged one, may hold in the place of honest ones."""
+"""Invalid values and byte changes, as in damaged files or files of an attacker."""
 
 import json
 from copy import deepcopy
 from random import Random
 from typing import Any
 
-RAW = {  # what `json.dumps` does not write
+RAW = {  # placeholders for JSON that `json.dumps` does not write
     "@huge integer@": "9" * 5000,
     "@deep list@": "[" * 3000 + "]" * 3000,
     "@deeper@": "[" * 100_000 + "]" * 100_000,
@@ -34,13 +34,13 @@ OTHERS: list[Any] = [None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [None], 
 
 
 def value(random: Random) -> Any:
-    """Any of them."""
+    """Any hostile value."""
     kind = random.choice([NUMBERS, TEXTS, OTHERS, list(RAW)])
     return random.choice(kind)
 
 
 def near(random: Random, found: Any) -> Any:
-    """A value of the same kind that is a little wrong, or any."""
+    """A slightly wrong value of the same type, or any hostile value."""
     if isinstance(found, bool) or random.random() < 0.4:
         return value(random)
     if isinstance(found, int):
@@ -77,11 +77,11 @@ def _change(random: Random, parent: Any, key: Any) -> None:
             other = random.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
             parent[key], parent[other] = parent[other], parent[key]
         case _:
-            parent[key] = deepcopy(near(random, parent[key]))  # else two places would share it, and a change make a circle
+            parent[key] = deepcopy(near(random, parent[key]))  # copied: shared nodes could become a cycle
 
 
 def text(tree: Any) -> str:
-    """A JSON text of a tree, with what JSON's writer would not write."""
+    """A tree as JSON text, with the values that json.dumps does not write."""
     found = json.dumps(tree)
     for word, raw in RAW.items():
         found = found.replace(f'"{word}"', raw)
@@ -89,7 +89,7 @@ def text(tree: Any) -> str:
 
 
 def flipped(random: Random, data: bytes, times: int = 1) -> bytes:
-    """Bytes with bits flipped, bytes overwritten, cut out, put in twice, or cut off."""
+    """Bytes with changes: bits flipped, bytes overwritten, removed or repeated."""
     found = bytearray(data)
     for _ in range(times):
         at = random.randrange(len(found) or 1)

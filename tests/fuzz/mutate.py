@@ -1,4 +1,4 @@
-"""Hostile changes to real documents: JSON trees, texts and bytes. Each is a function of a seeded generator."""
+"""Random changes to valid documents: JSON trees, texts and bytes."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-DIGITS, DEEP = "@digits@", "@deep@"  # stand for JSON that json.dumps cannot write
+DIGITS, DEEP = "@digits@", "@deep@"  # placeholders for JSON that json.dumps does not write
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400, DIGITS, DEEP,
     0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"), "", " ", "a", "0", "1e999", "none", "auto",
@@ -16,7 +16,7 @@ VALUES: list[Any] = [
 
 
 def tree(random: Random, whole: Any, changes: int | None = None) -> Any:
-    """A JSON tree with a few changes."""
+    """A copy of a JSON tree with a few changes."""
     made = copy.deepcopy(whole)
     for _ in range(changes if changes is not None else random.choice((1, 1, 1, 2, 3, 6))):
         made = _changed(random, made)
@@ -48,7 +48,7 @@ def _changed(random: Random, whole: Any) -> Any:
 
 
 def _container(random: Random, whole: Any) -> Any:
-    """A list or object somewhere inside."""
+    """A random list or object inside the tree."""
     found = whole
     while isinstance(found, dict | list):
         inner = [v for v in (found.values() if isinstance(found, dict) else found) if isinstance(v, dict | list) and v]
@@ -59,7 +59,7 @@ def _container(random: Random, whole: Any) -> Any:
 
 
 def _near(random: Random, value: Any) -> Any:
-    """A value of the same kind that is a little off."""
+    """A slightly different value of the same type."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
@@ -74,7 +74,7 @@ def _near(random: Random, value: Any) -> Any:
 
 
 def dump(random: Random, made: Any) -> str:
-    """The tree as JSON, now and then damaged as text."""
+    """The tree as JSON text, sometimes damaged."""
     deep = random.choice(("[" * 150 + "]" * 150, "[" * 5000, '{"a":' * 3000))
     written = json.dumps(made, ensure_ascii=random.random() < 0.9)
     written = written.replace(f'"{DIGITS}"', "9" * 5000).replace(f'"{DEEP}"', deep)
@@ -103,7 +103,7 @@ FRAGMENTS = (
 
 
 def text(random: Random, whole: str) -> str:
-    """A text with one change: cut, doubled, with something foreign inside."""
+    """A text with one change: cut, repeated, or with something inserted."""
     at, to = sorted((random.randrange(len(whole) + 1), random.randrange(len(whole) + 1)))
     return random.choice(
         (
@@ -136,7 +136,7 @@ def damaged(random: Random, whole: bytes) -> bytes:
 
 
 def written(made: str) -> bytes:
-    """As UTF-8; halves of surrogate pairs as the bytes that a careless writer makes of them."""
+    """Encode as UTF-8. Lone surrogates are encoded too, as a careless writer does."""
     return made.encode(errors="surrogatepass")
 
 

@@ -1,5 +1,6 @@
-"""Fuzz targets of what people write: plans, recipes, clusters, token indexes, chats and their templates, documents, Hugging
-Face configs. The command line has a file of its own."""
+"""Fuzz targets for files that people write: plans, recipes, clusters, token indexes, chats, chat templates, documents and
+Hugging Face configs. `command_lines` has the command line.
+"""
 
 import json
 import os
@@ -102,7 +103,7 @@ OVERRIDES = ("{s}.{k}={v}", "{s}.{k}", "{s}={v}", "{k}={v}", "{s}.{k}.{k}={v}", 
 
 
 def toml(value: Any) -> str:
-    """A value as TOML, as far as there is one for it."""
+    """A value as TOML, as far as TOML can express it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(k))} = {toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
@@ -224,7 +225,7 @@ OTHERS = [
 
 
 def make_chat(random: Random, directory: Path) -> tuple[Template, str | None, dict[str, Any]]:
-    _hurry()
+    _shorten_timeout()
     record = mutate.tree(random, random.choice((RECORD, RECORD, *OTHERS)))
     source = random.choice(TEMPLATES)
     field = random.choice((None, None, None, "messages", "chosen", ""))
@@ -232,7 +233,7 @@ def make_chat(random: Random, directory: Path) -> tuple[Template, str | None, di
 
 
 def make_template(random: Random, directory: Path) -> tuple[Template, str | None, dict[str, Any]]:
-    _hurry()
+    _shorten_timeout()
     source = random.choice(TEMPLATES)
     for _ in range(random.choice((1, 1, 2, 4))):
         at = random.randrange(len(source) + 1)
@@ -250,8 +251,8 @@ def run_chat(given: tuple[Template, str | None, dict[str, Any]]) -> None:
     text.encode()
 
 
-def _hurry() -> None:
-    """A second of processor time for each conversation, so that slow ones do not fill the suite's minute."""
+def _shorten_timeout() -> None:
+    """Limit each conversation to one second of CPU time, so that slow ones do not take the whole run."""
     if chat_templates.SECONDS != 1:
         chat_templates.renderer().close()
         chat_templates.SECONDS = 1
@@ -303,13 +304,13 @@ def run_documents(given: tuple[Path, str | None, Path]) -> None:
 
 @cache
 def configs() -> list[dict[str, Any]]:
-    """Tiny ones of several families. Builds one of each, so that no case pays for imports."""
+    """Tiny configs of several families. Builds one model of each, so that no case pays for imports."""
     import transformers
     from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
     from fullshard.on_torch import hf_config
 
-    hf_config.MOST_MODULES = 400
+    hf_config.MAX_MODULES = 400
     transformers.logging.set_verbosity_error()
     common = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = [
@@ -363,4 +364,4 @@ TARGETS: list[Target] = [
     Target("hf_config", make_config, run_config, 256 * MiB),
     *COMMAND_LINES,
 ]
-assert np  # token files need it: imported before any case is measured
+assert np  # imported before any case is measured, because token files need it

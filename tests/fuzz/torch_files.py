@@ -1,4 +1,4 @@
-"""Files of `torch.save`, DCP and DeepSpeed as the libraries write them, and ways to make them hostile."""
+"""Files of `torch.save`, DCP and DeepSpeed as the libraries write them, and hostile versions of them."""
 
 import io
 import pickle
@@ -20,7 +20,7 @@ Members = dict[str, bytes]
 
 @cache
 def state_dicts() -> list[Members]:
-    """Members of archives that torch wrote."""
+    """The members of archives that torch.save wrote."""
     import torch
 
     torch.manual_seed(0)
@@ -92,8 +92,8 @@ def deepspeed(stage: int) -> dict[str, Members]:
 @cache
 def bomb() -> bytes:
     """64 MiB of zeros, deflated."""
-    squeezer = zlib.compressobj(9, wbits=-15)
-    return squeezer.compress(bytes(1 << 26)) + squeezer.flush()
+    compressor = zlib.compressobj(9, wbits=-15)
+    return compressor.compress(bytes(1 << 26)) + compressor.flush()
 
 
 def packed(members: list[tuple[str, bytes]]) -> bytes:
@@ -106,11 +106,11 @@ def packed(members: list[tuple[str, bytes]]) -> bytes:
 
 
 def hostile_zip(random: Random, members: Members) -> bytes:
-    """A zip that lies about its members."""
+    """A zip archive with false statements about its members."""
     listed = list(members.items())
     name, data = random.choice(listed)
     match random.randrange(7):
-        case 0:  # a deflated member that swells
+        case 0:  # a compressed member that expands
             return _claiming(packed([(n, bomb() if n == name else d) for n, d in listed]), name, method=8, size=0xFFFFFFFE)
         case 1:
             return packed([*listed, (name, hostile.flipped(random, data or b"x"))])  # twice
@@ -125,24 +125,24 @@ def hostile_zip(random: Random, members: Members) -> bytes:
             return _claiming(packed(listed), name, crc=random.getrandbits(32))
         case _:
             whole = packed(listed)
-            tail = random.randrange(1, min(400, len(whole)))  # the directory lies at the end
+            tail = random.randrange(1, min(400, len(whole)))  # the directory is at the end
             return whole[:-tail] + hostile.flipped(random, whole[-tail:], 2)
 
 
 def _claiming(data: bytes, name: str, method=None, size=None, compressed=None, offset=None, crc=None) -> bytes:
-    """Overwrite what the directory says of a member."""
+    """Overwrite fields of a member in the zip directory."""
     found, at = bytearray(data), data.rfind(name.encode()) - 46
-    for where, code, said in ((10, "<H", method), (16, "<I", crc), (20, "<I", compressed), (24, "<I", size), (42, "<I", offset)):
-        if said is not None:
-            struct.pack_into(code, found, at + where, said)
+    for where, code, value in ((10, "<H", method), (16, "<I", crc), (20, "<I", compressed), (24, "<I", size), (42, "<I", offset)):
+        if value is not None:
+            struct.pack_into(code, found, at + where, value)
     return bytes(found)
 
 
 # -- pickles ------------------------------------------------------------------------------------------------
 
 
-def _word(said: str) -> bytes:
-    return b"X" + struct.pack("<I", len(said.encode())) + said.encode()
+def _word(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
 
 
 SNIPPETS = [
@@ -152,7 +152,7 @@ SNIPPETS = [
     b"\x96" + b"\xff" * 7 + b"\x7f", b"B\xff\xff\xff\xff", b"T\xff\xff\xff\xff",
     b"(" * 5000, b"]" * 20000, b"\x8f" * 20000, b"}" * 20000, b")" + b"\x85" * 20_000,  # many, and deep
     b"})" + b"\x85" * 200_000 + b"Ns", b"\x8f()" + b"\x85" * 100_000 + b"\x90", b"(" + b")\x85" * 50 + b"\x91",
-    b"}q\xc8" + _word("a") + b"h\xc8s", b"]q\xc9h\xc9a", b"}q\xcaQ",  # hold themselves
+    b"}q\xc8" + _word("a") + b"h\xc8s", b"]q\xc9h\xc9a", b"}q\xcaQ",  # contain themselves
     b"}q\x00" + b"".join(b"}(" + _word("a") + b"h%c" % i + _word("b") + b"h%cuq%c" % (i, i + 1) for i in range(60)),
     b"cbuiltins\nint\n(" + _word("9" * 20000) + b"tR", b"cbuiltins\nfloat\n(" + _word("x" * 20000) + b"tR",
     b"cbuiltins\nlist\n(J\xff\xff\xff\x7ftR", b"cbuiltins\nset\n(](K\x01]etR", b"ctorch\nSize\n(" + _word("ab") + b"tR",
@@ -166,7 +166,7 @@ SNIPPETS = [
 
 
 def tensor(random: Random) -> bytes:
-    """The pickle of a tensor that is not what its bytes are."""
+    """The pickle of a tensor whose shape does not match its bytes."""
     number = lambda: random.choice([0, 1, 2, 4, 63, 2**20, 2**31, 2**40, 2**59, 2**63, -1])
     many = lambda: b"(" + b"".join(_number(number()) for _ in range(random.choice([0, 1, 2, 2, 3, 40]))) + b"t"
     kind = random.choice([b"FloatStorage", b"DoubleStorage", b"UntypedStorage", b"ByteStorage"])
@@ -179,8 +179,8 @@ def tensor(random: Random) -> bytes:
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(number()) + shape + stride + b"\x89NtR"
 
 
-def _number(said: int) -> bytes:
-    data = said.to_bytes(said.bit_length() // 8 + 1, "little", signed=True)
+def _number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 
 
@@ -196,7 +196,7 @@ def hostile_pickle(random: Random, data: bytes) -> bytes:
     match random.randrange(6):
         case 0:
             return hostile.flipped(random, data, random.randrange(1, 5))
-        case 1:  # tables of tensors, many of them one and the same
+        case 1:  # a dict of tensors, many of them the same
             items = b"".join(_word(random.choice("abcd") + str(i)) + tensor(random) for i in range(random.randrange(1, 4)))
             again = b"".join(_word(f"z{i}") + b"h\xf0" for i in range(random.choice([0, 3, 2000])))
             return b"\x80\x02}(" + _word("m") + tensor(random) + b"q\xf0" + items + again + b"u."

@@ -1,1 +1,1 @@
-"""This machine, timed."""
+"""Measure this machine: kernels, links, disk and host."""

@@ -1,13 +1,15 @@
-"""The host's paces: seconds of what it does to issue a step, timed on blocks so small that the device waits for it.
+"""Time what the host does to issue a step, on blocks so small that the device always waits for the host.
 
-`launch` is a bare kernel's. `issued` is an operation's of a model, with its module and autograd's part: a row of blocks,
-forward and backward, takes as long as `probe_ops` operations (`fullshard.cluster.calibration`).
-Under remat the host runs Python beside every kernel: `checkpointed` a region, `saved` a tensor, `dispatched` an
-operation (`costs.Calls`). A block of a transformer without remat, under full and under selective remat, and a region
-with next to nothing inside, tell them apart. The runs take turns, since the pace of a shared machine changes.
+`launch` is the time of a bare kernel launch. `issued` is the time of one operation of a model, including its module and
+autograd; forward and backward of a row of blocks take `probe_ops` of these (`fullshard.cluster.calibration`).
 
-Of a GPU's host they are timed on cores that nobody disturbs (`cores`); `together` then tells what a step takes on all of
-them as they were. `host_share` is the host as it is now.
+Remat runs additional Python (`costs.Calls`): `checkpointed` is the time to enter a region, `saved` to save a tensor in
+one, `dispatched` to pass an operation through selective remat. They are solved from the times of a block without, with
+full and with selective remat, and of an almost empty region. The runs alternate, since the load of a shared machine
+changes.
+
+With a GPU, all are timed on quiet cores (`quiet_cores`). `combine` then scales them to the average core. `host_share`
+compares the host as it is now with these numbers.
 """
 
 import statistics
@@ -21,80 +23,86 @@ from torch import Tensor, nn
 
 from fullshard.cluster.calibration import HOPPER
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.measuring.quiet_cores import Cores
+from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
-from fullshard.on_torch.models.llama import Block
+from fullshard.on_torch.models.llama import LlamaBlock
 from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.tracing.python_calls import tallied
+from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.plan import Remat
 
-ROUNDS, GLANCES, CLOCKED, LEAST = 5, 2, 15, 1e-9
-BLOCKS = 6  # as many in a row as let Python's garbage collector have its share
+ROUNDS = 5  # of all remat runs in turn
+REPEATS = 2  # steps per reading of the issue clock
+READINGS = 15  # of the issue clock
+LEAST = 1e-9  # seconds; differences of noisy times may be negative
+BLOCKS = 6  # in a row: enough that Python's garbage collector runs as often as in training
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
+AVERAGE_CORE = "average_core"  # the key of the issue clock's time on the average core
 
 
-def paces(device: torch.device) -> dict[str, float]:
-    """`launch`, `checkpointed`, `saved` and `dispatched`, in two or three seconds; of a GPU's host `issued`, and what the clock
-    shows over all cores (`toured`). Of a CPU, whose steps its kernels bound, where the process happens to run."""
+def time_host(device: torch.device) -> dict[str, float]:
+    """`launch`, `checkpointed`, `saved` and `dispatched`, in two or three seconds. With a GPU also those of `time_issue`.
+
+    On a CPU, steps are bound by kernels. There the times are taken on whatever core the process runs on.
+    """
     if device.type == "cpu":
-        return {"launch": launch(device), **remat_paces(device)}
-    with Cores(issue_clock(device)) as cores:
-        remat = {name: HOPPER.in_step_host * seconds for name, seconds in remat_paces(device, before=cores.settle).items()}
+        return {"launch": launch(device), **time_remat(device)}
+    with QuietCores(issue_clock(device)) as cores:
+        remat = {name: HOPPER.in_step_host * seconds for name, seconds in time_remat(device, before=cores.settle).items()}
         return {"launch": launch(device), **_issued(cores), **remat}
 
 
-def glance(device: torch.device) -> dict[str, float]:
-    """What steps hang on most, in a second; of a CPU nothing."""
+def time_issue(device: torch.device) -> dict[str, float]:
+    """`issued` and the issue clock's time on the average core, in about a second. Empty for a CPU."""
     if device.type == "cpu":
         return {}
-    with Cores(issue_clock(device)) as cores:
+    with QuietCores(issue_clock(device)) as cores:
         return _issued(cores)
 
 
-def _issued(cores: Cores) -> dict[str, float]:
-    undisturbed = fastest([cores.settle() for _ in range(CLOCKED)])
-    return {"issued": HOPPER.in_step_host * undisturbed / HOPPER.probe_ops, "toured": middle(cores.tour)}
+def _issued(cores: QuietCores) -> dict[str, float]:
+    undisturbed = fastest([cores.settle() for _ in range(READINGS)])
+    return {"issued": HOPPER.in_step_host * undisturbed / HOPPER.probe_ops, AVERAGE_CORE: middle(cores.first_times)}
 
 
-def host_share(issued: float, quiet: float, device: torch.device, looks: int = CLOCKED) -> float:
-    """How many times as long as a host of this `issued`, of which `quiet` where it is undisturbed, this one takes for a step's
-    work now, wherever it runs."""
+def host_share(issued: float, quiet: float, device: torch.device, looks: int = READINGS) -> float:
+    """The time that this host takes now to issue a step, divided by that of a host with this `issued` on its average core.
+    `quiet`: that host's time on a quiet core, as a share of `issued`."""
     clock = issue_clock(device)
     return share_of(statistics.median(clock() for _ in range(looks)), issued, quiet)
 
 
 def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
-    """The same by what an `issue_clock` showed."""
+    """As `host_share`, from a reading of the issue clock."""
     undisturbed = quiet * issued
     return (undisturbed + HOPPER.disturbance * (HOPPER.in_step_host * clocked / HOPPER.probe_ops - undisturbed)) / issued
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:
-    """What tells, in some ten milliseconds, how long the host takes now to issue a step of a row of blocks."""
-    with torch.random.fork_rng(devices=[]):  # weights are drawn, of numbers that a run may have its own use for
-        row = _Tiny(lambda: _block(device), "none", device)
+    """A function that returns the seconds that the host takes now to issue a row of blocks. A call takes about 10 ms."""
+    with torch.random.fork_rng(devices=[]):  # drawing weights must not change the random state of a run
+        row = _TinyRow(lambda: _block(device), "none", device)
     row.step()
-    return lambda: fastest([_issue(row.step, device) for _ in range(GLANCES)])
+    return lambda: fastest([_issue(row.step, device) for _ in range(REPEATS)])
 
 
-def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of looks at different times: the quickest `issued`, to which others only ever add; of what differences tell, the median.
-    Then, of a GPU's host, all of them as a step takes on the cores as they were, and what of that they take on a `quiet` one."""
-    names = dict.fromkeys(name for look in found for name in look)
-    every = {name: [look[name] for look in found if name in look] for name in names}
-    own = {name: fastest(seen) if name == "issued" else statistics.median(seen) for name, seen in every.items()}
-    if "toured" not in own:
-        return own
-    del own["toured"]
-    share = max(1.0, share_of(statistics.mean(every["toured"]), own["issued"]))
-    return {name: share * seconds for name, seconds in own.items()} | {"quiet": 1 / share}
+def combine(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Combine samples from different times: the fastest of `issued`, since other load only adds to it, and the median of the
+    others. With a GPU, scales all of them to the average core, and adds `quiet`, the inverse of that factor."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    every = {name: [sample[name] for sample in samples if name in sample] for name in names}
+    combined = {name: fastest(times) if name == "issued" else statistics.median(times) for name, times in every.items()}
+    if AVERAGE_CORE not in combined:
+        return combined
+    del combined[AVERAGE_CORE]
+    share = max(1.0, share_of(statistics.mean(every[AVERAGE_CORE]), combined["issued"]))
+    return {name: share * seconds for name, seconds in combined.items()} | {"quiet": 1 / share}
 
 
-def remat_paces(device: torch.device, before: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Seconds of entering a region (once forward, once again), of a tensor saved in one (each is saved twice), and of an
-    operation that goes through the contexts of selective remat. `before` is called before every round."""
-    blocks: dict[Remat, _Tiny] = {r: _Tiny(lambda: _block(device), r, device) for r in ("none", "full", "selective")}
-    empty: dict[Remat, _Tiny] = {r: _Tiny(_Sine, r, device) for r in ("none", "full")}
+def time_remat(device: torch.device, before: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Seconds to enter a region, to save a tensor in one, and to pass an operation through selective remat. A region is
+    entered, and a tensor saved, in forward and again in the recomputation. `before` is called before every round."""
+    blocks: dict[Remat, _TinyRow] = {r: _TinyRow(lambda: _block(device), r, device) for r in ("none", "full", "selective")}
+    empty: dict[Remat, _TinyRow] = {r: _TinyRow(_Sine, r, device) for r in ("none", "full")}
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         before()
@@ -105,17 +113,20 @@ def remat_paces(device: torch.device, before: Callable[[], object] = lambda: Non
 
 
 def _solve(times: dict[str, float], full: Counter[str], selective: Counter[str], empty: Counter[str]) -> dict[str, float]:
-    """Full remat runs a forward again, and is otherwise regions and saved tensors; selective remat is dispatches more."""
-    whole = times["full"] - times["none"] - times["forward"]
-    little = times["empty full"] - times["empty none"] - times["empty forward"]
-    saved = (whole - little) / (full["saved"] - empty["saved"])
-    checkpointed = (little - empty["saved"] * saved) / empty["regions"]
+    """Solve for the three times. Full remat adds a second forward, regions and saved tensors. Selective remat adds
+    dispatched operations to that."""
+    block = times["full"] - times["none"] - times["forward"]
+    almost_empty = times["empty full"] - times["empty none"] - times["empty forward"]
+    saved = (block - almost_empty) / (full["saved"] - empty["saved"])
+    checkpointed = (almost_empty - empty["saved"] * saved) / empty["regions"]
     dispatched = (times["selective"] - times["full"]) / selective["dispatched"]
     found = {"checkpointed": checkpointed, "saved": saved, "dispatched": dispatched}
     return {name: max(LEAST, seconds) for name, seconds in found.items()}
 
 
-def _clocks(blocks: "dict[Remat, _Tiny]", empty: "dict[Remat, _Tiny]", device: torch.device) -> dict[str, Callable[[], float]]:
+def _clocks(
+    blocks: "dict[Remat, _TinyRow]", empty: "dict[Remat, _TinyRow]", device: torch.device
+) -> dict[str, Callable[[], float]]:
     calls: dict[str, Callable[[], Any]] = {
         "none": blocks["none"].step,
         "forward": blocks["none"].forward,
@@ -129,7 +140,7 @@ def _clocks(blocks: "dict[Remat, _Tiny]", empty: "dict[Remat, _Tiny]", device: t
 
 
 def _issue(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until a call returns, whatever the device has still to do."""
+    """Seconds until a call returns on the host, without waiting for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -138,18 +149,18 @@ def _issue(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _block(device: torch.device) -> nn.Module:
-    return Block(TINY).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return LlamaBlock(TINY).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 class _Sine(nn.Module):
-    """Saves one tensor."""
+    """An almost empty block: it saves one tensor."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x.sin()
 
 
-class _Tiny:
-    """A row of modules under remat, and what the first takes as input."""
+class _TinyRow:
+    """A row of tiny modules under remat, with an input."""
 
     def __init__(self, make: Callable[[], nn.Module], remat: Remat, device: torch.device):
         self.modules, self.remat = [make() for _ in range(BLOCKS)], remat
@@ -169,9 +180,9 @@ class _Tiny:
         self.forward().sum().backward()
 
     def count(self) -> Counter[str]:
-        """What the host does for remat in one step."""
+        """The Python calls of remat in one step."""
         calls: Counter[str] = Counter()
-        contexts = tallied(self.remat, lambda: calls)
+        contexts = counting_contexts(self.remat, lambda: calls)
         for module in self.modules:
             module.__dict__["_fullshard_contexts"] = contexts
         self.step()

@@ -1,8 +1,8 @@
-"""`measure`: times this machine and returns it as a cluster, with the nominal numbers of its device beside.
+"""Measure this machine and return it as a cluster, with the nominal numbers of its device.
 
-Every part stands alone: one that cannot run is left out, and a note says why. Under torchrun all ranks time
-the same part at the same moment, so that what they share counts as their shares; each number is then that of
-the slowest rank, because a step waits for it.
+Each part is independent: if one cannot run, it is left out and a note says why. Under torchrun all ranks time the same
+part at once, so that shared links count by their share. Each number is that of the slowest rank, because a step waits
+for it.
 """
 
 import os
@@ -10,7 +10,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,25 @@ import torch
 import torch.distributed as dist
 
 from fullshard.cluster.cluster import PACES, Cluster, Measured
-from fullshard.cluster.hardware import DEVICES, Node
 from fullshard.cluster.measured import CollectiveKind, MeasuredAttention, MeasuredCollective, MeasuredGemm
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import give_group, take_group, together
+from fullshard.on_torch.agree import acquire_group, gather_results, release_group
 from fullshard.on_torch.measuring import host_pace, pointwise, timings
+from fullshard.on_torch.measuring.device_presets import measured_cluster
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.updates.cpu_share import at_once
-from fullshard.on_torch.ranks import start
+from fullshard.on_torch.ranks import local_world_size, start, world_size
 from fullshard.optimizer import AdamW
 from fullshard.storage.disk_speed import Rates, disk_rates, no_disk
 from fullshard.storage.memory_limits import limits
 
 Progress = Callable[[str], None]
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-# Bytes that a copy or an update works on: far beyond a server's caches, unless it has to be quick.
-LARGE, QUICK = 1 << 30, 1 << 26
-# Of these the slowest rank's number is the largest; the others are rates and sizes.
+LARGE, QUICK = 1 << 30, 1 << 26  # bytes of a copy or an update; LARGE exceeds the caches of a server
+# The slowest rank has the largest of these. All others are rates and sizes, of which it has the smallest.
 SECONDS = (*PACES, "adamw", "adamw_beside")
 
-# Rows are tokens, columns a layer's widths: thin ones for decoding and small batches, large ones for training.
+# (m, n, k): tokens by the widths of a layer. The few-token shapes stand for decoding and small batches.
 CUDA_GEMMS = (
     (16, 4096, 4096),
     (128, 4096, 4096),
@@ -67,24 +65,25 @@ CPU_GEMMS = (
 
 
 def measure(directory: Path | None = None, quick: bool = False, progress: Progress = lambda part: None) -> Cluster:
-    """This machine as a cluster: its device's nominal numbers and, beside them, what was timed here.
+    """Time this machine. Returns a cluster with the device's nominal numbers and the measured ones.
 
-    `directory` is where the disk is timed; by default where temporary files go. `progress` hears the name of
-    each part before it runs. Collective under torchrun: every rank calls it and gets the same cluster.
+    `directory`: where to time the disk, by default the directory of temporary files. `quick`: take less time, less
+    exactly. `progress` is called with the name of each part before it runs. Collective under torchrun: every rank gets
+    the same cluster.
     """
     where = directory or Path(tempfile.gettempdir())
     if not where.is_dir():
         raise FullshardError(f"{where} is not a directory; write the directory whose disk is to be timed")
     device = _device()
     found: dict[str, Any] = {"notes": []}
-    beside: list[dict[str, float]] = []
+    host_samples: list[dict[str, float]] = []
     for i, (name, part) in enumerate(_parts(device, where, quick).items()):
         progress(name)
         _attempt(name, part, found)
-        look = host_pace.paces if i % 3 == 0 else host_pace.glance
-        _attempt("the host's pace", partial(_pace, look, device, beside), found)
+        sample = host_pace.time_host if i % 3 == 0 else host_pace.time_issue
+        _attempt("host overhead", partial(_sample_host, sample, device, host_samples), found)
     values = _slowest(found)
-    return cluster_of(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
+    return measured_cluster(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
 
 
 def _device() -> torch.device:
@@ -94,8 +93,8 @@ def _device() -> torch.device:
 
 
 def _attempt(name: str, part: Callable[[], dict[str, Any]], found: dict[str, Any]) -> None:
-    """Run one part on all ranks at once; what it finds is kept, why it failed is noted."""
-    if _world() > 1:
+    """Run one part on all ranks at once. Adds its numbers to `found`, or a note why it failed."""
+    if world_size() > 1:
         dist.barrier()
     try:
         answer = part()
@@ -113,7 +112,7 @@ def _attempt(name: str, part: Callable[[], dict[str, Any]], found: dict[str, Any
 
 
 def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is timed, in order. A CPU has no PCIe between itself and its memory."""
+    """The parts by name, in order. PCIe is timed only with a GPU."""
     budget, nbytes = (0.05, QUICK) if quick else (0.25, LARGE)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "memory": lambda: _memory(device),
@@ -131,28 +130,29 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
     }
     if device.type == "cuda":
         parts["PCIe beside CPU AdamW"] = lambda: _beside(device)
-    if _world() > 1:
+    if world_size() > 1:
         parts["collectives"] = lambda: _collectives(device, quick)
     return parts
 
 
-def _pace(
-    look: Callable[[torch.device], dict[str, float]], device: torch.device, so_far: list[dict[str, float]]
+def _sample_host(
+    sample: Callable[[torch.device], dict[str, float]], device: torch.device, samples: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """What the looks between the other parts tell together: a shared host is quiet at one time and not at another."""
-    so_far.append(look(device))
-    return host_pace.together(so_far)
+    """Add a sample of the host's timings and return all samples combined. The load of a shared host changes over time, so
+    it is sampled between the other parts."""
+    samples.append(sample(device))
+    return host_pace.combine(samples)
 
 
 def _beside(device: torch.device) -> dict[str, Any]:
-    """As the engine times them for its share: the cores' update and state both ways over the bus, on the host's memory."""
+    """The CPU's update and PCIe copies in both directions at once, timed as the engine times them for `cpu_share`."""
     rule = rule_of(AdamW())
     cores, bus = at_once(device, rule)
     return {"pcie_beside": 2 * 4 * (1 + rule.slots) / bus, "adamw_beside": cores}
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    host = min(limit.total for limit in limits()) // _local_world()
+    host = min(limit.total for limit in limits()) // local_world_size()
     return {"memory": torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host, "host_memory": host}
 
 
@@ -179,18 +179,18 @@ def _pointwise(device: torch.device, budget: float) -> float:
 
 def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
     rates, note = disk_rates(directory, nbytes), no_disk(directory)
-    free = shutil.disk_usage(directory).free // _local_world()
+    free = shutil.disk_usage(directory).free // local_world_size()
     found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both, "disk": free or None}
     return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
 
 
 def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> Rates:
-    """What the slowest rank reaches while all of them try. Collective."""
-    group = take_group()
+    """The disk rates of the slowest rank while all ranks use the disk. Collective."""
+    group = acquire_group()
     try:
-        found = together(group, lambda: disk_rates(directory, nbytes, seconds))
+        found = gather_results(group, lambda: disk_rates(directory, nbytes, seconds))
     finally:
-        give_group(group)
+        release_group(group)
     at_once = [r.both for r in found if r.both is not None]
     both = min(at_once) if len(at_once) == len(found) else None
     return Rates(min(r.read for r in found), min(r.write for r in found), both)
@@ -203,16 +203,16 @@ def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def _line(kind: CollectiveKind, sizes: list[int], device: torch.device, repeats: int) -> MeasuredCollective:
-    """Latency and bandwidth of one kind, from its times at several sizes."""
-    world = _world()
+    """The latency and bandwidth of one collective, from its times at several sizes."""
+    world = world_size()
     share = {"all_reduce": 2 * (world - 1) / world, "broadcast": 1.0}.get(kind, (world - 1) / world)
     points = [(share * size, timings.collective(kind, size, device, repeats)) for size in sizes]
     latency, slope = fit(points)
-    return MeasuredCollective(kind, world, -(-world // _local_world()), latency, 1 / slope)
+    return MeasuredCollective(kind, world, -(-world // local_world_size()), latency, 1 / slope)
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds = latency + slope × bytes, by least squares of the relative errors; both stay above zero."""
+    """Fit seconds = latency + slope × bytes by least squares of the relative errors. Both are above zero."""
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     x = sum(w * nbytes for w, (nbytes, _) in zip(weights, points, strict=True)) / total
@@ -220,19 +220,19 @@ def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
     up = sum(w * (b - x) * (t - y) for w, (b, t) in zip(weights, points, strict=True))
     slope = up / sum(w * (b - x) ** 2 for w, (b, _) in zip(weights, points, strict=True))
     latency = y - slope * x
-    if latency <= 0 or slope <= 0:  # too noisy for a line: the smallest and the largest say what there is to say
+    if latency <= 0 or slope <= 0:  # too noisy for a line: take the fastest time and the largest size
         return min(t for _, t in points), points[-1][1] / points[-1][0]
     return latency, slope
 
 
-# -- putting it together ------------------------------------------------------------------------------
+# -- combining ranks ----------------------------------------------------------------------------------
 
 
 def _slowest(found: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks agree on: of every number the slowest rank's, of every table the first rank's."""
+    """The numbers for all ranks: of every number the slowest rank's, of every table rank 0's."""
     everyone: list[Any] = [found]
-    if _world() > 1:
-        everyone = [None] * _world()
+    if world_size() > 1:
+        everyone = [None] * world_size()
         dist.all_gather_object(everyone, found)
     values: dict[str, Any] = {}
     for name in everyone[0]:
@@ -244,51 +244,6 @@ def _slowest(found: dict[str, Any]) -> dict[str, Any]:
         elif None not in answers:
             values[name] = max(answers) if name in SECONDS else min(answers)
     return values
-
-
-def cluster_of(device: torch.device, measured: Measured) -> Cluster:
-    """The measured numbers beside the nominal ones of the device they were timed on."""
-    known = known_device(device)
-    if known is None:
-        measured = replace(measured, notes=(*measured.notes, _unknown(measured.machine)))
-        return _unlisted(measured)
-    preset = Cluster.named(f"{_world()}x{known}")
-    return replace(preset, node=_node(preset.node), measured=measured)
-
-
-def _node(nominal: Node) -> Node:
-    """The preset's node, unless the ranks that run say otherwise."""
-    local = _local_world()
-    return replace(nominal, devices=local) if _world() > local or local > nominal.devices else nominal
-
-
-def known_device(device: torch.device) -> str | None:
-    """The preset of this device: the longest known name within the driver's."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return max((d for d in DEVICES if d in name and DEVICES[d].kind == "cuda"), key=len, default=None)
-
-
-def _unknown(machine: str) -> str:
-    return f"no datasheet of {machine} is known here: its nominal numbers are the measured ones, its links those of an l40s"
-
-
-def _unlisted(measured: Measured) -> Cluster:
-    """A device without a preset: its own measured numbers stand in for the datasheet's."""
-    like = Cluster.named(f"{_world()}xl40s")
-    best = max((g.rate for g in measured.gemms), default=like.device.peak.bf16)
-    name = "".join(c for c in measured.machine.lower() if c.isalnum())
-    device = replace(
-        like.device,
-        name=name,
-        memory=measured.memory or like.device.memory,
-        peak=replace(like.device.peak, bf16=best, fp32=None, tf32=None, fp8=None),
-        hbm=measured.hbm or like.device.hbm,
-        efficiency=1.0,
-        hbm_efficiency=1.0,
-    )
-    return replace(like, device=device, node=_node(like.node), measured=measured)
 
 
 def _machine(device: torch.device) -> str:
@@ -303,24 +258,3 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def _dtype_name(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _local_world() -> int:
-    """Ranks on this machine; without torchrun to say so, all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", _world()))
-
-
-def local_cluster(devices: int) -> Cluster:
-    """So many of this machine's device, by their nominal numbers; of a GPU that is not known, an H100's."""
-    kind = device_name(torch.cuda.get_device_name()) or "h100" if torch.cuda.is_available() else "cpu"
-    return Cluster.named(f"{devices}x{kind}")
-
-
-def device_name(words: str) -> str | None:
-    """The known device that a driver's name tells of: `NVIDIA H200` is h200."""
-    joined = words.lower().replace(" ", "")
-    return max((name for name in DEVICES if name in joined), key=len, default=None)

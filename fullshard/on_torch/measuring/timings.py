@@ -1,7 +1,7 @@
-"""Stopwatches for one machine: each function times one thing and returns a number in plain units.
+"""Time single operations on this machine. Each function returns seconds, or a rate per second.
 
-Small, warmed up; medians on a device of its own, on the host the fastest third: whatever else runs there only ever
-adds. Knows nothing of clusters; `measure` decides what to ask and puts the answers together.
+Calls are warmed up first. Times on a GPU are medians. Times on the host are means of the fastest third, because other
+load only ever adds to them. `measure` decides what to time.
 """
 
 import itertools
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-KERNELS = 500
-COLD = 1 << 25  # bytes of operands that calls on a CPU take turns with: more than a core's own caches
-BURST, WRITES = 2e-3, 8  # seconds of calls, and writes of half a GiB (about a millisecond in all) before them
+KERNELS = 500  # launches per burst
+COLD = 1 << 25  # bytes of operands that calls on a CPU alternate over: more than a core's own caches
+BURST, WRITES = 2e-3, 8  # seconds of calls in a burst, and writes of half a GiB (a millisecond in all) before it
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float = 0.2) -> float:
-    """Seconds of a call after two to warm up, from repetitions within about `budget` seconds."""
+    """The seconds of a call. Repeats it for about `budget` seconds after a warm-up."""
     if device.type == "cuda":
         return _device_seconds(call, budget)
     call()
@@ -33,7 +33,7 @@ def fastest(times: list[float]) -> float:
 
 
 def middle(times: list[float]) -> float:
-    """The mean without the quickest and the slowest eighth."""
+    """The mean without the fastest and the slowest eighth."""
     cut = len(times) // 8
     return statistics.mean(sorted(times)[cut : len(times) - cut])
 
@@ -45,10 +45,10 @@ def _host_clock(call: Callable[[], object]) -> float:
 
 
 def _device_seconds(call: Callable[[], object], budget: float) -> float:
-    """The device's own time in bursts of about two milliseconds with plain writes between them, as a training step
-    alternates: a chip that only multiplies grows hot and slow, one that rests is too fast.
+    """The device's time of a call, in bursts of about two milliseconds with writes to memory between them.
 
-    The writes also keep the device busy while the calls are queued, so that the time to launch them does not show.
+    A training step alternates in the same way. A GPU that only multiplies clocks down from heat, and an idle one clocks
+    up. The writes also keep the device busy while calls are queued, so that launch time does not count.
     """
     busy = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
 
@@ -70,9 +70,9 @@ def _device_seconds(call: Callable[[], object], budget: float) -> float:
     return statistics.median(clock(calls, max(3, min(100, int(budget / (one * calls))))))
 
 
-def in_turn(make: Callable[[], Callable[[], object]], nbytes: int, device: torch.device) -> Callable[[], object]:
-    """A call of `nbytes` of operands; on a CPU one of several in turn, so that no cache holds them, as in a step. On a
-    GPU the writes between bursts do that."""
+def alternate(make: Callable[[], Callable[[], object]], nbytes: int, device: torch.device) -> Callable[[], object]:
+    """A call with `nbytes` of operands that are not in a cache, as in a step. On a CPU it alternates over several sets of
+    operands. On a GPU the writes between bursts clear the cache."""
     if device.type == "cuda":
         return make()
     calls = itertools.cycle([make() for _ in range(max(1, COLD // nbytes))])
@@ -83,22 +83,22 @@ def in_turn(make: Callable[[], Callable[[], object]], nbytes: int, device: torch
 
 
 def gemm(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
-    """Seconds of an m × k by k × n product."""
+    """Seconds of the product of m × k and k × n matrices."""
 
     def product() -> Callable[[], object]:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-        if device.type == "cpu":  # where memory for results is found anew each time, and that takes its time
+        if device.type == "cpu":  # allocating the result takes time on a CPU, so it counts
             return lambda: torch.mm(a, b)
         out = torch.empty(m, n, device=device, dtype=dtype)
         return lambda: torch.mm(a, b, out=out)
 
-    return seconds(in_turn(product, 4 * (m * k + k * n), device), device, budget)
+    return seconds(alternate(product, 4 * (m * k + k * n), device), device, budget)
 
 
 def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, budget: float) -> tuple[float, float]:
-    """Flops a second of causal attention forward and backward; `shape` is batch, heads, sequence, head width."""
+    """Flops per second of causal attention, forward and backward. `shape`: batch, heads, sequence, head dim."""
     batch, heads, sequence, width = shape
-    flops = 2.0 * batch * heads * sequence * sequence * width  # two products, of which causal attention needs half
+    flops = 2.0 * batch * heads * sequence * sequence * width  # two products; causal attention needs half of each
 
     def forward() -> Callable[[], object]:
         q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
@@ -111,13 +111,13 @@ def attention(shape: tuple[int, int, int, int], device: torch.device, dtype: tor
         return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
     nbytes = 12 * batch * heads * sequence * width
-    ahead, back = (seconds(in_turn(make, nbytes, device), device, budget) for make in (forward, backward))
-    return flops / ahead, 2.5 * flops / back  # backward has five products to forward's two
+    times = [seconds(alternate(make, nbytes, device), device, budget) for make in (forward, backward)]
+    return flops / times[0], 2.5 * flops / times[1]  # backward has five products, forward two
 
 
 def pointwise(rows: int, device: torch.device, dtype: torch.dtype, budget: float) -> float:
-    """Bytes a second that the small change of a transformer's block moves: a gate, a sum, a norm, a rotation with
-    its casts and broadcasts, a transposed copy. Every operand of every kernel counts."""
+    """Bytes per second of the pointwise kernels of a transformer block: a gate, a sum, a norm, a rotation with its casts
+    and broadcasts, a transposed copy. Every operand of every kernel counts."""
     width, heads = 2048, 16
     x, gate = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     split = x.view(1, rows, heads, -1).transpose(1, 2)
@@ -138,7 +138,7 @@ def pointwise(rows: int, device: torch.device, dtype: torch.dtype, budget: float
 
 
 def launch(device: torch.device, bursts: int = 9) -> float:
-    """Seconds from one tiny kernel to the next, as an eager program issues them: the fastest of so many bursts."""
+    """Seconds per launch of tiny kernels in eager mode, from the fastest of `bursts` bursts."""
     x = torch.zeros(8, device=device)
 
     def burst() -> None:
@@ -155,13 +155,13 @@ def launch(device: torch.device, bursts: int = 9) -> float:
 
 
 def copy_rate(nbytes: int, device: torch.device, budget: float) -> float:
-    """Bytes a second that a copy within one memory reads and writes."""
+    """Bytes per second that a copy within one memory reads and writes."""
     source, target = (torch.ones(nbytes // 4, device=device) for _ in range(2))
     return 2 * nbytes / seconds(lambda: target.copy_(source), device, budget)
 
 
 def pcie(nbytes: int) -> tuple[float, float, float]:
-    """Bytes a second from pinned host memory to the device, back, and the sum of both at once."""
+    """Bytes per second between pinned host memory and the device: up, down, and the sum of both at once."""
     host = [torch.ones(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.ones(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -178,13 +178,13 @@ def pcie(nbytes: int) -> tuple[float, float, float]:
 
         return call
 
-    cpu = torch.device("cpu")  # each call waits for its copies, so the host's clock sees all of them
+    cpu = torch.device("cpu")  # each call waits for its copies, so the host's clock is right
     up, down, both = (seconds(move(*way), cpu) for way in ((True, False), (False, True), (True, True)))
     return nbytes / up, nbytes / down, 2 * nbytes / both
 
 
 def adamw(parameters: int, budget: float) -> float:
-    """Seconds a parameter of torch's fused AdamW on the host."""
+    """Seconds per parameter of torch's fused AdamW on the host."""
     weight = torch.nn.Parameter(torch.ones(parameters))
     weight.grad = torch.ones(parameters)
     optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
@@ -195,11 +195,11 @@ def adamw(parameters: int, budget: float) -> float:
 
 
 def collective(kind: str, nbytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of one collective over all ranks, whole tensor `nbytes`: the median of calls, on a GPU of the slowest
-    rank, on a CPU of the ranks' mean, because there they come late by turns."""
+    """Seconds of one collective over all ranks, for a full tensor of `nbytes`: the median over repeats. A repeat counts by
+    its slowest rank on GPUs, and by the mean of the ranks on CPUs, where a different rank is late each time."""
     call = _collective(kind, nbytes // 4, device)
     call()
-    times = torch.tensor([_together(call, device) for _ in range(repeats)], dtype=torch.float64, device=device)
+    times = torch.tensor([_time_on_all_ranks(call, device) for _ in range(repeats)], dtype=torch.float64, device=device)
     if device.type == "cuda":
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return float(times.median())
@@ -211,30 +211,31 @@ def _collective(kind: str, elements: int, device: torch.device) -> Callable[[], 
     world = dist.get_world_size()
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    whole = torch.ones(elements // world * world, device=device)
+    full = torch.ones(elements // world * world, device=device)
     part = torch.ones(elements // world, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: gather(torch.empty_like(whole), part),  # anew, as FSDP does
-        "reduce_scatter": lambda: scatter(torch.empty_like(part), whole),
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_gather": lambda: gather(torch.empty_like(full), part),  # allocates its output, as FSDP does
+        "reduce_scatter": lambda: scatter(torch.empty_like(part), full),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "broadcast": lambda: dist.broadcast(full, 0),
     }
     return calls[kind]
 
 
-def _work() -> None:
-    """A few milliseconds of a step: after it gloo's threads sleep, caches are others', and ranks are not in step."""
+def _compute() -> None:
+    """A few milliseconds of compute, as in a step: then gloo's threads are asleep, caches are cold, and ranks are not in
+    lockstep."""
     x = torch.ones(1 << 20)
     for _ in range(4):
         torch.mm(x.view(1024, 1024)[:256], x.view(1024, 1024))
         x = x * 1.0
 
 
-def _together(call: Callable[[], object], device: torch.device) -> float:
-    """One call that all ranks begin at the same time, until it is done on the device."""
+def _time_on_all_ranks(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call that all ranks begin at the same time, until it is done on the device."""
     dist.barrier()
     if device.type == "cpu":
-        _work()
+        _compute()
         return _host_clock(call)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

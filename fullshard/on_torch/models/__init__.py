@@ -1,4 +1,4 @@
-"""Built-in models: plain modules that know nothing of sharding."""
+"""Built-in models: plain modules, written without any sharding."""
 
 from torch import nn
 
@@ -10,6 +10,6 @@ __all__ = ["GPT", "Llama", "build"]
 
 
 def build(name: str) -> nn.Module:
-    """The preset called `name`, on whatever device is the default (`meta`, usually)."""
+    """Build the preset `name` on the default device (usually `meta`)."""
     size = preset(name)
     return Llama(size) if isinstance(size, LlamaSize) else GPT(size)

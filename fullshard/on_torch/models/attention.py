@@ -1,4 +1,4 @@
-"""Attention as the built-in models share it: causal, and kept inside documents where positions restart."""
+"""The attention of the built-in models: causal, and within one document where positions restart at 0."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Mask = Tensor | BlockMask
 
 
 def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Mask | None = None, dropout: float = 0.0) -> Tensor:
-    """Causal attention; with a mask, only what the mask shows. Keys and values may have fewer heads."""
+    """Causal attention, or masked attention if a mask is given. Keys and values may have fewer heads than queries."""
     if isinstance(mask, BlockMask):
         return _compiled_flex()(q_BHTD, k_BHTD, v_BHTD, block_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(
@@ -22,10 +22,10 @@ def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Mask | None = N
 
 
 def document_mask(position_ids_BT: Tensor, *, dropout: float = 0.0) -> Mask:
-    """Each token sees its own document up to itself. A document begins where positions restart at 0.
+    """A mask under which each token sees its own document up to itself. A document begins where positions restart at 0.
 
-    On a GPU the mask is one of blocks, so that whole blocks between documents are never computed; flex
-    attention knows no dropout, then the mask is written out.
+    On a GPU this is a block mask: flex attention skips blocks that are fully masked. Flex attention has no dropout, so
+    with dropout the mask is a plain tensor.
     """
     document_BT = (position_ids_BT == 0).cumsum(-1)
     B, T = document_BT.shape
@@ -41,5 +41,5 @@ def document_mask(position_ids_BT: Tensor, *, dropout: float = 0.0) -> Mask:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compiled, or it would write all scores out."""
+    """Flex attention, compiled. Uncompiled it would store the whole score matrix."""
     return torch.compile(flex_attention)

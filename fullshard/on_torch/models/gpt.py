@@ -1,4 +1,4 @@
-"""The GPT of the source documents: learned positions, LayerNorm, GELU. Shapes as in `llama`."""
+"""A plain GPT: learned positions, LayerNorm, GELU. Shapes: B batch, T sequence, D dim, H heads."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from fullshard.model.presets import GPTSize
 from fullshard.on_torch.models.attention import Mask, attend, document_mask
 
 
-class Attention(nn.Module):
+class GPTAttention(nn.Module):
     def __init__(self, size: GPTSize):
         super().__init__()
         self.head_dim = size.dim // size.heads
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         return self.resid_dropout(self.wo(out_BHTD.transpose(1, 2).reshape(B, T, -1)))
 
 
-class FeedForward(nn.Module):
+class GPTFeedForward(nn.Module):
     def __init__(self, size: GPTSize):
         super().__init__()
         self.w1 = nn.Linear(size.dim, size.ffn)
@@ -38,13 +38,13 @@ class FeedForward(nn.Module):
         return self.resid_dropout(self.w2(F.gelu(self.w1(x))))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self, size: GPTSize):
         super().__init__()
         self.attention_norm = nn.LayerNorm(size.dim)
-        self.attention = Attention(size)
+        self.attention = GPTAttention(size)
         self.ffn_norm = nn.LayerNorm(size.dim)
-        self.feed_forward = FeedForward(size)
+        self.feed_forward = GPTFeedForward(size)
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), mask)
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids in, logits out. Where `position_ids` restart at 0 a document begins, and attention with it."""
+    """Token ids in, logits out. A document begins where `position_ids` is 0; attention never crosses documents."""
 
     def __init__(self, size: GPTSize):
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.tok_embeddings = nn.Embedding(size.vocab, size.dim)
         self.pos_embeddings = nn.Embedding(size.sequence, size.dim)
         self.dropout = nn.Dropout(size.dropout)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(GPTBlock(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.dim)
         self.output = nn.Linear(size.dim, size.vocab, bias=False)
         if size.tied:

@@ -1,7 +1,7 @@
 """A plain Llama: RMSNorm, RoPE, SwiGLU, grouped-query attention.
 
-Parameter names and the rotation of heads are those of Hugging Face's `LlamaForCausalLM`, so that its
-checkpoints load and ours export without any mapping. Shapes: B batch, T sequence, D dim, H heads.
+Parameter names and the rotary layout are those of Hugging Face's `LlamaForCausalLM`, so checkpoints load and
+export without renaming. Shapes: B batch, T sequence, D dim, H heads.
 """
 
 import torch
@@ -13,19 +13,22 @@ from fullshard.on_torch.models.attention import Mask, attend, document_mask
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and frequency. Computed, not stored: a buffer would be one more
-    thing that meta initialisation can leave unset."""
+    """The cosine and sine of every position and frequency.
+
+    Computed in each forward. A stored buffer could be left uninitialised when the model comes from the meta device.
+    """
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding, pairing the first half of a head with the second."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     def __init__(self, size: LlamaSize):
         super().__init__()
         self.head_dim = size.head_dim
@@ -37,14 +40,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> Tensor:
         B, T, _ = x.shape
-        # -1 heads: on a tensor-parallel rank these are that rank's heads.
+        # -1: a tensor-parallel rank has only its own part of the heads.
         q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out_BHTD = attend(q, k, v, mask)
         return self.o_proj(out_BHTD.transpose(1, 2).reshape(B, T, -1))
 
 
-class FeedForward(nn.Module):
+class LlamaFeedForward(nn.Module):
     def __init__(self, size: LlamaSize):
         super().__init__()
         self.gate_proj = nn.Linear(size.dim, size.ffn, bias=False)
@@ -55,11 +58,11 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, size: LlamaSize):
         super().__init__()
-        self.self_attn = Attention(size)
-        self.mlp = FeedForward(size)
+        self.self_attn = LlamaAttention(size)
+        self.mlp = LlamaFeedForward(size)
         self.input_layernorm = nn.RMSNorm(size.dim, eps=size.eps)
         self.post_attention_layernorm = nn.RMSNorm(size.dim, eps=size.eps)
 
@@ -68,12 +71,12 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
+class LlamaDecoder(nn.Module):
     def __init__(self, size: LlamaSize):
         super().__init__()
         self.size = size
         self.embed_tokens = nn.Embedding(size.vocab, size.dim)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.layers = nn.ModuleList(LlamaBlock(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=size.eps)
 
     def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -89,12 +92,12 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids in, logits out. Where `position_ids` restart at 0 a document begins, and attention with it."""
+    """Token ids in, logits out. A document begins where `position_ids` is 0; attention never crosses documents."""
 
     def __init__(self, size: LlamaSize):
         super().__init__()
         self.size = size
-        self.model = Decoder(size)
+        self.model = LlamaDecoder(size)
         self.lm_head = nn.Linear(size.dim, size.vocab, bias=False)
         if size.tied:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.offload.events import Moment, Stream
 from fullshard.on_torch.offload.stores.resting import Resting
 from fullshard.on_torch.offload.units import Away, gradient_dtype, local
@@ -35,7 +35,7 @@ from fullshard.on_torch.offload.updates.lane import Lane
 from fullshard.on_torch.offload.updates.lane_memory import make_staging, make_trays, widen_trays
 from fullshard.on_torch.offload.updates.threads import Crew
 from fullshard.on_torch.offload.updates.unit_update import Go, Job
-from fullshard.on_torch.private import keep_reductions_off_the_bus
+from fullshard.on_torch.private import avoid_reduction_uploads
 from fullshard.on_torch.sharded_optimizer import copies_of
 from fullshard.plan import Plan
 from fullshard.storage.host import Arena, room
@@ -60,7 +60,7 @@ class Tiered:
         self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
         self.units, self.groups = resting.units, resting.groups
         self.places = {id(p): (a, i) for a in self.units for i, p in enumerate(a.params)}
-        self.dtype, self.master = gradient_dtype(plan), TORCH[plan.precision.master]
+        self.dtype, self.master = gradient_dtype(plan), PLAN_DTYPES[plan.precision.master]
         self.steps = {id(a): [0] * a.trained for a in self.units}
         self.jobs: dict[int, Job] = {}  # the last one of each unit
         self.coming: dict[int, Job] = {}  # those that wait for the norm
@@ -79,7 +79,7 @@ class Tiered:
         self.drains: dict[int, Tensor] = {}
         self._lanes()
         self._hook()
-        keep_reductions_off_the_bus()
+        avoid_reduction_uploads()
         resting.watch(_weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and go when the state goes.
         self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.streamed.back, self.cores.crew, self.cores.post)

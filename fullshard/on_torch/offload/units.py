@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.on_torch.dtypes import TORCH
-from fullshard.on_torch.private import GatherGroup, same_cut
+from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.private import GatherGroup, dtensor_like
 from fullshard.on_torch.shard_ranges import local_part
 from fullshard.plan import Plan, Unit
 from fullshard.update_pieces import Lane, cut
@@ -126,7 +126,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
     """A tensor cut like `p`, of which this rank's part is `part`, wherever that lies."""
-    return same_cut(p, part) if isinstance(p, DTensor) else part
+    return dtensor_like(p, part) if isinstance(p, DTensor) else part
 
 
 def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
@@ -139,4 +139,4 @@ def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
 
 def gradient_dtype(plan: Plan) -> torch.dtype:
     """Of the gradients of an away unit."""
-    return TORCH[plan.away_gradients]
+    return PLAN_DTYPES[plan.away_gradients]

@@ -38,7 +38,7 @@ class ImageBuffer:
 class FileImage:
     """A file's bytes in memory. Created once for a layout and filled at each save.
 
-    `targets[i]` is the memory of item i. `groups` are slices of items that are copied together, `group_targets` their
+    `targets[i]` is the memory of item i. `groups` are slices of items that are copied gather_results, `group_targets` their
     memory, and `group_bytes` the same as bytes; the header belongs to the first group.
     """
 

@@ -19,14 +19,7 @@ from fullshard.checkpoint.manifest import Chunk, chunk_name
 from fullshard.checkpoint.safetensors import make_header
 from fullshard.direct_io import ALIGNMENT
 from fullshard.errors import FullshardError
-
-SAFETENSORS_DTYPE = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-TORCH_DTYPE = {name: dtype for dtype, name in SAFETENSORS_DTYPE.items()}
+from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
 
 
 class StoredItem(Protocol):
@@ -117,9 +110,9 @@ def name_in_file(item: WriteItem) -> str:
 
 def safetensors_dtype(item: WriteItem) -> str:
     dtype = dtype_of(item)
-    if dtype not in SAFETENSORS_DTYPE:
+    if dtype not in SAFETENSORS_NAMES:
         raise FullshardError(f"{item.index.fqn} is {str(dtype)[6:]}, which safetensors does not support; convert it first")
-    return SAFETENSORS_DTYPE[dtype]
+    return SAFETENSORS_NAMES[dtype]
 
 
 # -- plans --------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
-from fullshard.on_torch.saving.file_layout import SAFETENSORS_DTYPE, ShardFile
+from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
+from fullshard.on_torch.saving.file_layout import ShardFile
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def tensor_records(
     for name, found in sorted(metadata.state_dict_metadata.items()):
         assert isinstance(found, TensorStorageMetadata)
         ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
-        tensors[name] = TensorRecord(tuple(found.size), SAFETENSORS_DTYPE[found.properties.dtype], ordered)
+        tensors[name] = TensorRecord(tuple(found.size), SAFETENSORS_NAMES[found.properties.dtype], ordered)
     return tensors
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import SavePlan
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.place import Local, Place
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import decide, gather, together
+from fullshard.on_torch.agree import decide, gather, gather_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find_nodes(checkpoint_dir: Place, group: dist.ProcessGroup) -> Nodes:
         return Nodes((0,) * world, rank == 0)
     nonce = decide(group, commit.new_nonce)
     prefix = f"{commit.PROBE}{nonce}-"
-    together(group, lambda: _touch(checkpoint_dir, f"{prefix}{rank}"))
+    gather_results(group, lambda: _touch(checkpoint_dir, f"{prefix}{rank}"))
     visible = sorted(int(n.removeprefix(prefix)) for n in checkpoint_dir.files() if n.startswith(prefix))
     seen = gather(group, tuple(visible))
     checkpoint_dir.remove_file(f"{prefix}{rank}")

@@ -18,10 +18,10 @@ from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import attempt, gather, give_group, take_group, together
+from fullshard.on_torch.agree import acquire_group, attempt, gather, gather_results, release_group
+from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.saving import state_tensors
-from fullshard.on_torch.saving.file_layout import SAFETENSORS_DTYPE, TORCH_DTYPE
 from fullshard.on_torch.saving.nodes import Nodes, find_nodes_by_listing
 from fullshard.on_torch.state import State
 
@@ -33,11 +33,11 @@ def load_checkpoint(
 
     `verified`: the caller has already compared the checksums.
     """
-    group = take_group()
+    group = acquire_group()
     try:
         return _load(group, where, state, allow_missing, verified)
     finally:
-        give_group(group)
+        release_group(group)
 
 
 def _load(
@@ -48,7 +48,7 @@ def _load(
         nodes = find_nodes_by_listing(place, group)
         if found := find_damage(place, group, nodes):
             raise FullshardError(f"{found[0]}; use another checkpoint")
-    return together(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
+    return gather_results(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
 
 
 def find_on_all_ranks(where: str | Path, group: dist.ProcessGroup) -> Place:
@@ -98,7 +98,7 @@ def _fill_tensors(
     targets = state_tensors.model_tensors(state.model, values)
     expected = state_tensors.shapes_and_dtypes(targets)
     slots = state_tensors.expected_slots(state, saved.get("without_slots", []))
-    expected |= {n: (tuple(shape), SAFETENSORS_DTYPE[dtype]) for n, (shape, dtype) in slots.items()}
+    expected |= {n: (tuple(shape), SAFETENSORS_NAMES[dtype]) for n, (shape, dtype) in slots.items()}
     if state.optimizer is None:  # to evaluate or export, the weights are enough
         tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
@@ -118,7 +118,7 @@ def _read(checkpoint: Checkpoint, targets: dict[str, Tensor]) -> None:
         record, chunk = chunks[item.storage_index]
         first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]
         box = [(a, a + n) for a, n in zip(first, item.lengths, strict=True)]
-        part = torch.empty(tuple(item.lengths), dtype=TORCH_DTYPE[record.dtype])
+        part = torch.empty(tuple(item.lengths), dtype=SAFETENSORS_DTYPES[record.dtype])
         checkpoint.read_chunk(chunk, box, record.item_bytes, part.reshape(-1).view(torch.uint8).numpy().data)
         target = planner.resolve_tensor(item)
         target.detach().copy_(part)
@@ -129,10 +129,10 @@ def _dcp_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
     """The manifest's tensors as DCP's load planner expects them."""
     found: dict[str, Any] = {}
     for name, record in tensors.items():
-        if record.dtype not in TORCH_DTYPE:
+        if record.dtype not in SAFETENSORS_DTYPES:
             raise FullshardError(f"{name} is {record.dtype}, which torch has no dtype for")
         chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in record.chunks]
-        properties = TensorProperties(dtype=TORCH_DTYPE[record.dtype])
+        properties = TensorProperties(dtype=SAFETENSORS_DTYPES[record.dtype])
         found[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
     return Metadata(found)
 

@@ -24,7 +24,16 @@ from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.pruning import Inventory
 from fullshard.checkpoint.retention import CheckpointSummary, Retention
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import attempt, decide, gather, give_group, settle, take_group, tally, together
+from fullshard.on_torch.agree import (
+    acquire_group,
+    attempt,
+    decide,
+    gather,
+    gather_integers,
+    gather_results,
+    gather_then_finish,
+    release_group,
+)
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.background import Background
 from fullshard.on_torch.saving.manifest_records import ManifestFields, file_records, make_manifest
@@ -98,7 +107,7 @@ class Checkpointer:
         self.checkpoint_dir, self.state, self.keep = open_place(checkpoint_dir), state, keep
         self.inventory: Inventory | None = None  # read when retention first runs
         self.verified: set[str] = set()  # checkpoints whose checksums were compared before that
-        self.group = take_group()
+        self.group = acquire_group()
         self.nodes = find_nodes(self.checkpoint_dir, self.group)
         self.lease: Lease | None = None  # on the leader of each node
         self._take_lease(run)
@@ -155,7 +164,7 @@ class Checkpointer:
         self.background.close()
         self.staging.close()
         self.release()
-        give_group(self.group)
+        release_group(self.group)
 
     def release(self) -> None:
         """Give up the lease. Not collective: for when other ranks are gone and `close` cannot be called."""
@@ -173,10 +182,10 @@ class Checkpointer:
             return []
 
         try:
-            tally(self.group, take, 0)
+            gather_integers(self.group, take, 0)
         except FullshardError:
             self.release()
-            give_group(self.group)
+            release_group(self.group)
             raise
 
     # -- writing ---------------------------------------------------------------------------------------
@@ -201,10 +210,10 @@ class Checkpointer:
         try:
             with contextlib.ExitStack() as locks:
                 if isinstance(self.checkpoint_dir, Local):
-                    settle(self.group, self.nodes.leaders, lambda: self._begin(locks, pending) + write(), 3, finish)
+                    gather_then_finish(self.group, self.nodes.leaders, lambda: self._begin(locks, pending) + write(), 3, finish)
                 else:  # the leader removes what is left of an old checkpoint before any rank writes
-                    began = tally(self.group, lambda: self._begin(locks, pending) if self.nodes.is_leader else [0], 1)
-                    settle(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
+                    began = gather_integers(self.group, lambda: self._begin(locks, pending) if self.nodes.is_leader else [0], 1)
+                    gather_then_finish(self.group, self.nodes.leaders, lambda: began[0] + write(), 3, finish)
         except FullshardError:
             lease_lost, not_finite = isinstance(self.failure, LeaseLostError), isinstance(self.failure, NotFiniteError)
             if self.nodes.is_leader and not lease_lost:
@@ -293,7 +302,7 @@ class Checkpointer:
 
     def sweep(self) -> None:
         """Remove what killed runs left behind."""
-        together(self.group, lambda: commit.sweep(self.checkpoint_dir) if self.nodes.is_leader else None)
+        gather_results(self.group, lambda: commit.sweep(self.checkpoint_dir) if self.nodes.is_leader else None)
 
     def discard(self, step: int) -> None:
         """Remove the checkpoint of a step."""
@@ -305,7 +314,7 @@ class Checkpointer:
             if self.inventory:
                 self.inventory.forget(name)
 
-        together(self.group, lambda: remove() if self.nodes.is_leader else None)
+        gather_results(self.group, lambda: remove() if self.nodes.is_leader else None)
 
     def names(self) -> list[str]:
         """The checkpoints that this rank sees. Not collective."""
@@ -316,7 +325,7 @@ class Checkpointer:
         size = state_tensors.checkpoint_bytes(self.state) // self.nodes.count + HEADERS
         missing = max(0, count - len(self.names())) * size
         what = f"{count} checkpoints of {bytes_text(size)}"
-        together(self.group, lambda: refuse_full(self.checkpoint_dir, missing, what) if self.nodes.is_leader else None)
+        gather_results(self.group, lambda: refuse_full(self.checkpoint_dir, missing, what) if self.nodes.is_leader else None)
 
     def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
         """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer."""

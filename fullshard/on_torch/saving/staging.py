@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from fullshard.checkpoint.manifest import TensorRecord, field_text, shard_name, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import decide, tally, together
+from fullshard.on_torch.agree import decide, gather_integers, gather_results
 from fullshard.on_torch.offload.events import Moment, Stream
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
@@ -186,7 +186,7 @@ class Staging:
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         rank = dist.get_rank()
         self.planner.set_up_planner(tensors, None, rank == 0)
-        local = together(self.group, lambda: without_empty_items(self.planner.create_local_plan()))
+        local = gather_results(self.group, lambda: without_empty_items(self.planner.create_local_plan()))
         plans, metadata = decide(self.group, lambda: self.planner.create_global_plan(local))
         if self.nodes.count > 1:  # each disk gets all that its ranks hold
             plans = once_per_node(local, self.nodes)
@@ -194,7 +194,7 @@ class Staging:
         self.node_bytes = sum(planned_bytes(p) for p, n in zip(plans, self.nodes.of_rank, strict=True) if n == node)
         self.layout = FileLayout(self.planner.finish_plan(plans[rank]).items)
         self.file = shard_name(rank, dist.get_world_size())
-        self.files: list[ShardFile] = together(self.group, lambda: self.layout.shard_file(self.file))
+        self.files: list[ShardFile] = gather_results(self.group, lambda: self.layout.shard_file(self.file))
         self.records: dict[str, TensorRecord] = {}
         self.manifest_texts: dict[str, str] = {}  # the fields of the manifest that are the same at every save
         if self.nodes.is_leader:
@@ -205,7 +205,7 @@ class Staging:
 
     def _make_room(self) -> None:
         """Allocate the image on all ranks, or set `in_place` on all if one has no room."""
-        rows = tally(self.group, lambda: [self.layout.nbytes, self._room()], 2)
+        rows = gather_integers(self.group, lambda: [self.layout.nbytes, self._room()], 2)
         short = [(needed, room) for needed, room in rows if needed > room]
         self.in_place = bool(short)
         self._drop_image()
@@ -217,7 +217,7 @@ class Staging:
             )
             self.buffer.close()
         else:
-            tally(self.group, self._make_image, 0)
+            gather_integers(self.group, self._make_image, 0)
 
     def _room(self) -> int:
         """Bytes that this rank's image may take; a sixteenth of the host's memory stays free."""

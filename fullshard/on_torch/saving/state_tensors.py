@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import TORCH as PLAN_DTYPE
+from fullshard.on_torch.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.private import persistent_buffers
-from fullshard.on_torch.saving.file_layout import SAFETENSORS_DTYPE, TORCH_DTYPE
 from fullshard.on_torch.state import State
 from fullshard.plan import Plan
 
@@ -127,7 +126,7 @@ def expected_slots(state: State, without: list[str] | str) -> dict[str, tuple[to
     """Shape and dtype of the optimizer's tensors after a step. `without`: parameters that have none, or `all`."""
     if state.optimizer is None or without == "all":
         return {}
-    types = slot_types(state.optimizer, PLAN_DTYPE[state.plan.precision.master])
+    types = slot_types(state.optimizer, PLAN_DTYPES[state.plan.precision.master])
     found = {}
     for name, p in _trained(state).items():
         for key, (like_parameter, dtype) in types.items() if name not in without else ():
@@ -138,20 +137,20 @@ def expected_slots(state: State, without: list[str] | str) -> dict[str, tuple[to
 
 def checkpoint_bytes(state: State) -> int:
     """The size of a checkpoint of this state, without headers and manifest."""
-    master = PLAN_DTYPE[state.plan.precision.master].itemsize
+    master = PLAN_DTYPES[state.plan.precision.master].itemsize
     tensors = model_tensors(state.model).values()
     weights = sum(t.numel() * (master if isinstance(t, nn.Parameter) else t.element_size()) for t in tensors)
     return weights + sum(shape.numel() * dtype.itemsize for shape, dtype in expected_slots(state, []).values())
 
 
 def shapes_and_dtypes(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {n: (tuple(t.shape), SAFETENSORS_DTYPE[t.dtype]) for n, t in tensors.items()}
+    return {n: (tuple(t.shape), SAFETENSORS_NAMES[t.dtype]) for n, t in tensors.items()}
 
 
 def weights_of(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each weight in a checkpoint of this model under this plan. The model may be on meta."""
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
-    master = SAFETENSORS_DTYPE[PLAN_DTYPE[plan.precision.master]]
+    master = SAFETENSORS_NAMES[PLAN_DTYPES[plan.precision.master]]
     found = shapes_and_dtypes(model_tensors(model))
     return {n: (shape, master if n in parameters else dtype) for n, (shape, dtype) in found.items()}
 
@@ -172,7 +171,7 @@ def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, d
 
 def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tensor:
     assert state.optimizer is not None
-    dtype = TORCH_DTYPE[record.dtype]
+    dtype = SAFETENSORS_DTYPES[record.dtype]
     if state.tiers and state.tiers.holds(p):  # offloaded state has its memory already
         existing = slots_of(state, p).get(key)
         return existing if isinstance(existing, Tensor) else torch.zeros(record.shape, dtype=dtype)

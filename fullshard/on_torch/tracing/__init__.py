@@ -1,1 +1,1 @@
-"""What a module costs, from traces on meta tensors."""
+"""The costs of a model, traced on meta tensors."""

@@ -1,7 +1,7 @@
-"""What CUDA kernels do that a trace on meta tensors does not show.
+"""What CUDA kernels do that meta tensors do not show.
 
-`StandIns` puts the fused kernel that CUDA would run in place of what torch runs without one; `hidden` gives
-the temporaries that a kernel allocates and frees inside; `work` its flops and bytes.
+`FusedKernels` replaces functions by the fused kernel that CUDA would run. `workspace` is the temporary memory of a
+kernel, `kernel_work` its flops and bytes.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,23 @@ from fullshard.model.costs import OpKind
 from fullshard.on_torch.private import run_backward
 
 aten = torch.ops.aten
+KernelWork = tuple[OpKind, int, int, tuple[int, ...]]  # kind, flops, bytes moved, (m, n, k)
 
 # -- fused kernels ---------------------------------------------------------------------------------------
 
 
-class StandIns(TorchFunctionMode):
-    """Inside, functions with a fused CUDA kernel allocate and save what that kernel does."""
+class FusedKernels(TorchFunctionMode):
+    """A function mode in which functions with a fused CUDA kernel allocate and save what that kernel does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
         if func is torch.Tensor.backward:
-            with self:  # a mode is silent while it answers, and remat runs the model again in backward
+            with self:  # a mode is off while it handles a call, but remat runs the model again in backward
                 return run_backward(args[0])
-        stand_in = STAND_INS.get(func)
-        return func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        fused = FUSED_KERNELS.get(func)
+        return func(*args, **kwargs) if fused is None else fused(*args, **kwargs)
 
 
 def _attention(
@@ -45,19 +46,21 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that CUDA chooses on Hopper: cuDNN's in half precision, else the memory-efficient one."""
-    wants = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    """The kernel that torch chooses on Hopper: cuDNN's in half precision, else the memory-efficient one."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         bias = _bias(attn_mask, q)
-        return aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, wants, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
     if q.shape[1] != k.shape[1] or attn_mask is not None:  # no fused kernel takes these
-        return _products(q, k, v, attn_mask, dropout_p, is_causal, scale)
-    return aten._scaled_dot_product_efficient_attention.default(q, k, v, None, wants, dropout_p, is_causal, scale=scale)[0]
+        return _unfused_attention(q, k, v, attn_mask, dropout_p, is_causal, scale)
+    return aten._scaled_dot_product_efficient_attention.default(q, k, v, None, needs_grad, dropout_p, is_causal, scale=scale)[0]
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None) -> Tensor:
-    """Matrix products and a softmax, in the order of torch's attention.cpp. Seeing a dispatch mode, torch itself would
-    not add the mask in place."""
+def _unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """Matrix products and a softmax, in the order of torch's attention.cpp. Under a dispatch mode torch itself does not add
+    the mask in place."""
     half = (scale or q.shape[-1] ** -0.5) ** 0.5
     q = q * half
     if causal:
@@ -75,14 +78,14 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: flo
 
 
 def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask of booleans becomes one of numbers, which is kept for backward."""
+    """A boolean mask is converted to the compute dtype, and that is kept for backward."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm: saves its input, its weight and one float a row."""
+    """aten::_fused_rms_norm: saves its input, its weight and one float per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -97,12 +100,11 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-        # The kernel leaves a row of partial sums for each tile of rows, then adds them up.
         return grad_x, torch.empty_like(weight) if weight is not None and wanted[1] else None, None
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    if weight is not None and weight.dtype is not x.dtype:  # CUDA, too, falls back on the parts
+    if weight is not None and weight.dtype is not x.dtype:  # not fused on CUDA either
         return F.rms_norm(x, shape, weight, eps)
     return _RMSNorm.apply(x, weight, len(shape))
 
@@ -113,60 +115,60 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return aten.native_dropout.default(x, p, True)[0]
 
 
-STAND_INS: dict[Any, Callable[..., Any]] = {
+FUSED_KERNELS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.rms_norm: _rms_norm,
     F.dropout: _dropout,
 }
 
-# -- hidden temporaries ------------------------------------------------------------------------------------
+# -- workspaces ----------------------------------------------------------------------------------------------
 
-Hidden = tuple[str, tuple[int, ...]]  # the name of a function of `fullshard.model.kernel_workspace`, and its arguments
+Workspace = tuple[str, tuple[int, ...]]  # the name of a function in `fullshard.model.kernel_workspace`, and its arguments
 
 
-def hidden(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden | None:
-    """What the kernel `name` allocates for itself."""
-    rule = HIDDEN.get(name)
+def workspace(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace | None:
+    """The temporary memory that the kernel `name` allocates and frees; None if it allocates none."""
+    rule = WORKSPACE_RULES.get(name)
     return rule(args, outputs) if rule else None
 
 
-def _attention_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _attention_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     _, q, k = args[:3]
     b, h, t, d = q.shape
     return "attention_backward", (b, h, k.shape[1], t, k.shape[2], d, q.element_size())
 
 
-def _efficient_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _efficient_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     return "efficient_attention_backward", tuple(args[1].shape)
 
 
-def _safe_softmax(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _safe_softmax(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     columns = outputs[0].shape[-1]
     return "safe_softmax", (outputs[0].numel() // columns, columns)
 
 
-def _softmax_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _softmax_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     return "softmax_backward", (args[0].numel(), args[0].element_size())
 
 
-def _embedding_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _embedding_backward(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     grad, indices, rows = args[:3]
     return "embedding_backward", (indices.numel(), rows, grad.shape[-1])
 
 
-def _sum(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden | None:
-    """A bias's gradient: the sum over all dims but the last."""
+def _sum(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace | None:
+    """The gradient of a bias: a sum over all dims but the last."""
     source, dims = args[0], args[1] if len(args) > 1 else None
     if not dims or source.ndim < 2 or {d % source.ndim for d in dims} != set(range(source.ndim - 1)):
         return None
     return "sum_rows", (source.numel() // source.shape[-1], source.shape[-1])
 
 
-def _sort(args: tuple[Any, ...], outputs: list[Tensor]) -> Hidden:
+def _sort(args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace:
     return "sort", (args[0].numel(),)
 
 
-HIDDEN: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Hidden | None]] = {
+WORKSPACE_RULES: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Workspace | None]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_safe_softmax": _safe_softmax,
@@ -176,11 +178,11 @@ HIDDEN: dict[str, Callable[[tuple[Any, ...], list[Tensor]], Hidden | None]] = {
     "aten::sort": _sort,
 }
 
-# -- work --------------------------------------------------------------------------------------------------
+# -- work ----------------------------------------------------------------------------------------------------
 
-# Calls for which the host launches several kernels, as counted on an H200 (benchmarks/host_probe.py): a gradient added at
-# indices wraps, scales and divides them, counts and sorts them (three kernels) and adds (Indexing.cu); a sort of few
-# slices fills positions and runs a radix sort (Sort.cu); grouped products are prepared on the device first (GroupMM.cu).
+# Operators that launch several kernels, counted on an H200 (benchmarks/host_probe.py). index_put prepares, counts and
+# sorts indices before it adds (Indexing.cu). A sort of few slices fills positions and runs a radix sort (Sort.cu). A
+# grouped product is prepared by a kernel of its own (GroupMM.cu).
 LAUNCHES = {
     "aten::index_put": 13,
     "aten::_index_put_impl_": 13,
@@ -193,21 +195,21 @@ LAUNCHES = {
 }
 
 
-def launches(name: str) -> int:
-    """Kernels that one call launches."""
+def launch_count(name: str) -> int:
+    """The number of kernels that one call of an operator launches."""
     return LAUNCHES.get(name, 1)
 
 
-COLLECTIVES: dict[str, OpKind] = {  # of a tensor axis; all others are FSDP's, which no trace sees
+COLLECTIVES: dict[str, OpKind] = {  # of a tensor axis; FSDP's do not occur in a trace
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
 }
-VIEWS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
+NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
 
 
-def work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> tuple[OpKind, int, int, tuple[int, ...]] | None:
-    """Kind, flops, bytes moved and (m, n, k) of a kernel; None for one that does nothing."""
+def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> KernelWork | None:
+    """The work of one operator call; None if it launches no kernel."""
     inputs = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     if name in COLLECTIVES:
         return COLLECTIVES[name], 0, max(t.numel() * t.element_size() for t in [*inputs, *outputs]), ()
@@ -222,6 +224,6 @@ def work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> tuple[OpKin
         b, h, t, d = q.shape
         products = 5 if name.endswith("_backward") else 2
         return "attention", 2 * products * b * h * t * key.shape[2] * d, moved, (d, 1, 1)
-    if name in VIEWS or not outputs:
+    if name in NO_WORK or not outputs:
         return None
     return "pointwise", sum(t.numel() for t in outputs), moved, ()

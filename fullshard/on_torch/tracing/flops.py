@@ -1,18 +1,15 @@
-"""The floating-point operations that a model's mathematics needs, for MFU: nothing that is recomputed counts."""
+"""Model flops for MFU: the operations of a training step without recomputation."""
 
-import torch
 from torch import nn
 
 from fullshard.cluster.hardware import DEVICES
-from fullshard.on_torch.measuring.measure import device_name
+from fullshard.on_torch.measuring.device_presets import device_preset
 from fullshard.on_torch.state import State
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """Operations of a training step for one token, as the field counts them: 6 for every parameter that is
-    multiplied (4 for a frozen one, which needs no gradient of its own), and attention over the whole sequence.
-
-    Tables that are only looked up are not multiplied; of a mixture of experts, the chosen share is.
+    """Flops of a training step per token: 6 per parameter of a matrix product (4 if it is frozen), plus attention over the
+    full sequence. Embedding tables do not count. Of a mixture of experts, only the active share counts.
     """
     config = getattr(model, "config", None) or getattr(model, "size", None)
     share = _active_share(config)
@@ -32,7 +29,7 @@ def _active_share(config: object) -> float:
 
 
 def _attention_width(config: object) -> float:
-    """Layers × heads × head size; 0 where the model does not say."""
+    """Layers × heads × head dim; 0 if the config does not say."""
     layers = _first(config, "num_hidden_layers", "layers")
     heads = _first(config, "num_attention_heads", "heads")
     head = _first(config, "head_dim") or _first(config, "hidden_size", "dim") / max(heads, 1)
@@ -44,11 +41,10 @@ def _first(config: object, *names: str) -> float:
 
 
 def peak_flops(state: State) -> float | None:
-    """The operations a second of this rank's device at the plan's compute dtype, as its maker counts them; None
-    for one that is not known."""
+    """The nominal flops per second of this rank's device in the plan's compute dtype; None for an unknown device."""
     if state.device.type != "cuda":
         return None
-    found = device_name(torch.cuda.get_device_name(state.device))
+    found = device_preset(state.device)
     if found is None:
         return None
     return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16

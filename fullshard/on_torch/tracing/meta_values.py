@@ -1,8 +1,8 @@
-"""Values for the few meta tensors whose values a model looks at.
+"""Values for the few meta tensors whose values a model reads.
 
-Models branch on masks and positions, and loop over the experts that tokens chose. Integers and booleans
-that come from the batch or from nowhere are computed for real beside their meta tensors; choices that hang
-on activations are made evenly.
+Models branch on masks and positions, and loop over the experts that tokens chose. Small integer and boolean tensors that
+depend only on the batch or on constants are also computed on the CPU. Choices that depend on activations (`topk`) are
+spread evenly.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
-SMALL = 1 << 22  # elements: what is not worth computing is not looked at either
+MAX_ELEMENTS = 1 << 22  # larger tensors are not computed; models do not branch on them
 DISCRETE = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class Shadows:
-    """Meta tensors with values."""
+class MetaValues:
+    """The known values of meta tensors."""
 
     def __init__(self) -> None:
         self.values = WeakTensorKeyDictionary()
@@ -27,49 +27,51 @@ class Shadows:
         self.values[tensor] = value
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` on meta tensors, and on their values where all have one."""
+        """Call `func` on meta tensors. If all of them have values, also compute the values of the result."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         known = all(t in self.values for t in tensors)
         if func is aten._local_scalar_dense.default and known:
             return self.values[args[0]].item()
         if func is aten.index.Tensor:
             args = (args[0], [self._positions(i) for i in args[1]])
-        if func is getattr(aten.addmm, "dtype_out", None):  # torch 2.11 takes its dtype for a factor on meta tensors
+        if func is getattr(aten.addmm, "dtype_out", None):  # torch 2.11's meta kernel mistakes the dtype for a factor
             return kwargs["out"]
         if not tensors and "empty" in func._schema.name:
-            known = False  # holds nothing yet
+            known = False  # uninitialised
         try:
             out = func(*args, **kwargs)
         except NotImplementedError:
             if not known:
                 raise
-            out = tree_map(_to_meta, self._real(func, args, kwargs))
+            out = tree_map(_to_meta, self._compute(func, args, kwargs))
         if func is aten.topk.default and not known:
             self.set(out[1], _even(out[1], args[0].shape[-1]))
         elif known:
-            self._follow(func, args, kwargs, out)
+            self._set_result(func, args, kwargs, out)
         return out
 
-    def _real(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func` on the values, on the CPU."""
         on_cpu = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
         return func(*tree_map(self._value, args), **tree_map(self._value, on_cpu))
 
     def _value(self, leaf: Any) -> Any:
         return self.values[leaf] if isinstance(leaf, Tensor) else leaf
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _set_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Compute and keep the values of `out`, if they are discrete and small."""
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if not outputs or any(t.dtype not in DISCRETE or t.numel() > SMALL for t in outputs):
+        if not outputs or any(t.dtype not in DISCRETE or t.numel() > MAX_ELEMENTS for t in outputs):
             return
         try:
-            values = [t for t in tree_leaves(self._real(func, args, kwargs)) if isinstance(t, Tensor)]
-        except NotImplementedError:  # a kernel that only CUDA has
+            values = [t for t in tree_leaves(self._compute(func, args, kwargs)) if isinstance(t, Tensor)]
+        except NotImplementedError:  # an operator without a CPU kernel
             return
         for t, value in zip(outputs, values, strict=True):
             self.set(t, value)
 
     def _positions(self, index: Tensor | None) -> Tensor | None:
-        """A boolean index as the positions it picks: their number is not known to a meta tensor."""
+        """Replace a boolean index by the positions it selects: a meta tensor does not know how many there are."""
         if index is None or index.dtype is not torch.bool or index not in self.values:
             return index
         found = self.values[index].nonzero(as_tuple=True)
@@ -81,5 +83,5 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _even(like: Tensor, choices: int) -> Tensor:
-    """Every choice equally often."""
+    """Choices from 0 to `choices` - 1, each equally often."""
     return (torch.arange(like.numel()) % choices).view(like.shape)

@@ -1,4 +1,4 @@
-"""What remat makes the host do in Python, counted while a trace runs: `costs.Calls`."""
+"""Count the Python calls that remat adds on the host (`costs.Calls`)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,48 +9,48 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
-from fullshard.on_torch.private import TorchDispatchMode, saving
+from fullshard.on_torch.private import TorchDispatchMode, saved_tensor_hooks
 from fullshard.on_torch.remat import keep_products
 from fullshard.plan import Remat
 
-Calls = Callable[[], Counter[str]]  # where to count at this moment
+CurrentCounter = Callable[[], Counter[str]]  # returns the counter of the current section
 
 
-def tallied(remat: Remat, calls: Calls) -> Callable[[], Any]:
-    """The contexts of a block under `remat`, forward and again, which also count."""
-    inside = keep_products if remat == "selective" else noop_context_fn
+def counting_contexts(remat: Remat, counter: CurrentCounter) -> Callable[[], Any]:
+    """A `context_fn` for torch's checkpoint: the contexts of `remat` for forward and recomputation, which also count."""
+    make = keep_products if remat == "selective" else noop_context_fn
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        forward, again = inside()
-        return _tally(forward, remat, calls), _tally(again, remat, calls)
+        forward, recompute = make()
+        return _counting(forward, remat, counter), _counting(recompute, remat, counter)
 
     return contexts
 
 
 @contextmanager
-def _tally(context: AbstractContextManager[Any], remat: Remat, calls: Calls) -> Iterator[None]:
-    calls()["regions"] += 1
-    save, load = saving()  # checkpoint's own, which ours would hide
+def _counting(context: AbstractContextManager[Any], remat: Remat, counter: CurrentCounter) -> Iterator[None]:
+    counter()["regions"] += 1
+    pack, unpack = saved_tensor_hooks()  # checkpoint's own, which the hooks below would replace
 
     def count(tensor: Tensor) -> Any:
-        calls()["saved"] += 1
-        return save(tensor)
+        counter()["saved"] += 1
+        return pack(tensor)
 
-    with context, saved_tensors_hooks(count, load):
+    with context, saved_tensors_hooks(count, unpack):
         if remat != "selective":
             yield
             return
-        with _Through(calls):
+        with _CountDispatches(counter):
             yield
 
 
-class _Through(TorchDispatchMode):
-    """Sees every operation before the mode of selective remat does, which answers some of them itself."""
+class _CountDispatches(TorchDispatchMode):
+    """Counts every operation, before the mode of selective remat returns some results itself."""
 
-    def __init__(self, calls: Calls):
+    def __init__(self, counter: CurrentCounter):
         super().__init__()
-        self.calls = calls
+        self.counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls()["dispatched"] += 1
+        self.counter()["dispatched"] += 1
         return func(*args, **(kwargs or {}))

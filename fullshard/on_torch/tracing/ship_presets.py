@@ -1,4 +1,4 @@
-"""Writes the costs of the built-in presets, so that planning them needs no torch.
+"""Write the traced costs of the built-in presets to the package, so that planning them needs no torch.
 
 python -m fullshard.on_torch.tracing.ship_presets
 """
@@ -15,7 +15,7 @@ from fullshard.on_torch.models import build
 
 
 def traces(name: str) -> dict[tuple[str, str, str], Trace]:
-    """Of the preset called `name`, traced anew."""
+    """Trace the preset `name`, in bf16 and fp32."""
     with torch.device("meta"):
         model = build(name)
     found: dict[tuple[str, str, str], Trace] = {}

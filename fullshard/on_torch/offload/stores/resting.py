@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.on_torch.dtypes import TORCH
+from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.offload.events import DONE, Moment, Stream
 from fullshard.on_torch.offload.kernels.adam import Rule, rule_of
 from fullshard.on_torch.offload.stores.disk_params import Filed
@@ -46,7 +46,7 @@ class Resting:
         ranks_here: int,
     ):
         self.units, self.groups, self.plan, self.device, self.rule = units, groups, plan, device, rule
-        self.master, self.compute = TORCH[plan.precision.master], TORCH[plan.precision.compute]
+        self.master, self.compute = PLAN_DTYPES[plan.precision.master], PLAN_DTYPES[plan.precision.compute]
         pieces = [p for a in units for p in a.pieces]
         for piece, lane in zip(pieces, deal(len(pieces), cpu_share), strict=True):
             piece.lane = lane if piece.away.unit.home.optimizer != "device" else "gpu"
@@ -365,8 +365,8 @@ def make_resting(
     assert optimizer is not None
     rule = rule_of(optimizer)
     share = plan.cpu_share if cpu_share is None else cpu_share
-    sent = gradient_dtype(plan).itemsize + TORCH[plan.precision.compute].itemsize
-    state = (1 + rule.slots) * TORCH[plan.precision.master].itemsize
+    sent = gradient_dtype(plan).itemsize + PLAN_DTYPES[plan.precision.compute].itemsize
+    state = (1 + rule.slots) * PLAN_DTYPES[plan.precision.master].itemsize
     streamed = min(state - plan.bytes_in_parameter(a.unit.home, rule.slots) for a in units)
     share = measured_share(device, rule, streamed, sent) if share is None else share
     path = Path(disk) if disk is not None else None

@@ -1,0 +1,59 @@
+"""The cluster of this machine: nominal numbers by the name of its device, and measured numbers."""
+
+from dataclasses import replace
+
+import torch
+
+from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.cluster.hardware import DEVICES, Node
+from fullshard.on_torch.ranks import local_world_size, world_size
+
+
+def device_preset(device: torch.device) -> str | None:
+    """The preset of a device: the longest known name within the driver's (`NVIDIA H200` is `h200`). None if unknown."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return max((d for d in DEVICES if d in name and DEVICES[d].kind == "cuda"), key=len, default=None)
+
+
+def local_cluster(devices: int) -> Cluster:
+    """A cluster of `devices` devices of this machine's kind, with nominal numbers. An unknown GPU counts as an H100."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Cluster.named(f"{devices}x{device_preset(device) or 'h100'}")
+
+
+def measured_cluster(device: torch.device, measured: Measured) -> Cluster:
+    """The cluster of the running ranks, with nominal and measured numbers."""
+    preset = device_preset(device)
+    if preset is None:
+        note = (
+            f"no datasheet of {measured.machine} is known here: its nominal numbers are the measured ones, "
+            "its links those of an l40s"
+        )
+        return _unknown_device(replace(measured, notes=(*measured.notes, note)))
+    nominal = Cluster.named(f"{world_size()}x{preset}")
+    return replace(nominal, node=_node(nominal.node), measured=measured)
+
+
+def _node(nominal: Node) -> Node:
+    """The preset's node, with the number of local ranks if that contradicts the preset."""
+    local = local_world_size()
+    return replace(nominal, devices=local) if world_size() > local or local > nominal.devices else nominal
+
+
+def _unknown_device(measured: Measured) -> Cluster:
+    """A cluster of a device without a preset: the measured numbers are also its nominal ones."""
+    like = Cluster.named(f"{world_size()}xl40s")
+    best = max((g.rate for g in measured.gemms), default=like.device.peak.bf16)
+    name = "".join(c for c in measured.machine.lower() if c.isalnum())
+    device = replace(
+        like.device,
+        name=name,
+        memory=measured.memory or like.device.memory,
+        peak=replace(like.device.peak, bf16=best, fp32=None, tf32=None, fp8=None),
+        hbm=measured.hbm or like.device.hbm,
+        efficiency=1.0,
+        hbm_efficiency=1.0,
+    )
+    return replace(like, device=device, node=_node(like.node), measured=measured)

@@ -1,0 +1,83 @@
+"""Fit the sizes in traces of one model at several batch shapes by polynomials in the batch shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fullshard.model.costs import Calls, Op, Polynomial, Section, Trace, constant, evaluate, fit
+from fullshard.on_torch.tracing.tensor_names import NamedSections
+
+Shape = tuple[int, int]  # rows, tokens
+Solve = Callable[[tuple[int, ...]], Polynomial]  # a size at each shape to its polynomial
+
+
+def fixed_trace(named: NamedSections) -> Trace:
+    """The trace for one shape, with constant sizes."""
+    return _assemble([named], lambda values: constant(values[0]))
+
+
+def fit_trace(named: dict[Shape, NamedSections]) -> Trace | None:
+    """The trace for all shapes. None if the shapes differ in more than sizes, or a size is not a polynomial.
+
+    The last shape only checks the polynomials that the others determine.
+    """
+    first, *others = named.values()
+    if any(_skeleton(other) != _skeleton(first) for other in others):
+        return None
+    known: dict[tuple[int, ...], Polynomial] = {}
+
+    def solve(values: tuple[int, ...]) -> Polynomial:
+        if values not in known:
+            known[values] = _polynomial(dict(zip(named, values, strict=True)))
+        return known[values]
+
+    try:
+        return _assemble([first, *others], solve)
+    except ValueError:
+        return None
+
+
+def _skeleton(named: NamedSections) -> list[Any]:
+    """All that must not depend on the batch shape."""
+    return [(s.moment, s.unit, [e.shape_free for e in events], [o[0] for o in s.ops]) for s, events in named]
+
+
+def _polynomial(values: dict[Shape, int]) -> Polynomial:
+    """The polynomial through all values but the last. Raises ValueError if it misses the last."""
+    *grid, last = values
+    found = fit({shape: values[shape] for shape in grid})
+    if found is None or evaluate(found, *last) != values[last]:
+        raise ValueError(f"no polynomial: {values}")
+    return found
+
+
+def _assemble(shapes: list[NamedSections], solve: Solve) -> Trace:
+    """One trace from those of all shapes."""
+    sections = []
+    for same in zip(*shapes, strict=True):  # one section at every shape
+        raw, events = same[0]
+        solved = tuple(
+            event.with_sizes(_solve_each(solve, [other[j].sizes for _, other in same])) for j, event in enumerate(events)
+        )
+        ops = [_op(solve, [other.ops[j] for other, _ in same]) for j in range(len(raw.ops))]
+        sections.append(Section(solved, _sum_pointwise(ops), Calls(**raw.calls)))
+    return Trace(tuple((s.moment, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(range(len(sections))))
+
+
+def _op(solve: Solve, same: list[Any]) -> Op:
+    """One kernel from its work at every shape."""
+    flops, moved = (solve(tuple(work[part] for work in same)) for part in (1, 2))
+    return Op(same[0][0], flops, moved, _solve_each(solve, [work[3] for work in same]))
+
+
+def _solve_each(solve: Solve, sizes: list[tuple[int, ...]]) -> tuple[Polynomial, ...]:
+    return tuple(solve(values) for values in zip(*sizes, strict=True))
+
+
+def _sum_pointwise(ops: list[Op]) -> tuple[Op, ...]:
+    """Matrix products and attention one by one, then all pointwise kernels as one."""
+    single = [o for o in ops if o.kind != "pointwise"]
+    rest = [o for o in ops if o.kind == "pointwise"]
+    if rest:
+        flops, moved = (tuple(map(sum, zip(*[getattr(o, part) for o in rest], strict=True))) for part in ("flops", "moved"))
+        single.append(Op("pointwise", flops, moved, (), len(rest)))  # type: ignore[arg-type]
+    return tuple(single)
