@@ -1,15 +1,24 @@
-# Everything runs in .venv, which the first target to need it makes from pinned constraints.
+# Everything runs in .venv, made from pinned constraints. A stamp .venv/.NAME adds the packages of EXTRAS_NAME, so any
+# target can come first and a later one completes what is there. HOLDS_NAME: the stamps that this installation serves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+EXTRAS_demo := torch
+EXTRAS_install := data,hf
+EXTRAS_dev := dev
+HOLDS_demo := demo
+HOLDS_install := demo install
+HOLDS_dev := demo install dev
 # Most tests keep one core busy, or wait for ranks that do. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=2 --dist=loadfile
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: install demo test test-all lint bench clean
 
-demo: $(READY)
-	$(BIN)/python examples/demo.py
+# What a user needs: training, Hugging Face models, data preparation.
+install: $(VENV)/.install
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py --steps 300
 
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu tests/fuzz
@@ -17,21 +26,20 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu tests/fuzz
 
-lint: $(READY)
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY)
+bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python -m benchmarks.loop_overhead
 
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fullshard needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
+	touch $(addprefix $(VENV)/.,$(HOLDS_$*))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,7 +51,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """The entry point: a refusal, ours, the parser's or the system's, is one sentence on stderr and its exit code."""
+    """The entry point. Bad input ends in one sentence on stderr and its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be no text
@@ -74,8 +74,7 @@ def main() -> None:
 
 
 def refuse_arguments(arguments: list[str]) -> None:
-    """Refuse what no command takes. An empty path is the directory that one is in, which nobody means who has left a shell's
-    variable unset."""
+    """Refuse arguments that no command takes, such as an empty path: usually an unset shell variable."""
     for before, given in zip(["", *arguments], arguments, strict=False):
         if "\0" in given or HALF.search(given):
             raise FullshardError(f"the argument {given!r} is no text and no name of a file; leave it out")
@@ -84,7 +83,7 @@ def refuse_arguments(arguments: list[str]) -> None:
 
 
 def refusal(error: Exception) -> FullshardError | None:
-    """What is wrong with the input, in a sentence; None of an exception that tells of a fault here."""
+    """What is wrong with the input, in a sentence; None if the exception is a bug of fullshard."""
     if isinstance(error, FullshardError):
         return error
     if hasattr(error, "format_message"):

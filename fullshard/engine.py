@@ -60,14 +60,14 @@ class Step(Protocol):
         """Seconds of each phase on this rank's device."""
 
 
-class Saving(Protocol):
+class PendingSave(Protocol):
     """A save that may still run in the background."""
 
     step: int
     note: str  # a warning for the user, or nothing
-    poisoned: bool  # failed because a weight was not finite
-    lost: bool  # failed because another process holds the directory
-    passed: list[str]  # warnings about other checkpoints
+    not_finite: bool  # failed because a weight was not finite
+    lease_lost: bool  # failed because another process holds the directory
+    messages: list[str]  # warnings about other checkpoints
 
     def done(self) -> bool: ...
 
@@ -75,11 +75,11 @@ class Saving(Protocol):
         """Wait for it; where the checkpoint lies. Raises on every rank if it failed on one."""
 
 
-class Checkpointer(Protocol):
+class CheckpointWriter(Protocol):
     """Saves one state into one directory of checkpoints, and holds the lease of that directory. Methods are collective."""
 
     @property
-    def shelf(self) -> Any:
+    def checkpoint_dir(self) -> Any:
         """The directory, a `fullshard.checkpoint.place.Place`."""
 
     def save(
@@ -89,8 +89,8 @@ class Checkpointer(Protocol):
         recipe: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
-        retire: bool = True,
-    ) -> Saving: ...
+        prune: bool = True,
+    ) -> PendingSave: ...
 
     def newest(self, below: float = ...) -> tuple[Any, list[str]]:
         """The newest whole checkpoint of a step below `below`, or None; and why newer ones were passed over."""
@@ -100,7 +100,7 @@ class Checkpointer(Protocol):
     def sweep(self) -> None:
         """Remove what killed saves left behind."""
 
-    def refuse_small(self, count: int) -> None:
+    def refuse_no_space(self, count: int) -> None:
         """Raise where the disk has no room for `count` checkpoints."""
 
     def discard(self, step: int) -> None: ...
@@ -299,10 +299,10 @@ class Engine(Protocol[ModelT, StateT]):
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
-    def checkpointer(self, shelf: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> Checkpointer:
-        """`keep`: a `fullshard.checkpoint.retention.Kept`. Collective."""
+    def checkpointer(self, checkpoint_dir: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> CheckpointWriter:
+        """`keep`: a `fullshard.checkpoint.retention.Retention`. Collective."""
 
-    def save_checkpoint(self, shelf: str | Path, state: StateT, **about: Any) -> str:
+    def save_checkpoint(self, checkpoint_dir: str | Path, state: StateT, **about: Any) -> str:
         """One checkpoint, durable when this returns; where it lies. Collective."""
 
     def load_checkpoint(self, where: Any, state: StateT, *, allow_missing: Sequence[str] = (), verified: bool = False) -> Any:

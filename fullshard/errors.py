@@ -1,4 +1,4 @@
-"""The one exception a user of fullshard has to know, the exit codes, and the checks that public functions share."""
+"""The exception that users of fullshard catch, the exit codes, and checks that public functions share."""
 
 import functools
 import inspect
@@ -8,20 +8,20 @@ from numbers import Real
 from typing import ParamSpec, TypeVar
 
 REFUSED = 2  # bad input, or a plan that cannot be honoured: nothing was done
-DIVERGED = 3  # training diverged; the last good checkpoint stands
-HUNG = 4  # ranks waited for each other for too long
-LOST = 75  # this rank's connection to another broke; that rank knows why
+DIVERGED = 3  # training diverged; the last good checkpoint is kept
+HUNG = 4  # ranks waited too long for each other
+LOST = 75  # the connection to another rank broke; that rank reports why
 
-LONGEST = 1000  # characters of a sentence: what a person reads
-# Control characters come from files and arguments, and could tell a terminal to show something else.
+LONGEST = 1000  # characters of an error message
+# Control characters from files and arguments could change what a terminal shows.
 ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
 
 class FullshardError(Exception):
-    """Bad input or a plan that cannot be honoured: one sentence that says what to write instead.
+    """Bad input, or a plan that cannot be honoured. The message is one sentence that says what to write instead.
 
-    The command line prints the sentence and exits with `exit_code`; nothing has been half-done. Of a value that is quoted at
-    length the middle is left out.
+    The command line prints the sentence and exits with `exit_code`; no partial result is left. The middle of a very long
+    message is left out.
     """
 
     exit_code = REFUSED
@@ -37,12 +37,12 @@ def _readable(sentence: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, short enough for a sentence of ours."""
+    """The first line of another library's error message, to be quoted in a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` when a known word is close, and nothing otherwise."""
+    """`; did you mean 'x'?` if a known word is close, otherwise nothing."""
     import difflib
 
     close = difflib.get_close_matches(word[:LONGEST], known, n=1, cutoff=0.5)
@@ -54,10 +54,10 @@ T = TypeVar("T")
 
 
 def checked_call(call: str, **kinds: type | tuple[type, ...]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """For a public function: arguments that are missing, unknown or of another kind than in `kinds` get a sentence that
-    shows `call`, how it is written."""
+    """A decorator for public functions. Arguments that are missing, unknown or not of the types in `kinds` raise an error
+    that shows `call`, an example of the right call."""
 
-    def around(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -73,11 +73,11 @@ def checked_call(call: str, **kinds: type | tuple[type, ...]) -> Callable[[Calla
 
         return checked
 
-    return around
+    return decorate
 
 
 def a_kind(value: object) -> str:
-    """What a value is, in words."""
+    """The type of a value with its article, as in `an int`."""
     if value is None:
         return "None"
     name = type(value).__name__
@@ -85,7 +85,7 @@ def a_kind(value: object) -> str:
 
 
 def expect_number(name: str, value: object, *, zero: bool = True) -> None:
-    """Raise unless `value` is a finite number, of at least 0 or, without `zero`, above it."""
-    well = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not well or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+    """Raise unless `value` is a finite number of at least 0. Without `zero`, 0 raises too."""
+    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
         raise FullshardError(f"{name} must be a number {'of at least' if zero else 'above'} 0, not {value!r}")

@@ -1,6 +1,6 @@
-"""Optimizers as values: what to update with, without saying where. Each engine builds its own from them.
+"""Optimizers as values. Each engine builds its own optimizer from them.
 
-`decay_all = False` leaves parameters of one dim, norms and biases, without weight decay.
+`decay_all = False`: no weight decay for parameters with one dim, which are norms and biases.
 """
 
 import math
@@ -58,7 +58,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class TorchOptimizer:
-    """Any optimizer of `torch.optim` that works element by element, by its name, with its own options."""
+    """An optimizer of `torch.optim` by its name, with its own options. It must update element by element."""
 
     name: str
     lr: float

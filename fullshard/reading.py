@@ -1,6 +1,6 @@
-"""Read what other people wrote: plain files of bounded size, and JSON and TOML of bounded depth.
+"""Reads untrusted files and documents: plain files of limited size, and JSON and TOML of limited depth.
 
-Every fault of a file or a text becomes one `FullshardError` sentence. Standard library only.
+Every error becomes one `FullshardError` sentence. Standard library only.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 from fullshard.errors import FullshardError
 
 MOST_BYTES = 64 << 20  # of a document: a plan of 100,000 units has 30 MB
-CHUNK = 1 << 20  # bytes: as much is set aside for a small file, too
-DEEPEST = 100  # objects, lists and tables inside each other
+CHUNK = 1 << 20  # bytes of one read; this much is allocated for a small file too
+DEEPEST = 100  # levels of nested objects, lists and tables
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
-LARGEST_INTEGER = 2**63 - 1  # of TOML, which defines 64 bits
+LARGEST_INTEGER = 2**63 - 1  # TOML's integers have 64 bits
 KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def read_text(path: str | Path, what: str, at_most: int = MOST_BYTES) -> str:
-    """The text of a plain file; `what` names its kind in errors, as in `cannot read plan x.json: …`."""
+    """The text of a plain file. `what` names its kind in errors, as in `cannot read plan x.json: …`."""
     found = read_bytes(path, what, at_most)
     try:
         return found.decode()
@@ -38,36 +38,37 @@ def read_text(path: str | Path, what: str, at_most: int = MOST_BYTES) -> str:
 
 
 def read_bytes(path: str | Path, what: str, at_most: int = MOST_BYTES) -> bytes:
-    """The bytes of a plain file; never waits for a pipe, never reads on without end."""
+    """The bytes of a plain file. Never waits for a pipe, and never reads more than `at_most` bytes and one."""
     try:
         return _read(Path(path), what, at_most)
     except OSError as error:
         raise FullshardError(f"cannot read {what} {path}: {error.strerror}") from None
-    except ValueError as error:  # a zero byte, or half of a surrogate pair
+    except ValueError as error:  # a zero byte in the path, or half of a surrogate pair
         raise FullshardError(f"cannot read {what} {str(path)!r}: {error}") from None
 
 
 def _read(path: Path, what: str, at_most: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe waits for its writer otherwise
-    with os.fdopen(_plain(descriptor, path, what), "rb") as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits for its writer
+    with os.fdopen(_checked_plain(descriptor, path, what), "rb") as file:
         found = b"".join(iter(lambda: file.read(min(CHUNK, at_most + 1 - file.tell())), b""))
     if len(found) > at_most:
         raise FullshardError(f"cannot read {what} {path}: it has more than the {at_most:,} bytes that a {what} may have")
     return found
 
 
-def _plain(descriptor: int, path: Path, what: str) -> int:
+def _checked_plain(descriptor: int, path: Path, what: str) -> int:
+    """The descriptor if it is of a plain file; otherwise close it and raise."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     kind = KINDS.get(stat.S_IFMT(mode))
-    said = f"it is {kind}, not a plain file" if kind else os.strerror(21)  # EISDIR
-    raise FullshardError(f"cannot read {what} {path}: {said}")
+    reason = f"it is {kind}, not a plain file" if kind else os.strerror(21)  # EISDIR
+    raise FullshardError(f"cannot read {what} {path}: {reason}")
 
 
 def is_plain_file(path: str | Path) -> bool:
-    """Whether a path is that of a plain file. No path at all, as one with a zero byte or a name too long, is none."""
+    """Whether a path is that of a plain file. False for an invalid path, such as one with a zero byte."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -75,7 +76,7 @@ def is_plain_file(path: str | Path) -> bool:
 
 
 def is_directory(path: str | Path) -> bool:
-    """The same of a directory."""
+    """Whether a path is that of a directory. False for an invalid path."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -86,31 +87,31 @@ def is_directory(path: str | Path) -> bool:
 
 
 def parse_json(text: str | bytes, where: str = "") -> Any:
-    """The value of a JSON text; `where` names it in errors, as in `plan.json is not JSON: …`."""
+    """The value of a JSON text. `where` names the text in errors, as in `plan.json is not JSON: …`."""
     try:
         found = json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as error:
         raise _not("JSON", where, f"byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise _not("JSON", where, TOO_DEEP) from None
-    except ValueError as error:  # the syntax, or an integer of more digits than Python converts
+    except ValueError as error:  # bad syntax, or an integer with too many digits for Python
         raise _not("JSON", where, _cause(error)) from None
-    if not _shallow(found):
+    if not _is_shallow(found):
         raise _not("JSON", where, TOO_DEEP)
     return found
 
 
 def parse_toml(text: str, where: str = "") -> dict[str, Any]:
-    """The table of a TOML text; `where` names it in errors."""
+    """The table of a TOML text. `where` names the text in errors."""
     try:
         found = tomllib.loads(text)
     except RecursionError:
         raise _not("TOML", where, TOO_DEEP) from None
     except ValueError as error:
         raise _not("TOML", where, _cause(error)) from None
-    if not _shallow(found):
+    if not _is_shallow(found):
         raise _not("TOML", where, TOO_DEEP)
-    if not _in_64_bits(found):  # hexadecimal ones have no limit of digits
+    if not _fits_64_bits(found):  # Python does not limit the digits of hexadecimal integers
         raise _not("TOML", where, "an integer does not fit in 64 bits")
     return found
 
@@ -120,12 +121,12 @@ def _not(kind: str, where: str, why: str) -> FullshardError:
 
 
 def _cause(error: ValueError) -> str:
-    said = str(error)
-    return "an integer has too many digits" if "integer string conversion" in said else said
+    reason = str(error)
+    return "an integer has too many digits" if "integer string conversion" in reason else reason
 
 
-def _shallow(value: Any) -> bool:
-    """Whether nothing lies deeper than DEEPEST containers."""
+def _is_shallow(value: Any) -> bool:
+    """Whether containers are nested at most DEEPEST levels deep."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [child for found in level for child in _children(found)]
@@ -140,7 +141,8 @@ def _children(value: Any) -> list[Any]:
     return [child for child in inside if isinstance(child, dict | list)]
 
 
-def _in_64_bits(value: Any) -> bool:
+def _fits_64_bits(value: Any) -> bool:
+    """Whether all integers of a document fit in 64 bits."""
     if isinstance(value, dict | list):
-        return all(_in_64_bits(child) for child in (value.values() if isinstance(value, dict) else value))
+        return all(_fits_64_bits(child) for child in (value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int) or -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER

@@ -1,16 +1,16 @@
-"""Tasks of a SLURM step as ranks: what torchrun would have put into the environment, from what srun did."""
+"""Makes the tasks of a SLURM step ranks: sets the environment variables of torchrun from those of srun."""
 
 import os
 import re
 import socket
 
-PORTS = range(20_000, 28_000)  # below the ports that Linux hands out by itself
+PORTS = range(20_000, 28_000)  # below Linux's ephemeral ports
 
 
 def adopt_slurm() -> bool:
-    """If this process is one of several tasks that srun started, and nobody made it a rank yet, make it one.
+    """Make this process a rank if it is one of several tasks of srun and is not a rank yet; return whether it was done.
 
-    A step of one task is a shell or a launcher of its own, not a rank.
+    The only task of a step is a shell or another launcher, not a rank.
     """
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or 1)
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
@@ -25,7 +25,7 @@ def adopt_slurm() -> bool:
 
 
 def _master() -> str:
-    """The first node of the step, where task 0 runs; its name may not resolve, then the address srun gave."""
+    """The first node of the step, on which task 0 runs, or srun's address if the node's name does not resolve."""
     first = first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
     try:
         socket.getaddrinfo(first, None)
@@ -35,7 +35,7 @@ def _master() -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[003-010,012],login` is gpu003."""
+    """The first name of a SLURM node list: `gpu003` for `gpu[003-010,012],login`."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to the first comma outside brackets
     assert match is not None
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])

@@ -1,8 +1,7 @@
-"""Named strategies: constructors of plans, not modes of an engine.
+"""Named strategies: functions that make plans.
 
-Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. What
-every strategy accepts besides its own arguments is in `_plan`: precision, batch, prefetch, remat,
-compile, tensor, home, staging, cpu_share, backlog.
+Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. Besides its own arguments
+every strategy accepts precision, batch, prefetch, remat, compile, tensor, home, staging, cpu_share and backlog.
 """
 
 import fnmatch
@@ -91,7 +90,7 @@ def strategy(name: str, description: Description, **arguments: Any) -> Plan:
     return STRATEGIES[name](description, **arguments)
 
 
-Spell = Callable[..., str]  # how a person writes a field, or a field and its value
+Spell = Callable[..., str]  # writes a field, or a field and its value, for messages
 
 
 def _spell(field: str, *value: object) -> str:
@@ -111,9 +110,9 @@ def choose(
     spell: Spell = _spell,
     **common: Any,
 ) -> Plan:
-    """The plan of the strategy called `name`, from all choices there are: one that it does not take is refused.
+    """The plan of the strategy called `name`, given the choices of all strategies. Raise for one that it does not take.
 
-    `spell` says how the caller's users write a field: `--replicate 2`, `plan.replicate = 2`.
+    `spell`: how messages write a field: `--replicate 2`, `plan.replicate = 2`.
     """
     given = {
         "replicate": replicate != 1,
@@ -156,8 +155,10 @@ def _plan(
     choose: Callable[[UnitDescription], Choice],
     **common: Any,
 ) -> Plan:
-    """What every strategy accepts: tensor, precision, batch, prefetch, compile, staging, cpu_share, backlog; remat for the
-    blocks, for every `remat_every`-th of them; a home for all units, of activations for the blocks alone."""
+    """A plan from the arguments that every strategy accepts.
+
+    `remat` is for blocks, for every `remat_every`-th of them. `home` is for all units, its activations for blocks alone.
+    """
     known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
     known += ["staging", "cpu_share", "backlog"]
     for key in common:
@@ -185,7 +186,7 @@ def _plan(
 
 
 def _outside_blocks(description: Description, home: Home) -> Home:
-    """The home of units that are no blocks: what they save is little, or wanted at once."""
+    """The home of units that are no blocks: their activations are small or needed at once, so they stay on the device."""
     if not isinstance(home, Home):
         raise PlanError(f"home must be a Home, not {home!r}")
     if home.activations != "device" and not any(u.kind == "block" for u in description.units):

@@ -1,4 +1,4 @@
-"""Numbers and tables as a person reads them. Knows nothing of plans or models."""
+"""Numbers, tables and lists of names as text for people. Knows nothing of plans or models."""
 
 import re
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def spans(names: Sequence[str]) -> list[str]:
 
 
 def _continues(run: list[str], name: str) -> bool:
-    """Whether `name` goes on counting where `run` is, by the same step."""
+    """True if `name` has the next number of `run`, by the same step."""
     (stem, last), (other, number) = _numbered(run[-1]), _numbered(name)
     if stem != other or last is None or number is None:
         return False

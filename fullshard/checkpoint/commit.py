@@ -1,9 +1,9 @@
-"""How a checkpoint comes into being and goes: all of it at once, or not at all.
+"""Makes checkpoints appear and disappear atomically, finds them, and removes what killed writers left behind.
 
-A shelf is a directory of checkpoints, `step-00000100` and so on. On a filesystem each is staged beside its target
-and renamed when it is whole and synced. An object store has no rename; there the manifest is put last, and what
-has no manifest is no checkpoint. Readers therefore see whole checkpoints or none, and whatever a killed writer
-left behind is garbage that `sweep` finds.
+A `checkpoint_dir` is a directory of checkpoints, named `step-00000100` and so on. On a filesystem a checkpoint is written to a
+staging directory beside its target, synced, and renamed. An object store has no rename: there the manifest is written last,
+and a directory without a manifest is not a checkpoint. Readers therefore see complete checkpoints only. What a killed
+writer leaves is garbage that `sweep` removes.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from fullshard.errors import FullshardError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")
-_HALF = re.compile(r"\.(recipe\.json|plan\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
+_PARTIAL = re.compile(r"\.(recipe\.json|plan\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
 _LEASE = re.compile(r"\.lease-\d{6,}\.[0-9a-f]+\.partial")
-PROBE = ".probe-"  # files by which ranks find out who shares a disk
-_EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
-_HERE = -100  # AT_FDCWD
+PROBE = ".probe-"  # prefix of the files by which ranks find out who shares a disk
+_RENAME_EXCHANGE = 2  # of renameat2
+_AT_FDCWD = -100
 
 
 def checkpoint_name(step: int) -> str:
@@ -44,18 +44,20 @@ def step_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A checkpoint under way: `staging` is where its files go, `target` where they will be found."""
+class PendingCheckpoint:
+    """A checkpoint that is being written: its files go to `staging`, and appear at `target` on commit."""
 
     staging: Place
     target: Place
 
 
-def draft(shelf: Place, step: int, nonce: str) -> Draft:
-    """The same on every rank that is told the same nonce. Touches nothing."""
+def pending_checkpoint(checkpoint_dir: Place, step: int, nonce: str) -> PendingCheckpoint:
+    """The paths of a checkpoint to be written; the same on every rank for the same nonce. Creates nothing."""
     name = checkpoint_name(step)
-    staging = shelf.child(f".{name}.{nonce}.partial") if isinstance(shelf, Local) else shelf.child(name)
-    return Draft(staging, shelf.child(name))
+    staging = (
+        checkpoint_dir.child(f".{name}.{nonce}.partial") if isinstance(checkpoint_dir, Local) else checkpoint_dir.child(name)
+    )
+    return PendingCheckpoint(staging, checkpoint_dir.child(name))
 
 
 def new_nonce() -> str:
@@ -63,15 +65,18 @@ def new_nonce() -> str:
 
 
 @contextmanager
-def begin(made: Draft) -> Iterator[None]:
-    """Make the staging directory, and hold it: `sweep` leaves alone what a live process holds. In a directory each writer
-    does so, whoever comes first; in an object store one does, before the others write."""
-    if not isinstance(made.staging, Local):
-        made.staging.remove_file(MANIFEST)  # first, so that no reader sees an old manifest over new files
-        made.staging.remove()
+def begin(pending: PendingCheckpoint) -> Iterator[None]:
+    """Create the staging directory, and lock it against `sweep` while the context lasts.
+
+    On a filesystem every writer calls this, in any order. On an object store one does, before the others write: it removes
+    an old checkpoint of the same step.
+    """
+    if not isinstance(pending.staging, Local):
+        pending.staging.remove_file(MANIFEST)  # first: no reader may see an old manifest with new files
+        pending.staging.remove()
         yield
         return
-    path = os.fspath(made.staging.path)
+    path = os.fspath(pending.staging.path)
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -86,27 +91,27 @@ def begin(made: Draft) -> Iterator[None]:
         os.close(file)
 
 
-def commit(made: Draft, manifest: bytes) -> None:
-    """Everything but the manifest is written and durable; after this the checkpoint exists."""
-    made.staging.write(MANIFEST, manifest)
-    if not (isinstance(made.staging, Local) and isinstance(made.target, Local)):
+def commit(pending: PendingCheckpoint, manifest: bytes) -> None:
+    """Write the manifest and make the checkpoint visible. All other files must be written and durable."""
+    pending.staging.write(MANIFEST, manifest)
+    if not (isinstance(pending.staging, Local) and isinstance(pending.target, Local)):
         return
-    file_writer.sync_directory(made.staging.path)
+    file_writer.sync_directory(pending.staging.path)
     try:
-        os.rename(made.staging.path, made.target.path)
+        os.rename(pending.staging.path, pending.target.path)
     except OSError:
-        if not made.target.path.exists():
+        if not pending.target.path.exists():
             raise
-        _replace(made.staging.path, made.target.path)
-    file_writer.sync_directory(made.target.path.parent)
+        _replace(pending.staging.path, pending.target.path)
+    file_writer.sync_directory(pending.target.path.parent)
 
 
 def _replace(new: Path, old: Path) -> None:
-    """Put `new` in the place of `old`, which is never missing in between where the kernel can exchange names."""
+    """Rename `new` to `old` and delete what was there. Where the kernel supports it, the name `old` always exists."""
     libc = ctypes.CDLL(None, use_errno=True)
     exchange = getattr(libc, "renameat2", None)
     aside = old.with_name(f".{old.name}.{new_nonce()}.removed")
-    if exchange and exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE) == 0:
+    if exchange and exchange(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
         os.rename(new, aside)
     else:
         os.rename(old, aside)
@@ -114,14 +119,14 @@ def _replace(new: Path, old: Path) -> None:
     Local(aside).remove()
 
 
-def abandon(made: Draft) -> None:
-    """A draft that will not be finished."""
-    made.staging.remove()
+def abandon(pending: PendingCheckpoint) -> None:
+    """Delete the files of a checkpoint that will not be committed."""
+    pending.staging.remove()
 
 
-def remove(shelf: Place, name: str) -> None:
+def remove(checkpoint_dir: Place, name: str) -> None:
     """Make a checkpoint invisible at once, then delete it."""
-    place = shelf.child(name)
+    place = checkpoint_dir.child(name)
     if isinstance(place, Local):
         aside = place.path.with_name(f".{name}.{new_nonce()}.removed")
         os.rename(place.path, aside)
@@ -134,9 +139,9 @@ def remove(shelf: Place, name: str) -> None:
 # -- finding ------------------------------------------------------------------------------------------------
 
 
-def committed(shelf: Place) -> list[str]:
-    """The names of the checkpoints of a shelf, oldest step first."""
-    named = [n for n in shelf.directories() if step_of(n) is not None and MANIFEST in shelf.child(n).files()]
+def committed(checkpoint_dir: Place) -> list[str]:
+    """The names of the checkpoints in a directory, oldest step first."""
+    named = [n for n in checkpoint_dir.directories() if step_of(n) is not None and MANIFEST in checkpoint_dir.child(n).files()]
     return sorted(named, key=lambda n: step_of(n) or 0)
 
 
@@ -153,18 +158,18 @@ def is_checkpoint(place: Place) -> bool:
 
 
 def find(where: str | Path) -> Place:
-    """The checkpoint that a person means: itself, the newest of a shelf, or the newest of a run's shelf."""
+    """The checkpoint at `where`, which is a checkpoint, a directory of them or a run. Of several, the newest."""
     place = open_place(where)
     if is_checkpoint(place):
         return place
-    for shelf in (place, place.child("checkpoints")):
-        if names := committed(shelf):
-            return shelf.child(names[-1])
-    raise FullshardError(f"{where} is no checkpoint, and no directory of checkpoints")
+    for checkpoint_dir in (place, place.child("checkpoints")):
+        if names := committed(checkpoint_dir):
+            return checkpoint_dir.child(names[-1])
+    raise FullshardError(f"{where} is neither a checkpoint nor a directory of checkpoints")
 
 
-def find_shelf(where: str | Path) -> Place:
-    """The directory of checkpoints that a person means: itself, or that of a run."""
+def find_checkpoint_dir(where: str | Path) -> Place:
+    """The directory of checkpoints at `where`, which is such a directory or a run."""
     place = open_place(where)
     return place.child("checkpoints") if "checkpoints" in place.directories() else place
 
@@ -172,29 +177,29 @@ def find_shelf(where: str | Path) -> Place:
 # -- garbage ------------------------------------------------------------------------------------------------
 
 
-def garbage(shelf: Place) -> tuple[list[str], list[str]]:
-    """What killed writers left: names to sweep, and names that a live process still holds."""
-    found = [n for n in shelf.directories() if _is_garbage(shelf, n)]
-    found += [n for n in shelf.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
-    held = [n for n in found if isinstance(shelf, Local) and is_held(shelf.path / n)]
-    return [n for n in found if n not in held], held
+def garbage(checkpoint_dir: Place) -> tuple[list[str], list[str]]:
+    """Names of unfinished files and directories: those that killed writers left, and those that a live process has locked."""
+    found = [n for n in checkpoint_dir.directories() if _is_garbage(checkpoint_dir, n)]
+    found += [n for n in checkpoint_dir.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
+    locked = [n for n in found if isinstance(checkpoint_dir, Local) and is_locked(checkpoint_dir.path / n)]
+    return [n for n in found if n not in locked], locked
 
 
-def _is_garbage(shelf: Place, name: str) -> bool:
-    if isinstance(shelf, Local) and _STAGED.fullmatch(name):
+def _is_garbage(checkpoint_dir: Place, name: str) -> bool:
+    if isinstance(checkpoint_dir, Local) and _STAGED.fullmatch(name):
         return True
-    return step_of(name) is not None and MANIFEST not in shelf.child(name).files()
+    return step_of(name) is not None and MANIFEST not in checkpoint_dir.child(name).files()
 
 
-def half_written(run: Place) -> list[str]:
-    """What a kill left in a run's directory itself: files and exports whose whole is not there yet."""
-    return [n for n in [*run.files(), *run.directories()] if _HALF.fullmatch(n)]
+def partial_files(run: Place) -> list[str]:
+    """Names of the unfinished files and exports that a killed process left in a run's own directory."""
+    return [n for n in [*run.files(), *run.directories()] if _PARTIAL.fullmatch(n)]
 
 
-def is_held(path: Path) -> bool:
-    """Whether a live process holds this directory or file."""
+def is_locked(path: Path) -> bool:
+    """Whether a live process has locked this directory or file."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     except FileNotFoundError:
         return False
     try:
@@ -206,32 +211,33 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def sweep(shelf: Place) -> list[str]:
-    """Delete the garbage; the names that went."""
-    dead, _ = garbage(shelf)
-    for name in dead:
-        sweep_one(shelf, name)
-    for upload in shelf.uploads():
-        shelf.abort(upload)
-    return dead
+def sweep(checkpoint_dir: Place) -> list[str]:
+    """Delete what killed writers left, unfinished uploads too; return the names."""
+    names, _ = garbage(checkpoint_dir)
+    for name in names:
+        remove_leftover(checkpoint_dir, name)
+    for upload in checkpoint_dir.uploads():
+        checkpoint_dir.abort(upload)
+    return names
 
 
-def sweep_one(shelf: Place, name: str) -> None:
-    shelf.remove_file(name) if name in shelf.files() else shelf.child(name).remove()
+def remove_leftover(directory: Place, name: str) -> None:
+    """Delete a file or directory."""
+    directory.remove_file(name) if name in directory.files() else directory.child(name).remove()
 
 
 def sweep_run(run: Place) -> list[str]:
-    """Delete what is half written in a run's directory; whoever calls this holds it, or knows that nobody does."""
-    dead = half_written(run)
-    for name in dead:
-        sweep_one(run, name)
-    return dead
+    """Delete the unfinished files in a run's directory; return their names. No other process may be writing to it."""
+    names = partial_files(run)
+    for name in names:
+        remove_leftover(run, name)
+    return names
 
 
 @contextmanager
-def hold_run(directory: Path, patience: float = 20.0) -> Iterator[None]:
-    """Hold a run's directory: two runs in one would mix their numbers. Waits for a dying one; the kernel lets go of
-    what a killed process held."""
+def lock_run(directory: Path, patience: float = 20.0) -> Iterator[None]:
+    """Lock a run's directory: two runs in one would mix their metrics. Waits up to `patience` seconds for another process
+    that is ending. The kernel releases the lock when a process is killed."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + patience

@@ -1,6 +1,6 @@
-"""From a checkpoint to what other programs read: a Hugging Face directory, one torch file, or PEFT adapters.
+"""Exports a checkpoint's weights: to a Hugging Face directory, one torch file, or PEFT adapters.
 
-A tensor at a time: memory is bounded by the largest one (and, for merged adapters, its two small factors).
+Works a tensor at a time. Memory is bounded by the largest tensor and, if it has an adapter, the adapter's two factors.
 """
 
 import json
@@ -15,38 +15,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.checkpoint.average import FLOATS, narrow
+from fullshard.checkpoint.average import FLOATS, cast_floats
 from fullshard.checkpoint.commit import find
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.checkpoint.safetensors import Files
+from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.checkpoint.torch_pickles import state_dict_pickle
-from fullshard.checkpoint.untrusted_files import read_small, refusing
+from fullshard.checkpoint.untrusted_files import read_small, refusing_os_errors
 from fullshard.checkpoint.verify import refuse_damaged
 from fullshard.checkpoint.writer import (
     FILE_BYTES,
-    Source,
-    in_files,
+    TensorSource,
     missing_directories,
     remove_empty,
+    split_into_files,
+    write_directory,
     write_safetensors,
-    write_whole_directory,
 )
 from fullshard.errors import FullshardError
 from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.reading import is_directory, parse_json
 
-WORDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+SAFETENSORS_DTYPE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 NOT_COPIED = ("*.index.json", "adapter_config.json", "trainer_state.json")
 
 
 def export(where: str, output: Path, form: str, config: Path | None = None, dtype: str | None = None) -> Path:
-    """Write the weights of a checkpoint, verified first, to `output`."""
-    if dtype is not None and dtype not in WORDS:
-        raise FullshardError(f"dtype is one of {', '.join(WORDS)}, not {dtype!r}")
-    with refusing(f"write {output}"):
-        there = output.exists()
-    if there:
+    """Verify a checkpoint and write its weights to `output`. `form`: `hf`, `peft` or `torch`. `config`: the directory to
+    copy a Hugging Face config and tokenizer from. Returns `output`."""
+    if dtype is not None and dtype not in SAFETENSORS_DTYPE:
+        raise FullshardError(f"dtype is one of {', '.join(SAFETENSORS_DTYPE)}, not {dtype!r}")
+    with refusing_os_errors(f"write {output}"):
+        exists = output.exists()
+    if exists:
         raise FullshardError(f"{output} exists already; write elsewhere, or remove it first")
     place = find(where)
     refuse_damaged(place)
@@ -63,45 +65,45 @@ def export(where: str, output: Path, form: str, config: Path | None = None, dtyp
     return output
 
 
-# -- what is written ----------------------------------------------------------------------------------------
+# -- weights ------------------------------------------------------------------------------------------------
 
 
-def weights(checkpoint: Checkpoint, like: dict[str, str], dtype: str | None) -> list[Source]:
-    """The model's tensors under the names that the model without wrappers has, adapters merged. `like`: the dtype of
-    each tensor where it came from, if it is known."""
+def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None) -> list[TensorSource]:
+    """The model's tensors, adapters merged, under the names of the model without wrappers. Their dtype is `dtype`, or that
+    in `original`, the dtypes of the original model's files, or that in the checkpoint."""
     names = [n.removeprefix("model.") for n in checkpoint.manifest.tensors if n.startswith("model.")]
     if not names:
         raise FullshardError(f"{checkpoint.place} holds no weights")
-    sources: list[Source] = []
+    sources: list[TensorSource] = []
     for name in names:
         if ".lora_" in name:
             continue
         record = checkpoint.manifest.tensors[f"model.{name}"]
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        other = WORDS[dtype] if dtype else like.get(plain, record.dtype)
+        other = SAFETENSORS_DTYPE[dtype] if dtype else original.get(plain, record.dtype)
         wanted = other if record.dtype in FLOATS and other in FLOATS else record.dtype
-        sources.append(Source(plain, wanted, record.shape, partial(_read, checkpoint, name, wanted)))
+        sources.append(TensorSource(plain, wanted, record.shape, partial(_read, checkpoint, name, wanted)))
     if not sources or len({s.name for s in sources}) < len(sources):
-        raise FullshardError(f"{checkpoint.place} has no weights, or several of one name once wrappers are cut off; rename them")
+        raise FullshardError(f"{checkpoint.place} has no weights, or two of one name once wrappers are cut off; rename them")
     return sources
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
     record = checkpoint.manifest.tensors[f"model.{name}"]
-    down = name.replace(".base_layer.weight", ".lora_A.default.weight")
-    adapted = down != name and f"model.{down}" in checkpoint.manifest.tensors
+    lora_a = name.replace(".base_layer.weight", ".lora_A.default.weight")
+    adapted = lora_a != name and f"model.{lora_a}" in checkpoint.manifest.tensors
     if not adapted and record.dtype == dtype:
         return checkpoint.raw(f"model.{name}")
     values: NDArray[np.float64] = np.asarray(checkpoint.tensor(f"model.{name}"), dtype=np.float64)
     if adapted:
-        values = _merged(checkpoint, name, values, down, down.replace("lora_A", "lora_B"))
-    return narrow(values, dtype)
+        values = _merged(checkpoint, name, values, lora_a, lora_a.replace("lora_A", "lora_B"))
+    return cast_floats(values, dtype)
 
 
-def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], down: str, up: str) -> NDArray[np.float64]:
-    """A weight and its adapter."""
+def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], lora_a: str, lora_b: str) -> NDArray[np.float64]:
+    """The weight `values` with its adapter added."""
     lora, found = _lora(checkpoint), checkpoint.manifest.tensors
-    shapes = [found[n].shape for n in (f"model.{up}", f"model.{down}") if n in found]
+    shapes = [found[n].shape for n in (f"model.{lora_b}", f"model.{lora_a}") if n in found]
     rank = shapes[-1][0] if shapes[-1] else 0
     if (
         values.ndim != 2
@@ -109,8 +111,8 @@ def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], down
         or found[f"model.{name}"].dtype not in FLOATS
     ):
         raise FullshardError(f"{checkpoint.place}: the adapter of {name} does not fit it; use another checkpoint")
-    a = np.asarray(checkpoint.tensor(f"model.{down}"), dtype=np.float64)
-    b = np.asarray(checkpoint.tensor(f"model.{up}"), dtype=np.float64)
+    a = np.asarray(checkpoint.tensor(f"model.{lora_a}"), dtype=np.float64)
+    b = np.asarray(checkpoint.tensor(f"model.{lora_b}"), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         return values + (b @ a) * (lora["alpha"] / lora["rank"])
 
@@ -119,14 +121,14 @@ def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
     lora = _table(checkpoint.manifest.recipe, "lora")
     if not lora:
         raise FullshardError(f"{checkpoint.place} does not say how its adapters are scaled: it has no recipe")
-    sound = all(_is_number(lora.get(key)) for key in ("rank", "alpha", "dropout")) and lora["rank"] > 0
-    if not sound or not isinstance(lora.get("targets"), list | str):
-        raise FullshardError(f"{checkpoint.place} does not say how its adapters are scaled: its recipe's lora makes no sense")
+    valid = all(_is_number(lora.get(key)) for key in ("rank", "alpha", "dropout")) and lora["rank"] > 0
+    if not valid or not isinstance(lora.get("targets"), list | str):
+        raise FullshardError(f"{checkpoint.place} does not say how its adapters are scaled: its recipe's lora is malformed")
     return lora
 
 
 def _table(recipe: dict[str, Any] | None, key: str) -> dict[str, Any]:
-    """A table of the recipe that a manifest holds; what is no table is none."""
+    """A table of the manifest's recipe; empty if it is missing or not a table."""
     found = (recipe or {}).get(key)
     return dict(found) if isinstance(found, dict) else {}
 
@@ -146,34 +148,36 @@ def _model_name(checkpoint: Checkpoint) -> str:
 def export_hugging_face(checkpoint: Checkpoint, output: Path, config: Path | None, dtype: str | None) -> None:
     model = _model_name(checkpoint)
     origin = config or (Path(model) if is_directory(model) else None)
-    like = {n: e.dtype for n, e in Files(origin).entries.items()} if origin and any(origin.glob("*.safetensors")) else {}
-    sources = weights(checkpoint, like, dtype)
-    made = None if origin else _config_of(model, sources, dtype)
+    original: dict[str, str] = {}
+    if origin and any(origin.glob("*.safetensors")):
+        original = {n: e.dtype for n, e in SafetensorsDirectory(origin).entries.items()}
+    sources = weights(checkpoint, original, dtype)
+    preset_config = None if origin else _config_of(model, dtype)
 
     def fill(directory: Path) -> None:
         _write_shards(directory, sources)
         if origin:
             _copy(origin, directory, dtype)
         else:
-            (directory / "config.json").write_text(json.dumps(made, indent=2) + "\n")
+            (directory / "config.json").write_text(json.dumps(preset_config, indent=2) + "\n")
 
-    write_whole_directory(output, fill)
+    write_directory(output, fill)
 
 
-def _write_shards(directory: Path, sources: Sequence[Source]) -> None:
-    groups = in_files(sources, FILE_BYTES)
-    where: dict[str, str] = {}
+def _write_shards(directory: Path, sources: Sequence[TensorSource]) -> None:
+    groups = split_into_files(sources, FILE_BYTES)
+    weight_map: dict[str, str] = {}
     for i, group in enumerate(groups):
         name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
         write_safetensors(directory / name, group, {"format": "pt"})
-        where |= {s.name: name for s in group}
+        weight_map |= {s.name: name for s in group}
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(s.nbytes for s in sources)}, "weight_map": dict(sorted(where.items()))}
+        index = {"metadata": {"total_size": sum(s.nbytes for s in sources)}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy(origin: Path, directory: Path, dtype: str | None) -> None:
-    """Config, tokenizer and the like, as they are."""
+    """Copy config, tokenizer and the like, and note `dtype` in the config."""
     if not (origin / "config.json").is_file():
         raise FullshardError(f"{origin} has no config.json; give --config DIR, the directory of the original model")
     for path in sorted(p for pattern in COPIED for p in origin.glob(pattern)):
@@ -182,17 +186,13 @@ def _copy(origin: Path, directory: Path, dtype: str | None) -> None:
     if dtype:
         config = parse_json(read_small(directory / "config.json", 1 << 26), str(origin / "config.json"))
         if not isinstance(config, dict):
-            raise FullshardError(f"{origin / 'config.json'} is no table; give --config DIR, the directory of the original model")
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _torch_word(dtype)
+            raise FullshardError(f"{origin / 'config.json'} is not a table; give --config DIR, the original model's directory")
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = TORCH_DTYPE[dtype]
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _torch_word(dtype: str) -> str:
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}[dtype]
-
-
-def _config_of(model: str, sources: Sequence[Source], dtype: str | None) -> dict[str, Any]:
-    """Presets of the Llama family have Hugging Face's names and shapes; only their config has to be made."""
+def _config_of(model: str, dtype: str | None) -> dict[str, Any]:
+    """The Hugging Face config of a preset. Those of the Llama family have Hugging Face's names and shapes already."""
     size = PRESETS.get(model)
     if not isinstance(size, LlamaSize):
         raise FullshardError("this model has no config to copy; give --config DIR with one, or use --format torch")
@@ -213,7 +213,7 @@ def _config_of(model: str, sources: Sequence[Source], dtype: str | None) -> dict
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "dtype": _torch_word(dtype or "fp32"),
+        "dtype": TORCH_DTYPE[dtype or "fp32"],
     }
 
 
@@ -221,15 +221,15 @@ def _config_of(model: str, sources: Sequence[Source], dtype: str | None) -> dict
 
 
 def _export_peft(checkpoint: Checkpoint, output: Path, dtype: str | None) -> None:
-    """The adapters alone, as `PeftModel.from_pretrained` reads them."""
+    """Write the adapters alone, as `PeftModel.from_pretrained` reads them."""
     lora = _lora(checkpoint)
     tensors = {n.removeprefix("model."): t for n, t in checkpoint.manifest.tensors.items() if ".lora_" in n}
     adapters = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     if not adapters:
         raise FullshardError(f"{checkpoint.place} has no adapters; use --format hf")
-    wanted = {n: WORDS[dtype] if dtype else t.dtype for n, t in adapters.items()}
+    wanted = {n: SAFETENSORS_DTYPE[dtype] if dtype else t.dtype for n, t in adapters.items()}
     sources = [
-        Source(n.replace(".default.", "."), wanted[n], t.shape, partial(_read, checkpoint, n, wanted[n]))
+        TensorSource(n.replace(".default.", "."), wanted[n], t.shape, partial(_read, checkpoint, n, wanted[n]))
         for n, t in adapters.items()
     ]
     config = {
@@ -248,16 +248,16 @@ def _export_peft(checkpoint: Checkpoint, output: Path, dtype: str | None) -> Non
         write_safetensors(directory / "adapter_model.safetensors", sources, {"format": "pt"})
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    write_whole_directory(output, fill)
+    write_directory(output, fill)
 
 
 def _export_torch(checkpoint: Checkpoint, output: Path, dtype: str | None) -> None:
-    """One file that `torch.load(…, weights_only=True)` reads as a state dict."""
+    """Write one file that `torch.load(…, weights_only=True)` reads as a state dict."""
     sources = weights(checkpoint, {}, dtype)
     partial_file = output.with_name(f".{output.name}.partial")
     missing = missing_directories(output.parent)
     try:
-        with refusing(f"write {output}"):
+        with refusing_os_errors(f"write {output}"):
             output.parent.mkdir(parents=True, exist_ok=True)
             _write_torch(partial_file, sources)
             partial_file.rename(output)
@@ -268,7 +268,7 @@ def _export_torch(checkpoint: Checkpoint, output: Path, dtype: str | None) -> No
         raise
 
 
-def _write_torch(path: Path, sources: Sequence[Source]) -> None:
+def _write_torch(path: Path, sources: Sequence[TensorSource]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", state_dict_pickle([(s.name, s.dtype, s.shape) for s in sources]))
         archive.writestr("archive/byteorder", "little")

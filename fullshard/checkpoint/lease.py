@@ -1,9 +1,10 @@
-"""The lease of a shelf: who may write to it and delete from it. One holder at a time, in a directory or an object store.
+"""Leases: at most one process at a time writes to a directory of checkpoints and deletes from it.
 
-A lease is a small file in the shelf, `.lease-000001`, that its holder renews. Whoever finds one either sees that its
-holder is dead (a process of this machine that is gone), or watches it: renewed means held, unchanged for long means
-stale. A stale lease is broken by creating the next number, which at most one starter can. The holder of the highest
-number holds the shelf; one who was suspended finds a higher number, or its own gone, and writes no more.
+A lease is a small file in the directory, `.lease-000001`, that its holder renews. A process that finds one waits: if the
+holder is a process of this machine that has ended, the lease is stale at once; if it is renewed meanwhile, it is valid; if
+it stays unchanged for long, it is stale. A stale lease is broken by creating the next number, which only one process can.
+The holder of the highest number owns the directory. A holder that was suspended finds a higher number, or its own lease
+gone, and writes no more. Clocks need not agree. Works for local directories and object stores.
 """
 
 import json
@@ -14,8 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -23,23 +23,23 @@ from fullshard.checkpoint.place import Local, Place
 from fullshard.errors import FullshardError
 
 RENEWAL = 20.0  # seconds between renewals
-WATCHED = 3 * RENEWAL  # an old lease that did not change for so long is stale,
-STALE = 180.0  # old being this many seconds, by this machine's clock; whatever the clocks say, as long unchanged is stale
+STALE = 180.0  # seconds: a lease that does not change for as long is stale
+WATCHED = 3 * RENEWAL  # seconds: the same for a lease that is older than STALE by this machine's clock
 DYING = 10.0  # seconds that a process of this machine may take to end
-_SIZE = 2048  # bytes of a record, always: it is renewed in place
+_SIZE = 2048  # bytes of a record, always the same: it is renewed in place
 _NAME = re.compile(r"\.lease-(\d{6,12})")
 
 
 class LeaseLostError(FullshardError):
-    """Another process holds the shelf now."""
+    """Another process has taken over the directory."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease. `started`, `boot`, `namespace`: what tells a process from another of the same number; `renewed`:
-    seconds since 1970, by the holder's clock."""
+    """The process that holds a lease. `started`, `boot` and `namespace` distinguish it from others of the same pid.
+    `renewed`: seconds since 1970, by the holder's clock."""
 
     id: str
     host: str
@@ -55,12 +55,12 @@ class Holder:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Holder | None":
-        """None where the text is no record."""
+        """The inverse of `to_bytes`; None if the data is not a record."""
         try:
             tree = json.loads(data)
             found = cls(**{f.name: tree[f.name] for f in fields(cls)})
-            sound = all(isinstance(v, str) for k, v in asdict(found).items() if k not in ("pid", "renewed"))
-            return found if sound and isinstance(found.pid, int) and isinstance(found.renewed, int | float) else None
+            texts = all(isinstance(v, str) for k, v in asdict(found).items() if k not in ("pid", "renewed"))
+            return found if texts and isinstance(found.pid, int) and isinstance(found.renewed, int | float) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -68,16 +68,17 @@ class Holder:
         return f"process {self.pid} on {self.host}" + (f" ({self.run})" if self.run else "")
 
 
-Found = dict[int, tuple[bytes, Holder | None]]  # the leases of a shelf by number: their text, and who holds them
+Leases = dict[int, tuple[bytes, Holder | None]]  # number: the file's bytes, and the holder if they can be parsed
 
 
-def read_leases(shelf: Place) -> Found:
-    found: Found = {}
-    for name, size in shelf.files().items():
+def read_leases(checkpoint_dir: Place) -> Leases:
+    """All leases in a directory, stale ones too."""
+    found: Leases = {}
+    for name, size in checkpoint_dir.files().items():
         if match := _NAME.fullmatch(name):
             text = bytearray(min(size, _SIZE))
             try:
-                shelf.read(name, [(0, memoryview(text))])
+                checkpoint_dir.read(name, [(0, memoryview(text))])
             except FileNotFoundError:
                 continue
             except EOFError:
@@ -86,23 +87,16 @@ def read_leases(shelf: Place) -> Found:
     return found
 
 
-def holder_of(shelf: Place) -> Holder | None:
-    """Who holds the shelf now, as far as can be told without waiting: a dead process of this machine does not."""
-    found = read_leases(shelf)
-    last = found[max(found)][1] if found else None
-    return last if last and not _is_dead(last) else None
+# -- processes of this machine ------------------------------------------------------------------------------
 
 
-# -- this process, and others of this machine ---------------------------------------------------------------
-
-
-def _me(run: str) -> Holder:
+def _this_process(run: str) -> Holder:
     pid, host = os.getpid(), socket.gethostname()[:64]
     return Holder(secrets.token_hex(8), host, pid, _started(pid), _boot(), _namespace(), run[-100:], time.time())
 
 
 def _started(pid: int) -> str:
-    """When a process started, in ticks since boot; empty if it is not there, or a zombie."""
+    """When a process started, in ticks since boot; empty if it does not exist or is a zombie."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -114,91 +108,94 @@ def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return secrets.token_hex(8)  # unknown: then nobody is of this machine
+        return secrets.token_hex(8)  # unknown: no holder will count as one of this machine
 
 
 def _namespace() -> str:
-    """Process numbers mean something in one namespace alone: two containers have two."""
+    """The namespace of this process's pid: containers on one machine have different ones."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def _is_here(holder: Holder) -> bool:
+def _is_local(holder: Holder) -> bool:
     return (holder.boot, holder.namespace) == (_boot(), _namespace())
 
 
 def _is_dead(holder: Holder) -> bool:
-    """Whether this machine knows that nobody holds that lease: its process is gone, or is this one and has given it up."""
-    if not _is_here(holder):
+    """Whether the holder is known to be gone: a process of this machine that has ended, or this one after `release`."""
+    if not _is_local(holder):
         return False
-    mine = holder.pid == os.getpid() and holder.id not in {lease.me.id for lease in _held.values()}
-    return mine or _started(holder.pid) != holder.started
+    released = holder.pid == os.getpid() and holder.id not in {lease.holder.id for lease in _leases.values()}
+    return released or _started(holder.pid) != holder.started
 
 
 # -- taking -------------------------------------------------------------------------------------------------
 
 
 class Lease:
-    """A lease that this process holds, until `release`. A thread renews it; `check` raises once another has taken it."""
+    """A lease that this process holds until `release`. A thread renews it. `users` counts the parts of the process that
+    share it; `lost` says to whom it was lost, if it was."""
 
-    def __init__(self, shelf: Place, number: int, me: Holder):
-        self.shelf, self.number, self.me = shelf, number, me
-        self.uses, self.lost, self.ended = 1, "", threading.Event()
-        threading.Thread(target=self._renew_on, daemon=True, name="checkpoint-lease").start()
+    def __init__(self, checkpoint_dir: Place, number: int, holder: Holder):
+        self.checkpoint_dir, self.number, self.holder = checkpoint_dir, number, holder
+        self.users, self.lost, self.ended = 1, "", threading.Event()
+        threading.Thread(target=self._keep_renewing, daemon=True, name="checkpoint-lease").start()
 
     @property
     def name(self) -> str:
         return lease_name(self.number)
 
     def check(self) -> None:
-        """Raise where another process has the shelf."""
-        if not self.lost and self._is_taken() and not self._comes_back():
-            others = [h for n, (_, h) in sorted(read_leases(self.shelf).items()) if n != self.number and h]
+        """Raise LeaseLostError if another process has taken the directory."""
+        if not self.lost and self._is_taken() and not self._recovers():
+            others = [h for n, (_, h) in sorted(read_leases(self.checkpoint_dir).items()) if n != self.number and h]
             self.lost = f"by {others[-1]}" if others else "by a process that has ended"
         if self.lost:
             raise LeaseLostError(
-                f"{self.shelf} was taken over {self.lost} while this one stood still; nothing more is written or deleted there"
+                f"{self.checkpoint_dir} was taken over {self.lost} while this process was suspended; it writes and deletes "
+                "nothing more there"
             )
 
     def _is_taken(self) -> bool:
-        numbers = [int(m[1]) for name in self.shelf.files() if (m := _NAME.fullmatch(name))]
+        numbers = [int(m[1]) for name in self.checkpoint_dir.files() if (m := _NAME.fullmatch(name))]
         return self.number not in numbers or max(numbers) > self.number
 
-    def _comes_back(self) -> bool:
-        """Whether it was a starter that came too late and went again, or somebody removed the whole directory."""
-        if isinstance(self.shelf, Local) and not self.shelf.path.exists():
-            return self.shelf.create(self.name, self.me.to_bytes())
+    def _recovers(self) -> bool:
+        """Whether the lease is valid after all: the other process has given way (see `_is_first`), or the directory was
+        removed and the lease can be created again."""
+        if isinstance(self.checkpoint_dir, Local) and not self.checkpoint_dir.path.exists():
+            return self.checkpoint_dir.create(self.name, self.holder.to_bytes())
         time.sleep(0.5)
         return not self._is_taken()
 
-    def _renew_on(self) -> None:
+    def _keep_renewing(self) -> None:
         while not self.ended.wait(RENEWAL):
-            with suppress(Exception):  # a full disk, a network that is down: the next renewal may work
+            with suppress(Exception):  # a full disk or no network: the next renewal may work
                 self.check()
-                self.me = replace(self.me, renewed=time.time())
-                self.shelf.rewrite(self.name, self.me.to_bytes())
+                self.holder = replace(self.holder, renewed=time.time())
+                self.checkpoint_dir.rewrite(self.name, self.holder.to_bytes())
             if self.lost:
                 return
 
     def release(self) -> None:
-        """Give it up, with the last of its users."""
-        self.uses -= 1
-        if self.uses > 0:
+        """End one use. The last one removes the lease."""
+        self.users -= 1
+        if self.users > 0:
             return
         self.ended.set()
-        _held.pop(_key(self.shelf), None)
+        _leases.pop(_key(self.checkpoint_dir), None)
         with suppress(Exception):
             if not self._is_taken():
-                self.shelf.remove_file(self.name)
+                self.checkpoint_dir.remove_file(self.name)
 
 
-_held: dict[str, Lease] = {}  # what this process holds: its parts share a lease
+_leases: dict[str, Lease] = {}  # of this process, by directory: its parts share a lease
 
 
-def _key(shelf: Place) -> str:
-    where = shelf.path.resolve() if isinstance(shelf, Local) else shelf
+def _key(checkpoint_dir: Place) -> str:
+    where = checkpoint_dir.path.resolve() if isinstance(checkpoint_dir, Local) else checkpoint_dir
     return f"{os.getpid()} {where}"
 
 
@@ -206,53 +203,55 @@ def lease_name(number: int) -> str:
     return f".lease-{number:06d}"
 
 
-def take_lease(shelf: Place, run: str = "") -> Lease:
-    """The lease of a shelf. Waits for a holder that ends, or that may be dead; one that lives is a refusal."""
-    if held := _held.get(_key(shelf)):
-        held.uses += 1
-        return held
+def take_lease(checkpoint_dir: Place, run: str = "") -> Lease:
+    """Take the lease of a directory, which is created if needed. Waits while the holder of another lease may be dead, and
+    raises if it is alive. `run` names this process to others."""
+    if lease := _leases.get(_key(checkpoint_dir)):
+        lease.users += 1
+        return lease
     try:
-        if isinstance(shelf, Local):
-            os.makedirs(shelf.path, exist_ok=True)
-        watch = _Watch(shelf)
+        if isinstance(checkpoint_dir, Local):
+            os.makedirs(checkpoint_dir.path, exist_ok=True)
+        watch = _Watch(checkpoint_dir)
         while True:
-            found = read_leases(shelf)
-            if watch.stale(found) and (lease := _break(shelf, found, _me(run))):
+            found = read_leases(checkpoint_dir)
+            if watch.stale(found) and (lease := _break(checkpoint_dir, found, _this_process(run))):
                 return lease
             time.sleep(0.2)
     except OSError as error:
-        raise FullshardError(f"cannot write to {shelf}: {error.strerror or error}") from None
+        raise FullshardError(f"cannot write to {checkpoint_dir}: {error.strerror or error}") from None
 
 
-def _break(shelf: Place, found: Found, me: Holder) -> Lease | None:
-    """The next lease after those that are stale, unless another starter was quicker."""
-    number = max(found, default=0) + 1
-    if not shelf.create(lease_name(number), me.to_bytes()) or not _alone(shelf, number, found):
+def _break(checkpoint_dir: Place, stale: Leases, holder: Holder) -> Lease | None:
+    """Create the lease after the stale ones and remove those. None if another process was quicker."""
+    number = max(stale, default=0) + 1
+    if not checkpoint_dir.create(lease_name(number), holder.to_bytes()) or not _is_first(checkpoint_dir, number, stale):
         return None
-    for old in found:
-        shelf.remove_file(lease_name(old))
-    _held[_key(shelf)] = lease = Lease(shelf, number, me)
+    for old in stale:
+        checkpoint_dir.remove_file(lease_name(old))
+    _leases[_key(checkpoint_dir)] = lease = Lease(checkpoint_dir, number, holder)
     return lease
 
 
-def _alone(shelf: Place, number: int, broken: Found) -> bool:
-    """Whether nobody came between the look at the old leases and the new one; a starter that stood still gives way."""
-    others = {n: text for n, (text, _) in read_leases(shelf).items() if n != number}
-    if all(n in broken and broken[n][0] == text for n, text in others.items()) and others.keys() == broken.keys():
+def _is_first(checkpoint_dir: Place, number: int, stale: Leases) -> bool:
+    """Whether the other leases are still the stale ones that were read before the new lease was created. If not, this
+    process was suspended in between and gives way: it removes the new lease."""
+    others = {n: text for n, (text, _) in read_leases(checkpoint_dir).items() if n != number}
+    if all(n in stale and stale[n][0] == text for n, text in others.items()) and others.keys() == stale.keys():
         return True
-    shelf.remove_file(lease_name(number))
+    checkpoint_dir.remove_file(lease_name(number))
     return False
 
 
 class _Watch:
-    """What a starter has seen of the leases that are there, and since when."""
+    """The leases that a waiting process has seen so far, and since when they are the same."""
 
-    def __init__(self, shelf: Place):
-        self.shelf, self.since, self.said = shelf, time.monotonic(), False
-        self.seen: Found | None = None
+    def __init__(self, checkpoint_dir: Place):
+        self.checkpoint_dir, self.since, self.reported = checkpoint_dir, time.monotonic(), False
+        self.seen: Leases | None = None
 
-    def stale(self, found: Found) -> bool:
-        """Whether nobody holds the shelf; raises where somebody does."""
+    def stale(self, found: Leases) -> bool:
+        """Whether all leases are stale. Raises if one is valid; False if that is not known yet."""
         alive = {n: (text, h) for n, (text, h) in found.items() if h is None or not _is_dead(h)}
         if not alive:
             return True
@@ -262,24 +261,15 @@ class _Watch:
             self.seen, self.since = alive, now
         watched, old = now - self.since, holder is None or time.time() - holder.renewed > STALE
         renewed = text != self.seen[max(alive)][0]
-        if renewed or (holder and _is_here(holder) and not old and watched > DYING):
-            raise FullshardError(f"{self.shelf} is written to by {holder}; end that, or write another checkpoint.path")
+        if renewed or (holder and _is_local(holder) and not old and watched > DYING):
+            raise FullshardError(f"{self.checkpoint_dir} is written to by {holder}; end that, or write another checkpoint.path")
         if watched > DYING:
-            self._say(holder)
+            self._report(holder)
         return watched > STALE or (old and watched > WATCHED)
 
-    def _say(self, holder: Holder | None) -> None:
-        if not self.said:
-            who = holder or "somebody"
-            text = f"{self.shelf} was last written to by {who}: waiting up to {STALE:.0f} s to see whether it lives"
+    def _report(self, holder: Holder | None) -> None:
+        if not self.reported:
+            who = holder or "an unknown process"
+            text = f"{self.checkpoint_dir} was last written to by {who}: waiting up to {STALE:.0f} s to see whether it is alive"
             print(text, file=sys.stderr, flush=True)
-            self.said = True
-
-
-@contextmanager
-def leased(shelf: Place, run: str = "") -> Iterator[Lease]:
-    lease = take_lease(shelf, run)
-    try:
-        yield lease
-    finally:
-        lease.release()
+            self.reported = True

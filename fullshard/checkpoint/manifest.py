@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds, and where each byte of it lies. One JSON file, written last.
+"""The manifest of a checkpoint: one JSON file that lists tensors, files and checksums. It is written last.
 
-Its first line is the checksum of all that follows, so that no byte of it can change unnoticed. Reading one
-checks everything it says before anything is allocated or opened on its word: names, sizes, positions.
+Its first line holds the checksum of everything after it. Names, sizes and offsets are validated when a manifest is read,
+before any memory is allocated or file opened because of them.
 """
 
 import json
@@ -25,8 +25,8 @@ MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"
 VERSION = 1
 LARGEST = 1 << 30  # bytes of a manifest: a thousand ranks with ten thousand tensors need a third of it
-LATEST = 253_402_300_800  # seconds since 1970: the year 10000, which no calendar here knows
-MOST_COMPARED = 10**9  # numbers that are compared to find chunks that overlap
+LATEST = 253_402_300_800  # seconds since 1970: the year 10000, which `datetime` cannot represent
+MOST_COMPARED = 10**9  # comparisons in the search for overlapping chunks
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{32})",\n')
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -34,24 +34,29 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 class ManifestError(FullshardError):
-    """A manifest that is damaged, or that says what cannot be."""
+    """A manifest that is damaged, or whose contents contradict each other."""
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """XXH3, 128 bits: faster than any disk. It finds accidents; it is no seal against a forger."""
+    """XXH3, 128 bits: faster than any disk. It detects accidental damage, not forgery."""
     digest = xxhash.xxh3_128()
-    digest.update(data)  # which every version does without the interpreter; digests in one call hold it in some
+    digest.update(data)  # releases the GIL in every version of xxhash; the one-call functions do not
     return digest.hexdigest()
 
 
+def shard_name(index: int, count: int) -> str:
+    """The name of one of a checkpoint's safetensors files."""
+    return f"shard-{index:05d}-of-{count:05d}.safetensors"
+
+
 def chunk_name(name: str, whole: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> str:
-    """What a reader of the file sees: the tensor's name, and where it is cut, the offsets of this part."""
+    """The name of a chunk in its file: the tensor's, followed by the chunk's offsets if it is not the whole tensor."""
     return name if tuple(shape) == tuple(whole) else f"{name}@{','.join(map(str, start))}"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, lying in one stretch of a file."""
+    """A box of a tensor, stored in consecutive bytes of a file."""
 
     file: str
     offset: int  # bytes from the start of the file
@@ -65,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor as if it were whole. `dtype` is safetensors' word for it."""
+    """A tensor and its chunks. `shape` is that of the whole tensor, `dtype` a safetensors dtype such as `BF16`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -82,7 +87,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's size and checksum. `node`: the machine on whose own disk it lies, where there is no shared one."""
+    """A file's size and checksum. `node`: the node whose disk holds it, if the nodes share none."""
 
     nbytes: int
     checksum: str
@@ -91,8 +96,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint, described. `cursor`: samples taken of the data; `state`: what is small; `metrics`: what
-    retention may rank by; `created`: seconds since 1970."""
+    """The contents of a checkpoint. `cursor`: samples taken from the data; `state`: everything small that is not a tensor;
+    `metrics`: numbers that retention can rank by; `created`: seconds since 1970."""
 
     step: int
     tensors: Mapping[str, TensorRecord]
@@ -109,7 +114,8 @@ class Manifest:
         return sum(f.nbytes for f in self.files.values())
 
     def to_bytes(self, known: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """A line for each tensor and file, for people and for diff. `known`: the text of fields that was made before."""
+        """JSON with one line for each tensor and file, which is readable and works with diff. `known`: text of fields that
+        the caller has already encoded."""
         small = {"format": FORMAT, "version": VERSION, "step": self.step, "cursor": self.cursor, "created": self.created}
         parts = [field_text(k, v) for k, v in small.items()]
         parts += [known.get(k) or field_text(k, getattr(self, k)) for k in ("metrics", "state", "plan", "recipe")]
@@ -120,27 +126,27 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Raises a ManifestError that names `where`."""
+        """Parse and validate a manifest. Raises a ManifestError that names `where`."""
         first = _FIRST_LINE.match(data)
         if not first or first[1].decode() != checksum(memoryview(data)[first.end() :]):
             raise ManifestError(f"{where} is damaged: its checksum does not match; use another checkpoint")
-        if _SURROGATE.search(data):  # half a character, which no text can hold; whole ones are written as they are
-            raise ManifestError(f"{where} is damaged: it holds a surrogate instead of a character; use another checkpoint")
+        if _SURROGATE.search(data):  # `to_bytes` never writes \ud800 and the like, which cannot be encoded as UTF-8
+            raise ManifestError(f"{where} is damaged: it holds half of a surrogate pair; use another checkpoint")
         try:
             tree = parse_json(data, "it")
         except FullshardError as error:
             raise ManifestError(f"{where} is damaged: {error}; use another checkpoint") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            raise ManifestError(f"{where} is not the manifest of a checkpoint")
+            raise ManifestError(f"{where} is not a checkpoint's manifest")
         version: Any = tree.get("version")
         if not is_count(version) or not 1 <= version <= VERSION:
-            said = version if is_count(version) else quoted(version)
-            raise ManifestError(f"{where} is of version {said}, this fullshard reads up to {VERSION}; use a newer one")
+            shown = version if is_count(version) else quoted(version)
+            raise ManifestError(f"{where} has version {shown}; this fullshard reads up to {VERSION}: install a newer one")
         try:
             return cls(**_fields(tree))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = error if type(error) is ValueError else "a part of it is missing, or of another kind"
-            raise ManifestError(f"{where} makes no sense: {said}; use another checkpoint") from None
+            reason = error if type(error) is ValueError else "a field is missing, or has the wrong type"
+            raise ManifestError(f"{where} is malformed: {reason}; use another checkpoint") from None
 
 
 _json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -155,7 +161,7 @@ def _lines(key: str, table: Mapping[str, Any]) -> str:
 
 
 def tensors_text(tensors: Mapping[str, TensorRecord]) -> str:
-    """The manifest's longest part; it is the same at every save of a run."""
+    """The manifest's field `tensors`: its longest part, and the same at every save of a run."""
     return _lines("tensors", {n: _tensor_dict(t) for n, t in tensors.items()})
 
 
@@ -168,32 +174,32 @@ def _tensor_dict(t: TensorRecord) -> dict[str, Any]:
     return {"shape": t.shape, "dtype": t.dtype, "chunks": chunks}
 
 
-# -- reading: nothing is believed ---------------------------------------------------------------------------
+# -- validation ---------------------------------------------------------------------------------------------
 
 
 def _fields(tree: dict[str, Any]) -> dict[str, Any]:
     files = {name: _file(name, value) for name, value in tree["files"].items()}
     tensors = {name: _tensor(name, value, files) for name, value in tree["tensors"].items()}
-    _need(is_count(tree["step"]), "its step is no count")
-    _need(tree["cursor"] is None or is_count(tree["cursor"]), "its cursor is no count")
-    _need(_is_number(tree["created"]) and 0 <= tree["created"] < LATEST, "its date is none")
+    _need(is_count(tree["step"]), "its step is not a count")
+    _need(tree["cursor"] is None or is_count(tree["cursor"]), "its cursor is not a count")
+    _need(_is_number(tree["created"]) and 0 <= tree["created"] < LATEST, "its date is not valid")
     for key in ("state", "metrics"):
-        _need(isinstance(tree[key], dict), f"its {key} is no table")
-    _need(all(is_name(k) and _is_number(v) for k, v in tree["metrics"].items()), "its metrics are no numbers")
-    _need(isinstance(tree["state"].get("extra", {}), dict), "its extra is no table")
+        _need(isinstance(tree[key], dict), f"its {key} is not a table")
+    _need(all(is_name(k) and _is_number(v) for k, v in tree["metrics"].items()), "its metrics are not numbers")
+    _need(isinstance(tree["state"].get("extra", {}), dict), "its extra is not a table")
     for key in ("plan", "recipe"):
-        _need(tree[key] is None or isinstance(tree[key], dict), f"its {key} is no table")
+        _need(tree[key] is None or isinstance(tree[key], dict), f"its {key} is not a table")
     for key in ("state", "plan", "recipe"):
-        field_text(key, tree[key]).encode()  # what is read can be written again: no NaN, no half of a surrogate pair
-    _need(not _bytes_overlap(tensors), "two chunks lie in the same bytes of a file")
+        field_text(key, tree[key]).encode()  # raises for NaN and surrogates, which could not be written again
+    _need(not _bytes_overlap(tensors), "two chunks share bytes of a file")
     kept = {k: tree[k] for k in ("step", "cursor", "plan", "recipe", "state", "metrics")}
     return kept | {"created": float(tree["created"]), "files": files, "tensors": tensors}
 
 
 def _file(name: str, value: Any) -> FileRecord:
-    # A plain name: no separator, no leading dot, so that no path leaves the checkpoint.
+    # No separator and no leading dot: no path leaves the checkpoint.
     plain = bool(_FILE_NAME.fullmatch(name)) and name != MANIFEST
-    _need(plain, f"{quoted(name)} is no name for a file of a checkpoint")
+    _need(plain, f"{quoted(name)} is not a valid name for a file of a checkpoint")
     _need(is_count(value["bytes"]), f"{name} has no size")
     digest = value["xxh3_128"]
     _need(isinstance(digest, str) and bool(_DIGEST.fullmatch(digest)), f"{name} has no checksum")
@@ -202,25 +208,26 @@ def _file(name: str, value: Any) -> FileRecord:
 
 
 def _tensor(name: str, value: Any, files: Mapping[str, FileRecord]) -> TensorRecord:
-    _need(is_name(name), f"{quoted(name)} is no name for a tensor")
+    _need(is_name(name), f"{quoted(name)} is not a valid name for a tensor")
     shape, dtype = _shape(value["shape"], name), value["dtype"]
-    _need(dtype in ITEM_BYTES, f"{name} is of the unknown dtype {quoted(dtype)}")
+    _need(dtype in ITEM_BYTES, f"{name} has the unknown dtype {quoted(dtype)}")
     chunks = tuple(Chunk(c["file"], c["offset"], _shape(c["start"], name), _shape(c["shape"], name)) for c in value["chunks"])
     for chunk in chunks:
-        _need(chunk.file in files, f"{name} lies in {quoted(chunk.file)}, which is not listed")
+        _need(chunk.file in files, f"{name} is in {quoted(chunk.file)}, which is not listed")
         size = math.prod(chunk.shape) * ITEM_BYTES[dtype]
         fits = is_count(chunk.offset) and chunk.offset + size <= files[chunk.file].nbytes
-        _need(fits, f"a chunk of {name} lies outside {chunk.file}")
+        _need(fits, f"a chunk of {name} is outside {chunk.file}")
         _need(len(chunk.start) == len(chunk.shape) == len(shape), f"a chunk of {name} has another number of dims")
         inside = all(a + n <= whole for a, n, whole in zip(chunk.start, chunk.shape, shape, strict=True))
-        _need(inside, f"a chunk of {name} lies outside the tensor")
+        _need(inside, f"a chunk of {name} is outside the tensor")
     _need(sum(math.prod(c.shape) for c in chunks) == math.prod(shape), f"the chunks of {name} do not add up to it")
     _need(not boxes_overlap([(c.start, c.shape) for c in chunks]), f"chunks of {name} overlap")
     return TensorRecord(shape, dtype, chunks)
 
 
 def boxes_overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether two of (start, shape) share an element; each against those that begin later in the dim that is cut most."""
+    """Whether two boxes (start, shape) share an element. Boxes are sorted along the dim that is cut most, and each is
+    compared only with those that begin before it ends."""
     if len(boxes) < 2:
         return False
     starts = np.array([start for start, _ in boxes], dtype=np.int64)
@@ -239,7 +246,7 @@ def boxes_overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
 
 
 def _bytes_overlap(tensors: Mapping[str, TensorRecord]) -> bool:
-    """Whether a byte of a file belongs to two chunks, by which a small file could claim large tensors."""
+    """Whether a byte of a file belongs to two chunks. A small file could otherwise claim large tensors."""
     extents: dict[str, list[tuple[int, int]]] = {}
     for t in tensors.values():
         for c in t.chunks:
@@ -249,12 +256,12 @@ def _bytes_overlap(tensors: Mapping[str, TensorRecord]) -> bool:
 
 
 def _shape(values: Any, name: str) -> tuple[int, ...]:
-    _need(isinstance(values, list) and is_shape(values), f"{name} has an odd shape")
+    _need(isinstance(values, list) and is_shape(values), f"{name} has an invalid shape")
     return tuple(values)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number that is printed in a line."""
+    """Whether a value is a finite number short enough to print."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

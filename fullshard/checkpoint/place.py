@@ -1,6 +1,6 @@
-"""Places: a directory of this machine, or a prefix of an object store that fsspec knows.
+"""Directories in which checkpoints are stored: local ones, and prefixes of object stores that fsspec supports.
 
-Both give the same few verbs over plain files. What is written is durable when the verb returns.
+Both kinds have the same methods over plain files. What is written is durable when the method returns.
 """
 
 import errno
@@ -15,73 +15,75 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import file_writer
-from fullshard.checkpoint.untrusted_files import open_plain, refusing
+from fullshard.checkpoint.untrusted_files import open_plain, refusing_os_errors
 from fullshard.direct_io import read_exactly
 from fullshard.errors import FullshardError
 
-PUT = 1 << 26  # bytes that an object store is given at once
-# Options of clients: S3's waits a minute for each of five attempts at an address that does not answer.
+PUT = 1 << 26  # bytes handed to an object store at once
+# Client options. By default S3's client tries an address that does not answer five times, for a minute each.
 CLIENTS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5}}}
-SETTLING = 3.0  # seconds in which starters that came at the same moment have written, in a store without conditions
-Piece = tuple[int, memoryview]  # where in the file, and where to
-Upload = tuple[str, str]  # the file's key, and the upload's id
+SETTLING = 3.0  # seconds after which concurrent `create` calls have written, in a store without conditional puts
+ReadPiece = tuple[int, memoryview]  # offset in the file, and the memory to fill
+Upload = tuple[str, str]  # an object's key, and the id of an unfinished upload
 
 
 class Place(ABC):
-    """A directory. `str()` is what a person would write."""
+    """A directory, local or in an object store. `str()` gives its path or URL."""
 
     @abstractmethod
     def child(self, name: str) -> "Place":
-        """The directory of that name in this one; it need not exist."""
+        """The subdirectory of that name; it need not exist."""
 
     @abstractmethod
     def files(self) -> dict[str, int]:
-        """The plain files right here, with their sizes; a directory that does not exist has none."""
+        """The plain files in this directory, with their sizes. Empty if it does not exist."""
 
     @abstractmethod
-    def directories(self) -> list[str]: ...
+    def directories(self) -> list[str]:
+        """The names of the subdirectories, sorted."""
 
     @abstractmethod
-    def read(self, name: str, pieces: Sequence[Piece]) -> None:
-        """Fill each piece; raises FileNotFoundError, EOFError, or a sentence where the place refuses."""
+    def read(self, name: str, pieces: Sequence[ReadPiece]) -> None:
+        """Fill each piece from a file. Raises FileNotFoundError, EOFError, or a FullshardError for anything else."""
 
     @abstractmethod
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
-        """The whole file, durable: the first `length` bytes of `data`, which may be padded for the disk's sake."""
+        """Write a file of the first `length` bytes of `data`, which may be padded for direct I/O."""
 
     @abstractmethod
     def write_made(self, name: str, length: int, make: file_writer.Make) -> None:
-        """The whole file, durable, of bytes that `make` fills memory with, piece after piece, from an offset on."""
+        """Write a file of `length` bytes. `make(start, memory)` fills memory with the bytes from `start` on."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """A small file, unless there is one of that name: of several that try at once, one succeeds."""
+        """Create a small file unless it exists, and say whether this call did. Of concurrent calls one succeeds."""
 
     @abstractmethod
     def rewrite(self, name: str, data: bytes) -> None:
-        """Other bytes, as many, for a small file that is there."""
+        """Replace the contents of an existing small file by as many bytes."""
 
     @abstractmethod
-    def remove_file(self, name: str) -> None: ...
+    def remove_file(self, name: str) -> None:
+        """Delete a file, if it exists."""
 
     @abstractmethod
     def remove(self) -> None:
-        """The directory with all that is in it; nothing happens if it does not exist."""
+        """Delete the directory with everything in it, if it exists."""
 
     @abstractmethod
     def free(self) -> int | None:
-        """Bytes that can still be written, where the place knows."""
+        """Free space in bytes, or None if it is unknown."""
 
     def uploads(self) -> list[Upload]:
-        """Files below here that a writer began to put and did not finish; a store keeps their parts, and bills them."""
+        """Unfinished uploads below this directory. A store keeps their parts, and bills them."""
         return []
 
     def abort(self, upload: Upload) -> None:
-        """Give up what `uploads` found."""
+        """Delete an unfinished upload."""
         raise FullshardError(f"{self} has no uploads")
 
     def read_whole(self, name: str, at_most: int) -> bytes:
-        """A small file; its size is looked at before memory is taken."""
+        """All bytes of a small file. Its size is checked before memory is allocated."""
         size = self.files().get(name)
         if size is None:
             raise FileNotFoundError(name)
@@ -93,7 +95,7 @@ class Place(ABC):
 
 
 class Local(Place):
-    """A directory of this machine, or of a shared filesystem."""
+    """A directory on a local or shared filesystem."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -105,28 +107,28 @@ class Local(Place):
         return Local(self.path / name)
 
     def files(self) -> dict[str, int]:
-        with refusing(f"read {self}"):
+        with refusing_os_errors(f"read {self}"):
             return {e.name: size for e in self._entries() if (size := _plain_size(e)) is not None}
 
     def directories(self) -> list[str]:
         return sorted(e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
 
-    def odd(self) -> list[str]:
-        """What is neither a plain file nor a directory: a link may point anywhere, so none is followed."""
+    def special_files(self) -> list[str]:
+        """Names of everything that is neither a plain file nor a directory. Links count: none is followed."""
         kinds = [(e.name, e.is_file(follow_symlinks=False) or e.is_dir(follow_symlinks=False)) for e in self._entries()]
         return sorted(name for name, plain in kinds if not plain)
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
-            with refusing(f"read {self}", but=(FileNotFoundError, NotADirectoryError)), os.scandir(self.path) as found:
+            with refusing_os_errors(f"read {self}", but=(FileNotFoundError, NotADirectoryError)), os.scandir(self.path) as found:
                 return list(found)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def read(self, name: str, pieces: Sequence[Piece]) -> None:
+    def read(self, name: str, pieces: Sequence[ReadPiece]) -> None:
         file = open_plain(self.path / name, os.O_NOFOLLOW, but=(FileNotFoundError,))
         try:
-            with refusing(f"read {self.path / name}"):
+            with refusing_os_errors(f"read {self.path / name}"):
                 for offset, into in pieces:
                     read_exactly(file, into, offset)
         finally:
@@ -142,7 +144,7 @@ class Local(Place):
         fresh = self.path / f"{name}.{secrets.token_hex(4)}.partial"
         try:
             fresh.write_bytes(data)
-            os.link(fresh, self.path / name)  # with all its bytes, or not at all
+            os.link(fresh, self.path / name)  # the file appears with all its bytes
         except FileExistsError:
             return False
         except OSError as error:
@@ -154,7 +156,7 @@ class Local(Place):
         return True
 
     def _create_in_place(self, name: str, data: bytes) -> bool:
-        """Where there are no links; a reader may see the file before its bytes."""
+        """For filesystems without hard links. A reader may see the file before its bytes."""
         try:
             with (self.path / name).open("xb") as file:
                 file.write(data)
@@ -163,7 +165,7 @@ class Local(Place):
         return True
 
     def rewrite(self, name: str, data: bytes) -> None:
-        """In place, which a full disk allows; a file that is gone stays so."""
+        """Overwrites in place, which works on a full disk, and does not create a file that is gone."""
         file = os.open(self.path / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.pwrite(file, data, 0)
@@ -179,13 +181,13 @@ class Local(Place):
     def free(self) -> int | None:
         try:
             found = os.statvfs(self.path)
-        except FileNotFoundError:  # it will lie where its parent does
+        except FileNotFoundError:  # it will be created on its parent's filesystem
             return Local(self.path.absolute().parent).free()
         return found.f_bavail * found.f_frsize
 
 
 def _plain_size(entry: os.DirEntry[str]) -> int | None:
-    """Bytes of a plain file; None for what is none, or has gone since it was listed."""
+    """The size of a plain file; None for anything else, or if it is gone since it was listed."""
     try:
         return entry.stat().st_size if entry.is_file(follow_symlinks=False) else None
     except FileNotFoundError:
@@ -193,7 +195,7 @@ def _plain_size(entry: os.DirEntry[str]) -> int | None:
 
 
 class Remote(Place):
-    """A prefix of an object store. A put object is there whole or not at all, and there is no rename."""
+    """A prefix of an object store. Objects appear complete, and cannot be renamed."""
 
     def __init__(self, filesystem: Any, path: str, scheme: str):
         self.filesystem, self.path, self.scheme = filesystem, path.rstrip("/"), scheme
@@ -205,28 +207,28 @@ class Remote(Place):
         return Remote(self.filesystem, f"{self.path}/{name}", self.scheme)
 
     @contextmanager
-    def _asked(self, but: type[OSError] = FileNotFoundError) -> Iterator[None]:
-        """Turn what a store's client raises into a sentence, all `but` some: each client has exceptions of its own."""
+    def _client_errors(self, but: type[OSError] = FileNotFoundError) -> Iterator[None]:
+        """Turn every exception of the store's client, except `but`, into a FullshardError. Each client has its own."""
         try:
             yield
         except (but, FullshardError):
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise FullshardError(f"cannot reach {self}: {said}; check the URL, the network and the credentials") from None
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise FullshardError(f"cannot reach {self}: {reason}; check the URL, the network and the credentials") from None
 
     def _entries(self, kind: str) -> list[tuple[str, int]]:
         self.filesystem.invalidate_cache()  # another process may have written
         try:
-            with self._asked():
+            with self._client_errors():
                 found = self.filesystem.ls(self.path, detail=True)
         except FileNotFoundError as error:
             if "bucket does not exist" in str(error):  # S3's own words
                 raise FullshardError(f"cannot reach {self}: the bucket does not exist; make it, or write another URL") from None
             return []
-        # Object stores may list the prefix itself as an entry of its own.
-        below = [e for e in found if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
-        return [(e["name"].rstrip("/").rpartition("/")[2], e["size"] or 0) for e in below]
+        # Object stores may list the prefix itself as an entry.
+        inside = [e for e in found if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
+        return [(e["name"].rstrip("/").rpartition("/")[2], e["size"] or 0) for e in inside]
 
     def files(self) -> dict[str, int]:
         return dict(self._entries("file"))
@@ -234,9 +236,9 @@ class Remote(Place):
     def directories(self) -> list[str]:
         return sorted(n for n, _ in self._entries("directory"))
 
-    def read(self, name: str, pieces: Sequence[Piece]) -> None:
+    def read(self, name: str, pieces: Sequence[ReadPiece]) -> None:
         for offset, into in pieces:
-            with self._asked():
+            with self._client_errors():
                 data = self.filesystem.cat_file(f"{self.path}/{name}", start=offset, end=offset + len(into)) if len(into) else b""
             if len(data) != len(into):
                 raise EOFError(name)
@@ -244,13 +246,13 @@ class Remote(Place):
 
     def write(self, name: str, data: bytes | memoryview, length: int | None = None) -> None:
         whole = memoryview(data)[: len(data) if length is None else length]
-        with self._asked(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+        with self._client_errors(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
             for start in range(0, len(whole), PUT):
                 file.write(whole[start : start + PUT])
 
     def write_made(self, name: str, length: int, make: file_writer.Make) -> None:
         memory = memoryview(bytearray(min(PUT, length)))
-        with self._asked(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
+        with self._client_errors(but=OSError), self.filesystem.open(f"{self.path}/{name}", "wb") as file:
             for start in range(0, length, PUT):
                 part = memory[: min(PUT, length - start)]
                 make(start, part)
@@ -260,29 +262,29 @@ class Remote(Place):
         path = f"{self.path}/{name}"
         try:
             self.filesystem.pipe_file(path, data, mode="create")
-            self.filesystem.pipe_file(path, data, mode="create")  # a store that knows the condition refuses this one
+            self.filesystem.pipe_file(path, data, mode="create")  # raises in stores that support conditional puts
         except FileExistsError:
-            return self._holds(name, data)
-        except Exception:  # each store has its own way to say that it knows no conditions; what else is wrong shows here
-            with self._asked():
+            return self._contains(name, data)
+        except Exception:  # stores differ in how they refuse conditional puts; other errors occur again below
+            with self._client_errors():
                 self.filesystem.pipe_file(path, data)
-        time.sleep(SETTLING)  # a store that does not: the last who wrote has it, and all have written by now
-        return self._holds(name, data)
+        time.sleep(SETTLING)  # without conditional puts the last writer wins, and all have written after this
+        return self._contains(name, data)
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _contains(self, name: str, data: bytes) -> bool:
         try:
-            with self._asked():
+            with self._client_errors():
                 return self.filesystem.cat_file(f"{self.path}/{name}") == data
         except FileNotFoundError:
             return False
 
     def rewrite(self, name: str, data: bytes) -> None:
-        with self._asked(but=OSError):
+        with self._client_errors(but=OSError):
             self.filesystem.pipe_file(f"{self.path}/{name}", data)
 
     def remove_file(self, name: str) -> None:
         try:
-            with self._asked():
+            with self._client_errors():
                 self.filesystem.rm_file(f"{self.path}/{name}")
         except FileNotFoundError:
             return
@@ -290,22 +292,22 @@ class Remote(Place):
     def remove(self) -> None:
         self.filesystem.invalidate_cache()
         try:
-            with self._asked():
+            with self._client_errors():
                 self.filesystem.rm(self.path, recursive=True)
         except FileNotFoundError:
             return
 
     def uploads(self) -> list[Upload]:
-        if not hasattr(self.filesystem, "list_multipart_uploads"):  # S3 alone leaves them lying
+        if not hasattr(self.filesystem, "list_multipart_uploads"):  # only S3 keeps unfinished uploads
             return []
         bucket, _, prefix = self.path.partition("/")
-        with self._asked():
+        with self._client_errors():
             found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         return [(u["Key"], u["UploadId"]) for u in found.get("Uploads") or []]
 
     def abort(self, upload: Upload) -> None:
         bucket = self.path.partition("/")[0]
-        with self._asked():
+        with self._client_errors():
             self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload[0], UploadId=upload[1])
 
     def free(self) -> int | None:
@@ -313,7 +315,7 @@ class Remote(Place):
 
 
 def open_place(where: str | Path) -> Place:
-    """A path, file://, or any URL for which fsspec has a package."""
+    """The directory at a path, a file:// URL, or any URL for which fsspec has a package."""
     text = str(where)
     if "://" not in text:
         return Local(Path(text))
@@ -325,10 +327,10 @@ def open_place(where: str | Path) -> Place:
     except ImportError:
         raise FullshardError(f"{text} needs fsspec: pip install 'fullshard[checkpoint]'") from None
     try:
-        # No cache of instances: a process that forks would share its parent's connections.
+        # fsspec caches instances by default; a forked process would share its parent's connections.
         filesystem = fsspec.filesystem(scheme, skip_instance_cache=True, **CLIENTS.get(scheme, {}))
         path = str(filesystem._strip_protocol(text))
-    except Exception as error:  # each client has exceptions of its own
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise FullshardError(f"cannot open {text}: {said}") from None
+    except Exception as error:  # each client has its own exceptions
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise FullshardError(f"cannot open {text}: {reason}") from None
     return Remote(filesystem, path, scheme)

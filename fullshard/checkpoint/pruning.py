@@ -1,7 +1,7 @@
-"""Retention on a shelf: which checkpoints go, by the rules and by what is whole.
+"""Decides which checkpoints of a directory may be deleted, by the retention rules and by which are undamaged.
 
-Only whole checkpoints count, and before one goes, those that stay instead are known to be whole: every byte was compared
-with its checksum, when this process wrote it, resumed from it, or looks at it now. What turns out damaged is left alone.
+Only undamaged checkpoints count. Before one is deleted, those that are kept in its place are verified: this process has
+written them or resumed from them, or compares every byte with its checksum now. Damaged checkpoints are not deleted.
 """
 
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Place
-from fullshard.checkpoint.retention import Candidate, Kept, to_remove
+from fullshard.checkpoint.retention import CheckpointSummary, Retention, to_remove
 from fullshard.checkpoint.verify import absent_nodes, problems
 from fullshard.errors import FullshardError
 
 
 def size_problems(place: Place) -> list[str]:
-    """What is wrong with a checkpoint as far as its manifest and the sizes of its files tell; reads no tensor."""
+    """What is wrong with a checkpoint's manifest and the sizes of its files, a sentence each. Reads no tensor."""
     try:
         manifest, present = commit.read_manifest(place), place.files()
     except FullshardError as error:
@@ -32,54 +32,57 @@ def size_problems(place: Place) -> list[str]:
 
 @dataclass
 class Inventory:
-    """The checkpoints of a shelf as retention knows them. `verified`: names of those whose every byte was compared;
-    `damaged`: names of the others that were looked at, and why."""
+    """The checkpoints of a directory by name. `verified`: those whose checksums were compared; `damaged`: those that do not
+    count, and why."""
 
-    shelf: Place
-    candidates: dict[str, Candidate] = field(default_factory=dict)
+    checkpoint_dir: Place
+    checkpoints: dict[str, CheckpointSummary] = field(default_factory=dict)
     verified: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shelf: Place) -> "Inventory":
-        found = cls(shelf)
-        for name in commit.committed(shelf):
+    def of(cls, checkpoint_dir: Place) -> "Inventory":
+        found = cls(checkpoint_dir)
+        for name in commit.committed(checkpoint_dir):
             try:
-                manifest = commit.read_manifest(shelf.child(name))
+                manifest = commit.read_manifest(checkpoint_dir.child(name))
             except (FullshardError, OSError, EOFError) as error:
                 found.damaged[name] = str(error)
                 continue
             if commit.checkpoint_name(manifest.step) == name:
-                found.candidates[name] = Candidate.of(manifest)
+                found.checkpoints[name] = CheckpointSummary.of(manifest)
             else:
-                found.damaged[name] = f"{shelf.child(name)} is of step {manifest.step}"
+                found.damaged[name] = f"{checkpoint_dir.child(name)} is of step {manifest.step}"
         return found
 
-    def add(self, candidate: Candidate) -> None:
-        """One that was just written, its checksums made of what was written."""
-        name = commit.checkpoint_name(candidate.step)
-        self.candidates[name] = candidate
+    def add(self, checkpoint: CheckpointSummary) -> None:
+        """Add a checkpoint that this process has just written; it counts as verified."""
+        name = commit.checkpoint_name(checkpoint.step)
+        self.checkpoints[name] = checkpoint
         self.verified.add(name)
         self.damaged.pop(name, None)
 
-    def retire(self, rules: Kept) -> list[str]:
-        """The names that may go, oldest first. Reads all bytes of those that stay for them and were never compared."""
-        while gone := to_remove(list(self.candidates.values()), rules):
-            found = {name: self._wrong(name) for name in self.candidates if name not in gone}
-            wrong = {name: why for name, why in found.items() if why}
-            if not wrong:
-                return gone
-            self.damaged |= wrong
-            self.candidates = {n: c for n, c in self.candidates.items() if n not in wrong}
+    def removable(self, rules: Retention) -> list[str]:
+        """The names of the checkpoints that may be deleted, oldest first. Verifies those that are kept; if one is damaged,
+        decides again without it. Reads nothing if nothing is to be deleted."""
+        while removable := to_remove(list(self.checkpoints.values()), rules):
+            found = {name: self._first_problem(name) for name in self.checkpoints if name not in removable}
+            damaged = {name: why for name, why in found.items() if why}
+            if not damaged:
+                return removable
+            self.damaged |= damaged
+            self.checkpoints = {n: c for n, c in self.checkpoints.items() if n not in damaged}
         return []
 
-    def _wrong(self, name: str) -> str:
-        place = self.shelf.child(name)
-        wrong = size_problems(place) if name in self.verified else problems(place)
-        if not wrong:
+    def _first_problem(self, name: str) -> str:
+        """What is wrong with a checkpoint, or nothing. Of a verified one only sizes are checked."""
+        place = self.checkpoint_dir.child(name)
+        found = size_problems(place) if name in self.verified else problems(place)
+        if not found:
             self.verified.add(name)
-        return wrong[0] if wrong else ""
+        return found[0] if found else ""
 
     def forget(self, name: str) -> None:
-        self.candidates.pop(name, None)
+        """Remove a deleted checkpoint from the inventory."""
+        self.checkpoints.pop(name, None)
         self.verified.discard(name)

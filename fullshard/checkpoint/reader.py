@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors, whole or in part, into memory that the caller owns."""
+"""Reads a checkpoint's tensors, whole or in part, into memory that the caller owns."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 from fullshard.checkpoint.commit import find, read_manifest
 from fullshard.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from fullshard.checkpoint.place import Place
-from fullshard.checkpoint.safetensors import Box, runs
+from fullshard.checkpoint.safetensors import Box, contiguous_ranges
 from fullshard.errors import FullshardError, nearest
 
-NUMPY = {
+NUMPY_DTYPE = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
 
-Wanted = Mapping[str, tuple[Sequence[int], str]]  # name: shape, dtype
+ExpectedTensors = Mapping[str, tuple[Sequence[int], str]]  # name: shape, dtype
 
 
 class Checkpoint:
-    """A committed checkpoint. Opening it reads the manifest only."""
+    """A committed checkpoint. The constructor reads the manifest only."""
 
     def __init__(self, place: Place, manifest: Manifest | None = None):
         self.place, self.manifest = place, manifest or read_manifest(place)
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
-        """The part of a tensor that `box` cuts out, row-major, into `into`; `into` is its very size."""
+        """Read the part of a tensor inside `box`, row-major, into `into`, which has exactly its size."""
         record = self.manifest.tensors[name]
         item = record.item_bytes
         shape = [stop - start for start, stop in box]
@@ -47,10 +47,10 @@ class Checkpoint:
             target[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(shared, box, strict=True))] = part
 
     def read_chunk(self, chunk: Chunk, box: Box, item_bytes: int, into: memoryview) -> None:
-        """The part of one chunk that `box`, in the tensor's own coordinates, cuts out of it."""
+        """Read the part of a chunk inside `box`, which is given in the tensor's coordinates."""
         inside = [(a - s, b - s) for (a, b), s in zip(box, chunk.start, strict=True)]
         pieces, done = [], 0
-        for offset, length in runs(chunk.shape, inside, item_bytes):
+        for offset, length in contiguous_ranges(chunk.shape, inside, item_bytes):
             pieces.append((chunk.offset + offset, into[done : done + length]))
             done += length
         try:
@@ -58,11 +58,11 @@ class Checkpoint:
         except FileNotFoundError:
             raise FullshardError(self._lacks(chunk.file)) from None
         except EOFError:
-            raise FullshardError(f"{self.place}/{chunk.file} is cut off; use another checkpoint") from None
+            raise FullshardError(f"{self.place}/{chunk.file} is truncated; use another checkpoint") from None
 
-    def refuse_other_sizes(self, needed: Iterable[str] = ()) -> None:
-        """Before memory is taken on the manifest's word: the files that are here have the sizes that it says, and those
-        that are needed are here."""
+    def refuse_wrong_sizes(self, needed: Iterable[str] = ()) -> None:
+        """Raise if a file does not have the size in the manifest, or a `needed` one is missing. Called before memory is
+        allocated for the sizes that the manifest claims."""
         for file in needed:
             if file not in self._sizes:
                 raise FullshardError(self._lacks(file))
@@ -84,14 +84,14 @@ class Checkpoint:
         )
 
     def tensor(self, name: str) -> NDArray[np.generic]:
-        """A whole tensor, as numpy; bf16 and fp8, which numpy lacks, widened to fp32."""
+        """A whole tensor as a numpy array; bf16 is converted to fp32."""
         record = self.manifest.tensors[name]
         return as_numpy(self.raw(name), record)
 
     def raw(self, name: str) -> bytearray:
         """The bytes of a whole tensor."""
         record = self.manifest.tensors[name]
-        self.refuse_other_sizes({chunk.file for chunk in record.chunks})
+        self.refuse_wrong_sizes({chunk.file for chunk in record.chunks})
         data = bytearray(record.nbytes)
         if data:
             self.read(name, [(0, n) for n in record.shape], memoryview(data))
@@ -99,63 +99,58 @@ class Checkpoint:
 
 
 def open_checkpoint(where: str | Path) -> Checkpoint:
-    """The checkpoint that a person means; see `find`. Those of its files that are here have the sizes that it says."""
+    """Open the checkpoint at `where` (see `find`), and check the sizes of its files."""
     found = Checkpoint(find(where))
-    found.refuse_other_sizes()
+    found.refuse_wrong_sizes()
     return found
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share, if they share one. Boxes without dims are a single element."""
+    """The box that two boxes share, or None. Boxes without dims hold a single element."""
     shared = [(max(x0, y0), min(x1, y1)) for (x0, x1), (y0, y1) in zip(a, b, strict=True)]
     return None if any(stop <= start for start, stop in shared) else shared
 
 
 def as_numpy(data: bytearray | memoryview | bytes, record: TensorRecord) -> NDArray[np.generic]:
-    if record.dtype in NUMPY:
-        return np.frombuffer(data, dtype=NUMPY[record.dtype]).reshape(record.shape)
+    if record.dtype in NUMPY_DTYPE:
+        return np.frombuffer(data, dtype=NUMPY_DTYPE[record.dtype]).reshape(record.shape)
     if record.dtype == "BF16":
         wide = np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16
         return wide.view(np.float32).reshape(record.shape)
     raise FullshardError(f"{record.dtype} tensors cannot be computed with; convert them first")
 
 
-# -- strict keys --------------------------------------------------------------------------------------------
+# -- names, shapes and dtypes -------------------------------------------------------------------------------
 
 
-def refuse_others(where: str, found: Mapping[str, TensorRecord], wanted: Wanted, allow_missing: Sequence[str] = ()) -> None:
-    """Raise where a checkpoint and what is to be filled from it differ, listing how."""
-    missing = [n for n in wanted if n not in found and not any(fnmatchcase(n, p) for p in allow_missing)]
-    extra = [n for n in found if n not in wanted]
-    changed = [f"{n} ({_kind(*_of(found[n]))} instead of {_kind(*wanted[n])})" for n in wanted if n in found]
-    changed = [text for text, n in zip(changed, [n for n in wanted if n in found], strict=True) if _differs(found[n], wanted[n])]
-    parts = [f"it lacks {_listed(missing)}"] if missing else []
-    parts += [f"it has {_listed(extra)} besides"] if extra else []
-    parts += [f"it has {_listed(changed)}"] if changed else []
+def refuse_mismatch(
+    where: str, found: Mapping[str, TensorRecord], expected: ExpectedTensors, allow_missing: Sequence[str] = ()
+) -> None:
+    """Raise if the tensors of a checkpoint are not the expected ones, and list the differences. `allow_missing`: patterns
+    of names that need not be there."""
+    missing = [n for n in expected if n not in found and not any(fnmatchcase(n, p) for p in allow_missing)]
+    extra = [n for n in found if n not in expected]
+    types = {n: (type_text(found[n].shape, found[n].dtype), type_text(*expected[n])) for n in expected if n in found}
+    changed = [f"{n} ({has} instead of {wanted})" for n, (has, wanted) in types.items() if has != wanted]
+    parts = [f"it lacks {_first_five(missing)}"] if missing else []
+    parts += [f"it has {_first_five(extra)} besides"] if extra else []
+    parts += [f"it has {_first_five(changed)}"] if changed else []
     if parts:
         hint = nearest(missing[0], extra) if missing and extra else ""
         raise FullshardError(f"{where} is of another model or optimizer: {'; '.join(parts)}{hint}")
     for pattern in allow_missing:
-        if not any(fnmatchcase(n, pattern) for n in wanted):
-            raise FullshardError(f"allow_missing = {pattern!r} matches nothing that is to be loaded; leave it out")
+        if not any(fnmatchcase(n, pattern) for n in expected):
+            raise FullshardError(f"allow_missing = {pattern!r} matches no tensor of the state; leave it out")
 
 
-def _of(record: TensorRecord) -> tuple[Sequence[int], str]:
-    return record.shape, record.dtype
-
-
-def _differs(record: TensorRecord, wanted: tuple[Sequence[int], str]) -> bool:
-    return tuple(record.shape) != tuple(wanted[0]) or record.dtype != wanted[1]
-
-
-def _kind(shape: Sequence[int], dtype: str) -> str:
+def type_text(shape: Sequence[int], dtype: str) -> str:
+    """`F32 [2, 3]`."""
     return f"{dtype} {list(shape)}"
 
 
-def _listed(names: Iterable[str]) -> str:
-    all_of_them = list(names)
-    shown = ", ".join(all_of_them[:5])
-    return f"{shown} and {len(all_of_them) - 5} more" if len(all_of_them) > 5 else shown
+def _first_five(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def count_elements(records: Iterable[TensorRecord]) -> int:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay. A pure function: names in, names out."""
+"""The retention rules: which checkpoints kept. Pure functions over summaries of checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from fullshard.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What to keep: the last `last` (0: all), those whose step is a multiple of `every`, the `best` ones by `metric`
-    (lower is better unless `highest`), and one for each `hours`. The newest always stays."""
+class Retention:
+    """Which checkpoints to keep: the last `last` (0: all), every multiple of `every` steps, the `best` by `metric` (the
+    lowest unless `highest`), and one per `hours`. The newest always stays."""
 
     last: int = 0
     every: int = 0
@@ -21,30 +21,30 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """What retention has to know of a checkpoint."""
+class CheckpointSummary:
+    """The fields of a manifest that retention reads."""
 
     step: int
     created: float
     metrics: dict[str, float]
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Candidate":
+    def of(cls, manifest: Manifest) -> "CheckpointSummary":
         return cls(manifest.step, manifest.created, manifest.metrics)
 
 
-def to_remove(found: Sequence[Candidate], rules: Kept) -> list[str]:
-    """The names of those that may go, oldest first."""
+def to_remove(found: Sequence[CheckpointSummary], rules: Retention) -> list[str]:
+    """The names of the checkpoints that the rules do not keep, oldest first."""
     if not rules.last:
         return []
     ordered = sorted(found, key=lambda c: c.step)
-    stay = {c.step for c in ordered[-max(1, rules.last) :]}
-    stay |= {c.step for c in ordered if rules.every and c.step % rules.every == 0}
-    stay |= {c.step for c in _best(ordered, rules)} | {c.step for c in _timed(ordered, rules.hours)}
-    return [checkpoint_name(c.step) for c in ordered if c.step not in stay]
+    kept = {c.step for c in ordered[-max(1, rules.last) :]}
+    kept |= {c.step for c in ordered if rules.every and c.step % rules.every == 0}
+    kept |= {c.step for c in _best(ordered, rules)} | {c.step for c in _timed(ordered, rules.hours)}
+    return [checkpoint_name(c.step) for c in ordered if c.step not in kept]
 
 
-def _best(ordered: Sequence[Candidate], rules: Kept) -> list[Candidate]:
+def _best(ordered: Sequence[CheckpointSummary], rules: Retention) -> list[CheckpointSummary]:
     if not rules.best or rules.metric is None:
         return []
     sign = -1 if rules.highest else 1
@@ -52,9 +52,9 @@ def _best(ordered: Sequence[Candidate], rules: Kept) -> list[Candidate]:
     return sorted(known, key=lambda c: (sign * c.metrics[rules.metric or ""], c.step))[: rules.best]
 
 
-def _timed(ordered: Sequence[Candidate], hours: float) -> list[Candidate]:
-    """The first of each stretch of `hours`, counted from the last one that was kept."""
-    kept: list[Candidate] = []
+def _timed(ordered: Sequence[CheckpointSummary], hours: float) -> list[CheckpointSummary]:
+    """The first checkpoint, and each that was created at least `hours` after the previous one of these."""
+    kept: list[CheckpointSummary] = []
     for c in ordered if hours else []:
         if not kept or c.created - kept[-1].created >= hours * 3600:
             kept.append(c)

@@ -1,8 +1,7 @@
-"""safetensors files, read by byte range.
+"""Reads safetensors files by byte range, and writes their headers.
 
-The format is eight bytes of length, a JSON header and the tensors' bytes. The library of that name hands out
-whole tensors or maps whole files; here a part of a tensor is read into memory that the caller owns, and every
-byte is counted.
+A file is eight bytes of header length, a JSON header and the tensors' bytes. The safetensors library reads whole tensors or
+maps whole files; this module reads a part of a tensor into memory that the caller owns.
 """
 
 import json
@@ -14,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.untrusted_files import is_name, open_plain, quoted, read_small, refusing
+from fullshard.checkpoint.untrusted_files import is_name, open_plain, quoted, read_into, read_small, refusing_os_errors
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json
 
@@ -29,8 +28,8 @@ Box = Sequence[tuple[int, int]]  # start and stop in each dim
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor in a file: its bytes begin at `start`."""
+class TensorEntry:
+    """One tensor in a file. Its bytes begin at offset `start`."""
 
     file: Path
     dtype: str
@@ -47,7 +46,7 @@ class Entry:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value that a file gave is a whole number that can count bytes."""
+    """Whether a value read from a file is an integer that can count bytes."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
@@ -55,43 +54,38 @@ def is_shape(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) <= MOST_DIMS and all(map(is_count, value))
 
 
-class Files:
-    """The tensors of a directory of safetensors files. `bytes_read` counts what was read of them."""
+class SafetensorsDirectory:
+    """The tensors of all safetensors files in a directory, by name. `bytes_read` counts the bytes of tensors read so far."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        with refusing(f"read {directory}"):
+        with refusing_os_errors(f"read {directory}"):
             paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise FullshardError(f"{directory} has no .safetensors files; save the model with save_pretrained first")
-        _refuse_missing_shards(directory, {p.name for p in paths})
-        self.entries: dict[str, Entry] = {}
+        weight_map = _read_index(directory, {p.name for p in paths})
+        found: dict[str, list[TensorEntry]] = {}
         for path in paths:
-            self.entries |= read_header(path)
+            for name, entry in read_header(path).items():
+                found.setdefault(name, []).append(entry)
+        self.entries = {name: _pick_entry(name, entries, weight_map) for name, entries in found.items()}
         self.bytes_read = 0
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(e.nbytes for e in self.entries.values())
-
     def read(self, name: str, box: Box, into: memoryview) -> None:
-        """The part of a tensor that `box` cuts out, row by row, into `into`."""
+        """Read the part of a tensor inside `box`, row-major, into `into`."""
         entry, done = self.entries[name], 0
         file = open_plain(entry.file)
         try:
-            for offset, length in runs(entry.shape, box, entry.item_bytes):
-                _read_whole(file, into[done : done + length], entry.start + offset, entry.file)
+            for offset, length in contiguous_ranges(entry.shape, box, entry.item_bytes):
+                read_into(file, into[done : done + length], entry.start + offset, entry.file)
                 done += length
         finally:
             os.close(file)
         self.bytes_read += done
 
 
-def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes of the contiguous stretches of a box, in order."""
+def contiguous_ranges(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) in bytes of the contiguous ranges that a box of a row-major tensor covers, in order."""
     if any(stop <= start for start, stop in box):
         return
     cut = max((d for d, (start, stop) in enumerate(box) if (start, stop) != (0, shape[d])), default=0)
@@ -103,28 +97,28 @@ def runs(shape: Sequence[int], box: Box, item_bytes: int) -> Iterator[tuple[int,
         yield base + (start * strides[cut] if shape else 0), length
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file; refuses a file whose header and size disagree."""
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file by name. Raises if its header is malformed or does not match the file's size."""
     file = open_plain(path)
     try:
-        read = lambda offset, into: _read_whole(file, into, offset, path)
+        read = lambda offset, into: read_into(file, into, offset, path)
         return parse_header(str(path), os.fstat(file).st_size, read)
     finally:
         os.close(file)
 
 
-def parse_header(path: str, size: int, read: Callable[[int, memoryview], None]) -> dict[str, Entry]:
-    """As `read_header`, from anything of which `read` can fill memory from an offset."""
+def parse_header(path: str, size: int, read: Callable[[int, memoryview], None]) -> dict[str, TensorEntry]:
+    """As `read_header`, for any storage: `read(offset, into)` fills memory from it."""
     first = bytearray(min(8, size))
     read(0, memoryview(first))
     length = int.from_bytes(first, "little")
     if size < 8 or length > min(size - 8, LARGEST_HEADER):
-        raise FullshardError(f"{path} is not a safetensors file, or cut off: its header does not fit into its {size} bytes")
+        raise FullshardError(f"{path} is not a safetensors file, or truncated: its header does not fit into its {size} bytes")
     text = bytearray(length)
     read(8, memoryview(text))
     header = _parse(path, text)
     if not isinstance(header, dict):
-        raise FullshardError(f"{path} is damaged: its header is no table; fetch it again")
+        raise FullshardError(f"{path} is damaged: its header is not a table; fetch it again")
     found = {name: _entry(Path(path), name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
     _refuse_gaps(path, [(e.start, e.nbytes) for e in found.values()], 8 + length, size)
     return found
@@ -138,25 +132,25 @@ def _parse(path: str, text: bytearray) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError):  # the syntax, UTF-8, or an integer of more digits than Python converts
+    except (ValueError, RecursionError):  # bad syntax or UTF-8, or an integer with too many digits for Python
         raise FullshardError(f"{path} is damaged: its header is not JSON; fetch it again") from None
 
 
 def _refuse_gaps(path: str, extents: Iterable[tuple[int, int]], at: int, size: int) -> None:
-    """Tensors cover the file, one after the other, as the format demands: none of their bytes is another's."""
+    """Raise unless the tensors cover the file from `at` on without gaps and overlaps, as the format demands."""
     for start, nbytes in sorted(extents):
         if start != at:
-            raise FullshardError(f"{path} is damaged: its tensors overlap, or bytes of it belong to none; fetch it again")
+            raise FullshardError(f"{path} is damaged: its tensors overlap, or have gaps between them; fetch it again")
         at += nbytes
     if at != size:
-        raise FullshardError(f"{path} is damaged or cut off: its header is of a file of {at} bytes, not {size}; fetch it again")
+        raise FullshardError(f"{path} is damaged or truncated: its header describes {at} bytes, not {size}; fetch it again")
 
 
 def make_header(
     tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None, align: int = 8
 ) -> tuple[bytes, list[int]]:
-    """The head of a file of these (name, dtype, shape), its length a multiple of `align`, and where in the file each
-    tensor's bytes begin. No tensor but the first needs a gap: give those of wide dtypes first."""
+    """The header of a file with these tensors (name, dtype, shape), padded to a multiple of `align` bytes, and the offset of
+    each tensor in the file. Give tensors of wide dtypes first: then all are aligned, without gaps."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at, starts = 0, []
     for name, dtype, shape in tensors:
@@ -171,36 +165,37 @@ def make_header(
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]
 
 
-def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-        sound = is_name(name) and dtype in ITEM_BYTES and is_shape(shape) and is_shape((start, stop))
-        whole = sound and math.prod(shape) * ITEM_BYTES[dtype] == stop - start
+        known = is_name(name) and dtype in ITEM_BYTES and is_shape(shape) and is_shape((start, stop))
+        valid = known and math.prod(shape) * ITEM_BYTES[dtype] == stop - start
     except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise FullshardError(f"{path} is damaged: its header makes no sense about {quoted(name)}; fetch it again")
-    return Entry(path, dtype, tuple(shape), base + start)
+        valid = False
+    if not valid:
+        raise FullshardError(f"{path} is damaged: its header has a malformed entry {quoted(name)}; fetch it again")
+    return TensorEntry(path, dtype, tuple(shape), base + start)
 
 
-def _refuse_missing_shards(directory: Path, found: set[str]) -> None:
+def _read_index(directory: Path, files: set[str]) -> dict[str, str]:
+    """The `weight_map` of a directory's index: tensor to file. Empty without an index; raises if a file is missing."""
     index = directory / "model.safetensors.index.json"
     if not os.path.lexists(index):
-        return
+        return {}
     tree = parse_json(read_small(index, LARGEST_HEADER), str(index))
     table = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise FullshardError(f"{index} is damaged: it has no weight_map that names files; fetch it again")
     wanted = set(table.values())
-    if missing := sorted(wanted - found):
+    if missing := sorted(wanted - files):
         raise FullshardError(f"{directory} lacks {quoted(missing[0])[1:-1]} (of {len(wanted)} files); fetch it again")
+    return table
 
 
-def _read_whole(file: int, into: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(into):
-        with refusing(f"read {path}"):
-            count = os.preadv(file, [into[done:]], offset + done)
-        if count == 0:
-            raise FullshardError(f"{path} ended while it was read; fetch it again")
-        done += count
+def _pick_entry(name: str, entries: Sequence[TensorEntry], weight_map: dict[str, str]) -> TensorEntry:
+    """The entry of a tensor. If several files hold it, the index must say which one counts."""
+    named = [e for e in entries if e.file.name == weight_map.get(name)]
+    if len(entries) > 1 and not named:
+        first, second = entries[0].file, entries[1].file.name
+        raise FullshardError(f"{first} and {second} both hold {quoted(name)[1:-1]}; remove the file that is not the model's")
+    return named[0] if named else entries[0]

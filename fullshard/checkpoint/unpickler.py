@@ -1,7 +1,7 @@
-"""A pickle carried out without Python's `pickle`: plain containers, and names that the caller resolves.
+"""An unpickler that executes nothing: it builds plain containers, and the caller resolves names.
 
-Knows the opcodes that `torch.save` and DCP write. What a pickle claims decides no allocation: lengths are held against
-its bytes, the objects that it makes against its size, and the memo is a table.
+It knows the opcodes that `torch.save` and DCP write. A pickle cannot make it allocate more than its own size justifies:
+lengths are checked against its bytes, and the number of objects is limited by its size.
 """
 
 import struct
@@ -9,27 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST_INTEGER = 16  # bytes: states of random generators have 128 bits
-FEWEST_BYTES = 2  # of a pickle for each object that it makes; honest ones take more
-DEEPEST = 1000  # marks inside each other; Python's own pickler goes no deeper
-SPARE = 1000  # objects that any pickle may make
+LONGEST_INTEGER = 16  # bytes: the states of random generators have 128 bits
+FEWEST_BYTES = 2  # of a pickle for each object; Python's pickler writes more
+DEEPEST = 1000  # nested marks; Python's pickler writes no more
+SPARE = 1000  # objects that a pickle of any size may create
 
 
 class DamagedError(Exception):
-    """A pickle that cannot be carried out; says why."""
+    """A pickle that cannot be read. The message completes a sentence about it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """What a pickle calls by name. `make` is ours: no callable comes out of a pickle."""
+class GlobalName:
+    """A function or class that a pickle refers to. `make` is called in its place, and is chosen by the caller."""
 
     path: str
     make: Callable[..., Any]
 
 
 @dataclass(slots=True, eq=False)
-class Inert:
-    """Stands for an object of a class that is not imported: `args` it was made with, `state` it was given."""
+class Placeholder:
+    """Stands for an object of the class `path`, which is not imported. `args` are the constructor's, `state` what
+    `__setstate__` would receive."""
 
     path: str
     args: tuple[Any, ...]
@@ -37,28 +38,29 @@ class Inert:
 
 
 class Unpickler:
-    """The stack machine. `resolve(module, name)` gives a `Name` or a plain value; `persistent` what an id stands for."""
+    """The stack machine. `resolve(module, name)` returns a `GlobalName` or a plain value; `persistent(id)` returns the
+    object of a persistent id."""
 
     def __init__(self, data: bytes | bytearray, resolve: Callable[[str, str], Any], persistent: Callable[[Any], Any]):
         self.data, self.resolve, self.persistent = bytes(data), resolve, persistent
-        self.at, self.left = 0, len(data) // FEWEST_BYTES + SPARE
+        self.at, self.objects_left = 0, len(data) // FEWEST_BYTES + SPARE
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """What was pickled; raises DamagedError, or what `resolve` and `persistent` raise."""
+        """The pickled object. Raises DamagedError, or whatever `resolve` and `persistent` raise."""
         try:
             while (code := self.data[self.at]) != STOP:
                 self.at += 1
                 OPCODES[code](self)
             return self.stack.pop()
         except KeyError:
-            raise DamagedError("it has an opcode or refers to an object that is not known") from None
+            raise DamagedError("it has an unknown opcode, or refers to an unknown object") from None
         except IndexError:
             raise DamagedError("it ends early") from None
         except (TypeError, ValueError, struct.error):
-            raise DamagedError("it makes no sense") from None
+            raise DamagedError("it is malformed") from None
 
     def take(self, count: int) -> bytes:
         start, self.at = self.at, self.at + count
@@ -80,15 +82,15 @@ class Unpickler:
         self.at += 1
         return found
 
-    def made(self, value: Any, cost: int = 1) -> None:
+    def push_new(self, value: Any, cost: int = 1) -> None:
         """Push a new object."""
-        self.left -= cost
-        if self.left < 0:
-            raise DamagedError("it makes more objects than a pickle of its size holds")
+        self.objects_left -= cost
+        if self.objects_left < 0:
+            raise DamagedError("it creates more objects than a pickle of its size can hold")
         self.stack.append(value)
 
-    def marked(self) -> list[Any]:
-        """What lies above the last mark."""
+    def pop_mark(self) -> list[Any]:
+        """Remove and return the objects above the last mark."""
         found, self.stack = self.stack, self.marks.pop()
         return found
 
@@ -109,8 +111,8 @@ def _integer(width: int, signed: bool = False) -> Opcode:
 
 
 def _sized(width: int, make: Callable[[bytes], Any]) -> Opcode:
-    """A value whose length comes before it, in `width` bytes."""
-    return lambda m: m.made(make(m.take(m.number(width))))
+    """A value that follows its length, an integer of `width` bytes."""
+    return lambda m: m.push_new(make(m.take(m.number(width))))
 
 
 def _text(data: bytes) -> str:
@@ -127,46 +129,46 @@ def _long(data: bytes) -> int:
 
 
 def key(value: Any) -> Any:
-    """A key that is hashed without recursion: a chain of tuples can be deeper than the stack, and large integers
-    can share one hash."""
+    """`value` if it is safe as a key. Hashing nested tuples can overflow the stack, and many large integers can share one
+    hash."""
     inside = value if isinstance(value, tuple) else (value,)
     plain = all(not isinstance(v, tuple | list | dict | set | frozenset | bytearray) for v in inside)
     if not plain or len(inside) > 32 or any(isinstance(v, int) and v.bit_length() > 63 for v in inside):
-        raise DamagedError("it has a table or set with keys that are neither text nor numbers")
+        raise DamagedError("it has a dict or set with keys that are neither text nor numbers")
     return value
 
 
 def _tuple(count: int) -> Opcode:
-    def carry_out(m: Unpickler) -> None:
+    def execute(m: Unpickler) -> None:
         if len(m.stack) < count:
             raise DamagedError("it ends early")
         found = tuple(m.stack[len(m.stack) - count :])
         del m.stack[len(m.stack) - count :]
-        m.made(found)
+        m.push_new(found)
 
-    return carry_out
+    return execute
 
 
 def _set_items(m: Unpickler, found: list[Any]) -> None:
     target = m.stack[-1]
     if isinstance(target, dict):
         target.update(zip(map(key, found[::2]), found[1::2], strict=True))
-    elif not isinstance(target, Inert):  # what a class of its own holds is not looked at
-        raise DamagedError("it puts keys into what is no table")
+    elif not isinstance(target, Placeholder):  # the items of a placeholder are dropped
+        raise DamagedError("it sets items of an object that is not a dict")
 
 
 def _append(m: Unpickler, found: list[Any]) -> None:
     target = m.stack[-1]
     if isinstance(target, list):
         target += found
-    elif not isinstance(target, Inert):
-        raise DamagedError("it appends to what is no list")
+    elif not isinstance(target, Placeholder):
+        raise DamagedError("it appends to an object that is not a list")
 
 
 def _add(m: Unpickler) -> None:
-    found, target = m.marked(), m.stack[-1]
+    found, target = m.pop_mark(), m.stack[-1]
     if not isinstance(target, set):
-        raise DamagedError("it adds to what is no set")
+        raise DamagedError("it adds to an object that is not a set")
     target.update(map(key, found))
 
 
@@ -174,7 +176,7 @@ def _pop(m: Unpickler) -> None:
     if m.stack:
         m.stack.pop()
     else:
-        m.marked()
+        m.pop_mark()
 
 
 def _mark(m: Unpickler) -> None:
@@ -189,8 +191,8 @@ def _mark(m: Unpickler) -> None:
 
 def _named(m: Unpickler, module: Any, name: Any) -> None:
     if not (isinstance(module, str) and isinstance(name, str)):
-        raise DamagedError("it has a name that is no text")
-    m.made(m.resolve(module, name))
+        raise DamagedError("it has a name that is not text")
+    m.push_new(m.resolve(module, name))
 
 
 def _global(m: Unpickler) -> None:
@@ -205,10 +207,11 @@ def _stack_global(m: Unpickler) -> None:
 
 def _call(m: Unpickler, args: Any) -> None:
     called = m.stack.pop()
-    if not isinstance(called, Name) or not isinstance(args, tuple):
-        raise DamagedError("it calls what is no class")
+    if not isinstance(called, GlobalName) or not isinstance(args, tuple):
+        raise DamagedError("it calls an object that is not a class")
     found = called.make(*args)
-    m.made(found, 1 + len(found) // 8 if isinstance(found, list | tuple | dict | set) else 1)  # it may be a copy
+    cost = 1 + len(found) // 8 if isinstance(found, list | tuple | dict | set) else 1  # a container may be a copy
+    m.push_new(found, cost)
 
 
 def _call_with_keywords(m: Unpickler) -> None:
@@ -218,10 +221,10 @@ def _call_with_keywords(m: Unpickler) -> None:
 
 def _build(m: Unpickler) -> None:
     state, target = m.stack.pop(), m.stack[-1]
-    if isinstance(target, Inert):
+    if isinstance(target, Placeholder):
         target.state = state
     elif not isinstance(target, dict):  # an OrderedDict may carry attributes, as a state dict does
-        raise DamagedError("it gives attributes to what has none")
+        raise DamagedError("it sets attributes of an object that has none")
 
 
 def _remember(m: Unpickler, index: int) -> None:
@@ -248,16 +251,16 @@ OPCODES: dict[int, Opcode] = {
     ord("X"): _sized(4, _text), 0x8C: _sized(1, _text), 0x8D: _sized(8, _text),
     ord("T"): _sized(4, _text), ord("U"): _sized(1, _text),  # strings of Python 2
     ord("B"): _sized(4, bytes), ord("C"): _sized(1, bytes), 0x8E: _sized(8, bytes), 0x96: _sized(8, bytearray),
-    ord("]"): lambda m: m.made([]), ord("}"): lambda m: m.made({}), 0x8F: lambda m: m.made(set(), cost=4),
+    ord("]"): lambda m: m.push_new([]), ord("}"): lambda m: m.push_new({}), 0x8F: lambda m: m.push_new(set(), cost=4),
     ord(")"): _constant(()), 0x85: _tuple(1), 0x86: _tuple(2), 0x87: _tuple(3),
-    ord("t"): lambda m: m.made(tuple(m.marked())),
-    0x91: lambda m: m.made(frozenset(map(key, m.marked()))),
-    ord("a"): lambda m: _append(m, [m.stack.pop()]), ord("e"): lambda m: _append(m, m.marked()),
-    ord("s"): lambda m: _set_items(m, [m.stack.pop(-2), m.stack.pop()]), ord("u"): lambda m: _set_items(m, m.marked()),
+    ord("t"): lambda m: m.push_new(tuple(m.pop_mark())),
+    0x91: lambda m: m.push_new(frozenset(map(key, m.pop_mark()))),
+    ord("a"): lambda m: _append(m, [m.stack.pop()]), ord("e"): lambda m: _append(m, m.pop_mark()),
+    ord("s"): lambda m: _set_items(m, [m.stack.pop(-2), m.stack.pop()]), ord("u"): lambda m: _set_items(m, m.pop_mark()),
     0x90: _add,
-    ord("("): _mark, ord("0"): _pop, ord("1"): lambda m: _skip(m.marked()),
+    ord("("): _mark, ord("0"): _pop, ord("1"): lambda m: _skip(m.pop_mark()),
     ord("2"): lambda m: m.stack.append(m.stack[-1]),
-    ord("c"): _global, 0x93: _stack_global, ord("Q"): lambda m: m.made(m.persistent(m.stack.pop())),
+    ord("c"): _global, 0x93: _stack_global, ord("Q"): lambda m: m.push_new(m.persistent(m.stack.pop())),
     ord("R"): lambda m: _call(m, m.stack.pop()), 0x81: lambda m: _call(m, m.stack.pop()), 0x92: _call_with_keywords,
     ord("b"): _build,
     ord("q"): lambda m: _remember(m, m.number(1)), ord("r"): lambda m: _remember(m, m.number(4)),

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what its manifest says, byte for byte."""
+"""Verifies a checkpoint against its manifest: sizes, checksums and headers of its files."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import parse_header
 from fullshard.errors import FullshardError
 
-PIECE = 1 << 24  # bytes in memory at a time
+PIECE = 1 << 24  # bytes read at a time
 
 
 def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """All that is wrong with a checkpoint, a sentence each. Reads every byte; `share = (i, n)`: of every n-th file,
-    beginning with the i-th, for n readers that divide the work."""
+    """Everything that is wrong with a checkpoint, a sentence each. Reads every byte. With `share = (i, n)`, checks only
+    every n-th file from the i-th on: n readers divide the work."""
     try:
         manifest = read_manifest(place)
     except FullshardError as error:
@@ -26,19 +26,19 @@ def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
     wrong = [p for n in names for p in file_problems(place, n, manifest.files[n], present)]
     wrong = wrong or [p for n in names for p in header_problems(place, n, manifest)]
     extra = sorted(present.keys() - manifest.files.keys() - {MANIFEST})
-    odd = [*place.directories(), *(place.odd() if isinstance(place, Local) else [])]
-    return wrong + [f"{place} has {name}, which its manifest does not list" for name in [*extra, *odd]]
+    others = [*place.directories(), *(place.special_files() if isinstance(place, Local) else [])]
+    return wrong + [f"{place} has {name}, which its manifest does not list" for name in [*extra, *others]]
 
 
 def absent_nodes(manifest: Manifest, present: Iterable[str]) -> set[int | None]:
-    """Nodes that kept their files on a disk of their own, none of which is here."""
+    """The nodes whose files, kept on their own disks, are all missing here."""
     nodes = {f.node for f in manifest.files.values()} - {None}
     here = {manifest.files[n].node for n in present if n in manifest.files}
     return nodes - here if here else set()
 
 
 def file_problems(place: Place, name: str, record: FileRecord, present: dict[str, int]) -> list[str]:
-    """What is wrong with one file."""
+    """What is wrong with the size or checksum of one file."""
     if name not in present:
         return [f"{place} lacks {name}"]
     if present[name] != record.nbytes:
@@ -48,7 +48,7 @@ def file_problems(place: Place, name: str, record: FileRecord, present: dict[str
     except FullshardError as error:
         return [str(error)]
     except (FileNotFoundError, EOFError):
-        return [f"{place}/{name} ended while it was read"]
+        return [f"{place}/{name} was truncated while it was read"]
     return [] if same else [f"{place}/{name} is damaged: its checksum does not match"]
 
 
@@ -62,23 +62,24 @@ def file_checksum(place: Place, name: str, nbytes: int) -> str:
 
 
 def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
-    """Where the file's own header, which other programs read, and the manifest say different things."""
+    """Whether a file's own header, which other programs read, lists the same tensors as the manifest."""
     size = manifest.files[name].nbytes
     try:
         own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
     except FullshardError as error:
         return [str(error)]
     except (FileNotFoundError, EOFError):
-        return [f"{place}/{name} ended while it was read"]
-    said = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
+        return [f"{place}/{name} was truncated while it was read"]
+    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
     chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
-    listed = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
-    # Nodes with disks of their own may hold copies of what the manifest names elsewhere.
-    agree = said == listed if manifest.files[name].node is None else listed <= said
+    in_manifest = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
+    # Without a shared disk, a node's file may also hold copies of chunks that the manifest names elsewhere.
+    agree = in_header == in_manifest if manifest.files[name].node is None else in_manifest <= in_header
     return [] if agree else [f"{place}/{name}: its header and the manifest disagree about what it holds"]
 
 
 def refuse_damaged(place: Place) -> None:
+    """Raise if anything is wrong with a checkpoint."""
     if found := problems(place):
         more = f" (and {len(found) - 1} more problems)" if len(found) > 1 else ""
         raise FullshardError(f"{found[0]}{more}; use another checkpoint")

@@ -1,4 +1,4 @@
-"""Writing checkpoints and safetensors files without an engine, a tensor at a time: imports, averages, exports."""
+"""Writes checkpoints and safetensors files without an engine, a tensor at a time. Imports, averages and exports use it."""
 
 import math
 import os
@@ -13,34 +13,34 @@ import xxhash
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.file_writer import sync_directory
-from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, shard_name
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, make_header
-from fullshard.checkpoint.untrusted_files import refusing
+from fullshard.checkpoint.untrusted_files import refusing_os_errors
 from fullshard.errors import FullshardError
 
-FILE_BYTES = 5 * 10**9  # of one file, as Hugging Face cuts them
+FILE_BYTES = 5 * 10**9  # largest size of a file, as in Hugging Face's exports
 
-Bytes = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor to be written. `read` gives its bytes when its turn comes, and is called once."""
+class TensorSource:
+    """A tensor to be written. `read` returns its bytes; it is called once, when they are written."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], Bytes]
+    read: Callable[[], BytesLike]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def in_files(sources: Iterable[Source], limit: int = FILE_BYTES) -> list[list[Source]]:
-    """Cut a list of tensors into files of at most `limit` bytes, or one tensor."""
-    files: list[list[Source]] = [[]]
+def split_into_files(sources: Iterable[TensorSource], limit: int = FILE_BYTES) -> list[list[TensorSource]]:
+    """Divide tensors into files of at most `limit` bytes, or of one tensor."""
+    files: list[list[TensorSource]] = [[]]
     size = 0
     for source in sources:
         if files[-1] and size + source.nbytes > limit:
@@ -51,8 +51,8 @@ def in_files(sources: Iterable[Source], limit: int = FILE_BYTES) -> list[list[So
     return files
 
 
-def write_safetensors(path: Path, sources: Sequence[Source], metadata: dict[str, str] | None = None) -> FileRecord:
-    """One file, durable; memory for one tensor at a time."""
+def write_safetensors(path: Path, sources: Sequence[TensorSource], metadata: dict[str, str] | None = None) -> FileRecord:
+    """Write one file and sync it. Holds one tensor in memory at a time."""
     ordered = sorted(sources, key=lambda s: -ITEM_BYTES[s.dtype])
     header, _ = make_header([(s.name, s.dtype, s.shape) for s in ordered], metadata)
     digest = xxhash.xxh3_128(header)
@@ -61,7 +61,7 @@ def write_safetensors(path: Path, sources: Sequence[Source], metadata: dict[str,
         for source in ordered:
             data = source.read()
             if len(data) != source.nbytes:
-                raise FullshardError(f"{source.name} came with {len(data)} bytes instead of {source.nbytes}")
+                raise FullshardError(f"{source.name} has {len(data)} bytes instead of {source.nbytes}")
             file.write(data)
             digest.update(data)
         size = file.tell()
@@ -70,59 +70,63 @@ def write_safetensors(path: Path, sources: Sequence[Source], metadata: dict[str,
     return FileRecord(size, digest.hexdigest())
 
 
-def write_checkpoint(shelf: Place, sources: Sequence[Source], *, step: int, limit: int = FILE_BYTES, **about: Any) -> Place:
-    """A whole checkpoint; where it lies."""
-    if not isinstance(shelf, Local):
-        raise FullshardError(f"{shelf} is no directory of this machine; write to one, and copy it there")
-    if commit.is_checkpoint(shelf.child(commit.checkpoint_name(step))):
-        raise FullshardError(f"{shelf} has a checkpoint of step {step} already; write to another directory")
-    made, missing = commit.draft(shelf, step, commit.new_nonce()), missing_directories(shelf.path)
+def write_checkpoint(
+    checkpoint_dir: Place, sources: Sequence[TensorSource], *, step: int, limit: int = FILE_BYTES, **fields: Any
+) -> Place:
+    """Write and commit a checkpoint in a local directory; return its place. `fields`: other fields of the manifest."""
+    if not isinstance(checkpoint_dir, Local):
+        raise FullshardError(f"{checkpoint_dir} is not a local directory; write to one, and copy it there")
+    if commit.is_checkpoint(checkpoint_dir.child(commit.checkpoint_name(step))):
+        raise FullshardError(f"{checkpoint_dir} has a checkpoint of step {step} already; write to another directory")
+    pending = commit.pending_checkpoint(checkpoint_dir, step, commit.new_nonce())
+    missing = missing_directories(checkpoint_dir.path)
     try:
-        with refusing(f"write {made.target}"), commit.begin(made):
-            commit.commit(made, _fill(Path(str(made.staging)), sources, limit, step, about).to_bytes())
+        with refusing_os_errors(f"write {pending.target}"), commit.begin(pending):
+            manifest = _write_files(Path(str(pending.staging)), sources, limit, step, fields)
+            commit.commit(pending, manifest.to_bytes())
     except BaseException:
-        commit.abandon(made)
+        commit.abandon(pending)
         remove_empty(missing)
         raise
-    return made.target
+    return pending.target
 
 
 def missing_directories(path: Path) -> list[Path]:
-    """This directory and those above it that do not exist yet, the innermost first."""
-    with refusing(f"write {path}"):
+    """Of this directory and its parents those that do not exist yet, the innermost first."""
+    with refusing_os_errors(f"write {path}"):
         return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Undo what was made on the way to something that was not finished."""
+    """Remove those of the directories that are empty: they were created for a write that failed."""
     for path in directories:
         with suppress(OSError):
             path.rmdir()
 
 
-def _fill(directory: Path, sources: Sequence[Source], limit: int, step: int, about: dict[str, Any]) -> Manifest:
+def _write_files(directory: Path, sources: Sequence[TensorSource], limit: int, step: int, fields: dict[str, Any]) -> Manifest:
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    groups = in_files(sources, limit)
+    groups = split_into_files(sources, limit)
     for i, group in enumerate(groups):
         ordered = sorted(group, key=lambda s: -ITEM_BYTES[s.dtype])
-        name = f"shard-{i:05d}-of-{len(groups):05d}.safetensors"
+        name = shard_name(i, len(groups))
         files[name] = write_safetensors(directory / name, ordered, {"format": "pt"})
         _, starts = make_header([(s.name, s.dtype, s.shape) for s in ordered], {"format": "pt"})
         for s, at in zip(ordered, starts, strict=True):
             whole = () if 0 in s.shape else (Chunk(name, at, (0,) * len(s.shape), s.shape),)
             tensors[s.name] = TensorRecord(s.shape, s.dtype, whole)
-    return Manifest(step, dict(sorted(tensors.items())), files, created=round(time.time(), 3), **about)
+    return Manifest(step, dict(sorted(tensors.items())), files, created=round(time.time(), 3), **fields)
 
 
-def write_whole_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` make the files of a directory; it appears whole, or not at all."""
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Create a directory whose files `fill` writes. It appears complete or not at all."""
     if path.exists():
         raise FullshardError(f"{path} exists already; write to another directory, or remove it first")
     staging = path.with_name(f".{path.name}.{commit.new_nonce()}.partial")
     missing = missing_directories(path.parent)
     try:
-        with refusing(f"write {path}"):
+        with refusing_os_errors(f"write {path}"):
             os.makedirs(staging)
             fill(staging)
             sync_directory(staging)

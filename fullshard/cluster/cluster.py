@@ -1,8 +1,7 @@
-"""The cluster: facts about hardware, nominal and measured apart.
+"""The cluster: facts about hardware, nominal and measured.
 
-Nominal numbers are the makers' (`fullshard.cluster.hardware`); measured ones were timed on the machine itself and are
-preferred wherever a question is asked, and every answer can say which of the two it came from. Knows nothing of
-plans. Standard library only.
+Nominal numbers are the makers' (`fullshard.cluster.hardware`). Measured ones were timed on the machine itself and come
+first; every answer can say which of the two it is. Knows nothing of plans. Standard library only.
 """
 
 import dataclasses
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from fullshard.cluster.calibration import Calibration, calibration_of
 from fullshard.cluster.hardware import (
     DEVICES,
     NETWORKS,
@@ -26,37 +26,23 @@ from fullshard.cluster.hardware import (
     Host,
     Link,
     Node,
-    Peak,
+    PeakFlops,
     check_one_of,
     check_positive,
 )
-from fullshard.cluster.measured import Attention, Gemm, Measured
+from fullshard.cluster.measured import Measured, MeasuredAttention, MeasuredGemm
 from fullshard.errors import FullshardError, nearest
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.text import bytes_text, rate_text, seconds_text, table
 
-__all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "Peak"]
+__all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Measured", "Node", "PeakFlops"]
 
 VERSION = 1
-MOST = 16384  # devices
+MOST_DEVICES = 16384
 NAME = re.compile(r"([0-9]+)x([a-z][a-z0-9]*)", re.I)
-# Fused attention, as shares of the rate of large matrix products: forward, backward.
-ATTENTION = (0.7, 0.6)
-NARROW = 0.78  # of that, heads of 64
-# Of a plain copy's rate, what the pointwise kernels of an eager block reach: casts, broadcasts and strides among them.
-POINTWISE = 0.55
-
-# Of their rates alone, what the cores' update and PCIe both ways reach while both read and write the host's memory (H200,
-# 16 cores: 0.24 and 0.28 ns a parameter at once, 0.20 and 0.24 alone).
-AT_ONCE = 0.85
-
-# What remat costs the host, in bare launches, as it was timed on H200s: to enter a region, to save a tensor in one, an
-# operation that goes through Python.
-CHECKPOINTED, SAVED, DISPATCHED = 20.0, 2.2, 2.2
-ISSUED = 1.16  # of the last: an operation of a model, with its module and autograd's part; both are Python
 
 Source = Literal["measured", "nominal"]
-PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's: of what it does to issue a step
+PACES = ("launch", "issued", "checkpointed", "saved", "dispatched")  # the host's seconds to issue parts of a step
 Quantity = Literal[
     "memory",
     "hbm",
@@ -85,12 +71,16 @@ Quantity = Literal[
 NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[float], str]]] = {
     "memory": ("device memory", lambda d, h: d.memory, bytes_text),
     "hbm": ("memory bandwidth", lambda d, h: d.hbm * d.hbm_efficiency, lambda x: rate_text(x, "B/s")),
-    "pointwise": ("pointwise kernels", lambda d, h: d.hbm * d.hbm_efficiency * POINTWISE, lambda x: rate_text(x, "B/s")),
+    "pointwise": ("pointwise kernels", lambda d, h: _nominal_pointwise(d), lambda x: rate_text(x, "B/s")),
     "launch": ("kernel launch", lambda d, h: d.launch, seconds_text),
-    "issued": ("issuing an operation", lambda d, h: d.launch * DISPATCHED * ISSUED, seconds_text),
-    "checkpointed": ("entering a remat region", lambda d, h: d.launch * CHECKPOINTED, seconds_text),
-    "saved": ("saving a tensor there", lambda d, h: d.launch * SAVED, seconds_text),
-    "dispatched": ("selective remat, an op", lambda d, h: d.launch * DISPATCHED, seconds_text),
+    "issued": (
+        "issuing an operation",
+        lambda d, h: d.launch * calibration_of(d).remat_dispatch * calibration_of(d).op_dispatches,
+        seconds_text,
+    ),
+    "checkpointed": ("entering a remat region", lambda d, h: d.launch * calibration_of(d).remat_region, seconds_text),
+    "saved": ("saving a tensor there", lambda d, h: d.launch * calibration_of(d).remat_saved_tensor, seconds_text),
+    "dispatched": ("selective remat, an op", lambda d, h: d.launch * calibration_of(d).remat_dispatch, seconds_text),
     "quiet": ("these on a quiet core", lambda d, h: 1.0, lambda x: f"{x:.0%}"),
     "host_memory": ("host memory", lambda d, h: h.memory, bytes_text),
     "pcie_up": ("host to device", lambda d, h: h.pcie_up, lambda x: rate_text(x, "B/s")),
@@ -98,8 +88,12 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
     "pcie_both": ("both at once", lambda d, h: h.pcie_both, lambda x: rate_text(x, "B/s")),
     "dram": ("host memory bandwidth", lambda d, h: h.dram, lambda x: rate_text(x, "B/s")),
     "adamw": ("CPU AdamW, a parameter", lambda d, h: h.adamw, seconds_text),
-    "pcie_beside": ("both, beside CPU AdamW", lambda d, h: h.pcie_both * AT_ONCE, lambda x: rate_text(x, "B/s")),
-    "adamw_beside": ("CPU AdamW beside both", lambda d, h: h.adamw / AT_ONCE, seconds_text),
+    "pcie_beside": (
+        "both, beside CPU AdamW",
+        lambda d, h: h.pcie_both * calibration_of(d).shared_dram,
+        lambda x: rate_text(x, "B/s"),
+    ),
+    "adamw_beside": ("CPU AdamW beside both", lambda d, h: h.adamw / calibration_of(d).shared_dram, seconds_text),
     "disk_read": ("disk read", lambda d, h: h.disk_read, lambda x: rate_text(x, "B/s")),
     "disk_write": ("disk write", lambda d, h: h.disk_write, lambda x: rate_text(x, "B/s")),
     "disk_both": ("disk, both at once", lambda d, h: _in_turn(h.disk_read, h.disk_write), lambda x: rate_text(x, "B/s")),
@@ -107,27 +101,31 @@ NOMINAL: dict[Quantity, tuple[str, Callable[[Device, Host], float], Callable[[fl
 }
 
 
-# Quantities that follow from others where they were not measured themselves.
-FROM: dict[Quantity, Callable[[Callable[[Quantity], float]], float]] = {
-    "checkpointed": lambda of: CHECKPOINTED * of("launch"),
-    "saved": lambda of: SAVED * of("launch"),
-    "dispatched": lambda of: DISPATCHED * of("launch"),
-    "issued": lambda of: ISSUED * of("dispatched"),
-    "pcie_beside": lambda of: AT_ONCE * of("pcie_both"),
-    "adamw_beside": lambda of: of("adamw") / AT_ONCE,
-    "disk_both": lambda of: _in_turn(of("disk_read"), of("disk_write")),
+# Quantities that were not measured themselves follow from others, by the calibration.
+DERIVED: dict[Quantity, Callable[[Callable[[Quantity], float], Calibration], float]] = {
+    "checkpointed": lambda of, fitted: fitted.remat_region * of("launch"),
+    "saved": lambda of, fitted: fitted.remat_saved_tensor * of("launch"),
+    "dispatched": lambda of, fitted: fitted.remat_dispatch * of("launch"),
+    "issued": lambda of, fitted: fitted.op_dispatches * of("dispatched"),
+    "pcie_beside": lambda of, fitted: fitted.shared_dram * of("pcie_both"),
+    "adamw_beside": lambda of, fitted: of("adamw") / fitted.shared_dram,
+    "disk_both": lambda of, fitted: _in_turn(of("disk_read"), of("disk_write")),
 }
 
 
+def _nominal_pointwise(device: Device) -> float:
+    return device.hbm * device.hbm_efficiency * calibration_of(device).pointwise_bandwidth
+
+
 def _in_turn(read: float, write: float) -> float:
-    """Bytes a second of a disk that reads and writes as much, one after the other."""
+    """Bytes a second of a disk that reads and writes as many bytes, one after the other."""
     return 2 / (1 / read + 1 / write)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`devices` of one kind, filling nodes one after the other (the last may be partly filled), with a
-    network between the nodes whose bandwidth is one device's share of its node's adapters."""
+    """`devices` of one kind on nodes, of which the last may be partly filled. `network`: the link between nodes; its bandwidth
+    is one device's share of its node's adapters."""
 
     devices: int
     device: Device
@@ -137,8 +135,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_positive(self, "cluster")
-        if self.devices > MOST:
-            raise ClusterError(f"a cluster has at most {MOST} devices, not {self.devices}")
+        if self.devices > MOST_DEVICES:
+            raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices, not {self.devices}")
 
     @property
     def name(self) -> str:
@@ -148,24 +146,29 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.devices // self.node.devices)
 
+    @property
+    def calibration(self) -> Calibration:
+        """The fitted numbers that the planner uses for these devices."""
+        return calibration_of(self.device)
+
     # -- questions ---------------------------------------------------------------------------------
 
     def nominal(self, quantity: Quantity) -> float:
-        """What the datasheet promises, times the share of it that is reached."""
+        """The number of the datasheet, times the share of it that is reached in practice."""
         if quantity not in NOMINAL:
             raise ClusterError(f"a cluster has no quantity {quantity!r}{nearest(quantity, list(NOMINAL))}")
         return NOMINAL[quantity][1](self.device, self.node.host)
 
     def of(self, quantity: Quantity) -> float:
-        """The measured value if there is one, the nominal otherwise; bytes, bytes a second, seconds or a share."""
+        """The measured value if there is one, else the nominal: bytes, bytes a second, seconds or a share."""
         nominal = self.nominal(quantity)
         found = getattr(self.measured, quantity, None)
-        if found is None and quantity in FROM:
-            return FROM[quantity](self.of)
+        if found is None and quantity in DERIVED:
+            return DERIVED[quantity](self.of, self.calibration)
         return nominal if found is None else found
 
     def source_of(self, quantity: Quantity | Literal["gemm", "attention"], dtype: str = "bf16") -> Source:
-        """Where the answer to a question comes from; rates of matrix products and attention have a dtype."""
+        """`measured` or `nominal`: where the value of a quantity comes from. `dtype` matters to `gemm` and `attention` only."""
         if quantity == "gemm":
             return "measured" if self._gemms(dtype) else "nominal"
         if quantity == "attention":
@@ -174,9 +177,9 @@ class Cluster:
         return "nominal" if getattr(self.measured, quantity, None) is None else "measured"
 
     def peak(self, dtype: str) -> float:
-        """Dense flops a second of the datasheet; fp16 runs at the rate of bf16."""
+        """Dense flops a second of the datasheet. fp16 has the rate of bf16."""
         name = "bf16" if dtype == "fp16" else dtype
-        known = [f.name for f in dataclasses.fields(Peak)]
+        known = [f.name for f in dataclasses.fields(PeakFlops)]
         check_one_of("dtype", name, tuple(known))
         value = getattr(self.device.peak, name)
         if value is None:
@@ -186,37 +189,38 @@ class Cluster:
         return value
 
     def gemm_rate(self, flops: float, dtype: str = "bf16") -> float:
-        """Flops a second of a matrix product of so many flops that memory does not bound."""
+        """Flops a second of a compute-bound matrix product of so many flops."""
         points = self._gemms(dtype)
         if not points:
             return self.peak(dtype) * self.device.efficiency
         return _interpolate([(g.flops, g.rate) for g in points], flops)
 
     def attention_rate(self, sequence: int, width: int = 128, dtype: str = "bf16") -> tuple[float, float]:
-        """Flops a second of fused causal attention with heads of `width`, forward and backward; only the causal half
-        counts as flops."""
+        """Flops a second of fused causal attention with heads of `width`, forward and backward. Only the causal half of the
+        flops counts."""
         timed = self._attention(dtype)
         if not timed:
-            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else NARROW)
-            return rate * ATTENTION[0], rate * ATTENTION[1]
+            fitted = self.calibration
+            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else fitted.attention_narrow_heads)
+            return rate * fitted.attention_forward, rate * fitted.attention_backward
         close = min((a.width for a in timed), key=lambda w: abs(w - width))
         points = [a for a in timed if a.width == close]
         forward = _interpolate([(a.sequence, a.forward) for a in points], sequence)
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
-    def _gemms(self, dtype: str) -> list[Gemm]:
-        """The measured products that arithmetic bounds; thin ones tell of memory, which `hbm` does better."""
+    def _gemms(self, dtype: str) -> list[MeasuredGemm]:
+        """The measured products that are compute-bound; all of them if none is."""
         if self.measured is None or not _same(self.measured.dtype, dtype):
             return []
         item, hbm = (4 if self.measured.dtype == "fp32" else 2), self.of("hbm")
         bound = [g for g in self.measured.gemms if g.bytes(item) / hbm < g.seconds / 2]
         return bound or list(self.measured.gemms)
 
-    def _attention(self, dtype: str) -> tuple[Attention, ...]:
+    def _attention(self, dtype: str) -> tuple[MeasuredAttention, ...]:
         return self.measured.attention if self.measured is not None and _same(self.measured.dtype, dtype) else ()
 
     def with_host(self, share: float) -> Self:
-        """The cluster if its hosts took `share` times as long to issue work, as other work beside them makes them do."""
+        """The cluster with hosts that take `share` times as long to issue work."""
         timed = {name: seconds for name in PACES if (seconds := getattr(self.measured, name, None)) is not None}
         measured = self.measured and dataclasses.replace(
             self.measured, **{name: share * seconds for name, seconds in timed.items()}
@@ -225,7 +229,7 @@ class Cluster:
         return dataclasses.replace(self, device=device, measured=measured)
 
     def with_disk(self, nbytes: int) -> Self:
-        """The cluster if a device's share of its disk had so many bytes."""
+        """The cluster with so many bytes of disk for each device."""
         host = dataclasses.replace(self.node.host, disk=nbytes)
         measured = self.measured and dataclasses.replace(self.measured, disk=None)
         return dataclasses.replace(self, node=dataclasses.replace(self.node, host=host), measured=measured)
@@ -234,15 +238,15 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """`64xh100`: so many of a known device."""
+        """The preset of a name such as `64xh100`."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ClusterError(_not_a_name(name))
         count, device = int(match[1]), match[2].lower()
         if device not in DEVICES:
             raise ClusterError(f"unknown device {device!r}{nearest(device, list(DEVICES))} (known: {', '.join(DEVICES)})")
-        if not 1 <= count <= MOST:
-            raise ClusterError(f"{name}: a cluster has 1 to {MOST} devices; write 1x{device} or 8x{device}")
+        if not 1 <= count <= MOST_DEVICES:
+            raise ClusterError(f"{name}: a cluster has 1 to {MOST_DEVICES} devices; write 1x{device} or 8x{device}")
         return cls(count, DEVICES[device], NODES[device], NETWORKS[device])
 
     @classmethod
@@ -279,7 +283,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """The cluster that `to_dict` wrote; anything unknown, missing or of another version is refused."""
+        """The cluster that `to_dict` wrote. Raise one sentence for anything unknown, missing or of another version."""
         if not isinstance(data, dict):
             raise ClusterError(f"a cluster is a JSON object, not {type(data).__name__}")
         version = data.get("version")
@@ -331,7 +335,7 @@ def _same(measured: str, asked: str) -> bool:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear in log x between the points, constant outside them; points at one x count as their mean."""
+    """Interpolate linearly in log x; constant outside the points. Points at the same x count as their mean."""
     at: dict[float, list[float]] = {}
     for key, y in points:
         at.setdefault(key, []).append(y)

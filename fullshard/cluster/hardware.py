@@ -1,7 +1,7 @@
-"""What machines are made of: devices, links, hosts, and the known ones with their published numbers.
+"""Devices, links, hosts and nodes, and the known ones with their published numbers.
 
-Nominal facts only; what was timed lives in the cluster, apart from these. Where a number comes from, and
-which of them are assumptions, is in docs/cluster.md. Standard library only.
+Nominal facts only: what was timed is in `fullshard.cluster.measured`. The source of each number, and which are assumptions,
+is in docs/reference/cluster.md. Standard library only.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from typing import Literal, get_args
 
 from fullshard.errors import FullshardError, nearest
 
-Kind = Literal["cuda", "cpu", "tpu"]
+DeviceKind = Literal["cuda", "cpu", "tpu"]
 Topology = Literal["switch", "mesh", "torus2", "torus3"]
 
 GiB = 1 << 30
-SMALLEST, LARGEST = 1e-30, 1e24  # of any number, in its own unit: no machine has others
+SMALLEST, LARGEST = 1e-30, 1e24  # bounds of every number, in its own unit
 Tera = 1e12
-DISK = 10**12  # bytes that a device's share of a disk is assumed to have
-ADAMW_BYTES = 28  # fp32 AdamW reads parameter, gradient and two moments, and writes all but the gradient
+DISK = 10**12  # bytes of a device's share of a disk, where a file does not say
+ADAMW_BYTES = 28  # a parameter: fp32 AdamW reads parameter, gradient and two moments, and writes all but the gradient
 
 
 class ClusterError(FullshardError):
@@ -26,8 +26,8 @@ class ClusterError(FullshardError):
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Dense floating-point operations a second by dtype; None where the maker publishes none."""
+class PeakFlops:
+    """Dense flops a second by dtype; None where the maker publishes none."""
 
     bf16: float
     fp32: float | None = None
@@ -40,15 +40,18 @@ class Peak:
 
 @dataclass(frozen=True)
 class Device:
-    """`memory`: bytes the driver shows a program, less than the label; the context and the buffers of
-    collectives still come out of it. `hbm`: bytes a second, reads and writes together. The efficiencies are
-    the shares of peak and of `hbm` that large matrix products and copies reach. `launch`: seconds from one
-    tiny kernel to the next in an eager program. `price`: of one device for an hour, in any currency."""
+    """A device.
+
+    `memory`: bytes that the driver reports, which is less than the label says. CUDA's context and the buffers of
+    collectives come out of it. `hbm`: bytes a second, reads and writes together. `efficiency`, `hbm_efficiency`: shares of
+    `peak` and of `hbm` that large matrix products and copies reach. `launch`: seconds from one tiny kernel to the next in
+    an eager program. `price`: of one device for an hour, in any currency.
+    """
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     memory: int
-    peak: Peak
+    peak: PeakFlops
     hbm: float
     efficiency: float
     hbm_efficiency: float
@@ -57,17 +60,20 @@ class Device:
 
     def __post_init__(self) -> None:
         check_positive(self, f"device {self.name}")
-        check_one_of(f"device {self.name}: kind", self.kind, get_args(Kind))
+        check_one_of(f"device {self.name}: kind", self.kind, get_args(DeviceKind))
         check_share(f"device {self.name}: efficiency", self.efficiency)
         check_share(f"device {self.name}: hbm_efficiency", self.hbm_efficiency)
 
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth`: bytes a second that one device sends while it receives as many. `efficiency`: the share of
-    it that large collectives reach. `latency`: seconds a hop. `start`: seconds a collective takes before its
-    first byte moves. `topology`: on a `mesh` every pair of devices has its own wire, so a group uses only the
-    wires between its members; on a torus a group is a compact block that uses every axis."""
+    """A link between devices.
+
+    `bandwidth`: bytes a second that a device sends while it receives as many. `efficiency`: the share of it that large
+    collectives reach. `latency`: seconds a hop. `start`: seconds before the first byte of a collective moves. `topology`:
+    on a `mesh` every pair of devices has its own wire, so a group uses only the wires between its members; on a torus a
+    group is a compact block that uses every axis.
+    """
 
     name: str
     bandwidth: float
@@ -86,9 +92,8 @@ class Link:
 class Host:
     """One device's share of the machine it sits in, in bytes, bytes a second and seconds.
 
-    `pcie_up` is towards the device, `pcie_down` towards the host, `pcie_both` the sum of the two ways at once.
-    `dram` counts reads and writes; `adamw` is seconds a parameter of an fp32 AdamW update by these cores. `disk`: bytes
-    that a plan may put there; a file that does not tell has DISK.
+    `pcie_up`: host to device; `pcie_down`: device to host; `pcie_both`: the sum of both ways at once. `dram`: reads and
+    writes together. `adamw`: seconds of an fp32 AdamW update by these cores, for each parameter. `disk`: bytes of disk.
     """
 
     memory: int
@@ -119,7 +124,7 @@ class Node:
 
 
 def check_positive(part: object, where: str) -> None:
-    """Every number of a dataclass is a finite one above zero; a whole one where it counts things."""
+    """Raise unless every number of a dataclass is finite and above zero, and whole where its type is int."""
     for f in dataclasses.fields(part):  # type: ignore[arg-type]
         value, hint = getattr(part, f.name), f.type
         if hint not in (int, float, int | None, float | None) or (value is None and hint not in (int, float)):
@@ -142,18 +147,25 @@ def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
         raise ClusterError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
 
 
-# -- the known ones -----------------------------------------------------------------------------------
+# -- known hardware -----------------------------------------------------------------------------------
 
 
 def _gpu(
-    name: str, gib: float, peak: Peak, hbm: float, efficiency: float, *, hbm_efficiency: float = 0.9, kind: Kind = "cuda"
+    name: str,
+    gib: float,
+    peak: PeakFlops,
+    hbm: float,
+    efficiency: float,
+    *,
+    hbm_efficiency: float = 0.9,
+    kind: DeviceKind = "cuda",
 ) -> Device:
     return Device(name, kind, int(gib * GiB), peak, hbm, efficiency, hbm_efficiency, launch=5e-6 if kind == "cuda" else 1e-6)
 
 
-def _tera(bf16: float, fp32: float | None = None, tf32: float | None = None, fp8: float | None = None) -> Peak:
+def _tera(bf16: float, fp32: float | None = None, tf32: float | None = None, fp8: float | None = None) -> PeakFlops:
     scaled = [None if x is None else x * Tera for x in (fp32, tf32, fp8)]
-    return Peak(bf16 * Tera, *scaled)
+    return PeakFlops(bf16 * Tera, *scaled)
 
 
 def _link(kind: str, bandwidth: float, efficiency: float, topology: Topology = "switch") -> Link:
@@ -167,7 +179,7 @@ def _host(memory: float, cores: int, pcie: tuple[float, float], dram: float, dis
     return Host(int(memory), cores, pcie[0], pcie[0], pcie[1], dram, ADAMW_BYTES / dram, read, write, int(nbytes))
 
 
-# Seconds a hop, and seconds before the first byte: those of NCCL's own tuner for large messages, where it has them.
+# Seconds a hop and seconds before the first byte: those of NCCL's tuner for large messages, where it has them.
 LATENCY = {
     "nvlink": (1.9e-6, 8.4e-6),
     "xgmi": (1.9e-6, 8.4e-6),
@@ -178,7 +190,7 @@ LATENCY = {
     "loopback": (100e-6, 200e-6),
     "ethernet-tcp": (200e-6, 200e-6),
 }
-# Sustained bytes a second of 16 lanes, one way and both together; Grace and its GPUs share a chip-to-chip NVLink.
+# Sustained bytes a second of 16 PCIe lanes, one way and both together. Grace is connected by chip-to-chip NVLink.
 GEN4, GEN5, CHIP2CHIP = (25e9, 43e9), (55e9, 94e9), (200e9, 360e9)
 # Disks, assumed: bytes a second read and written, and bytes of one device's share. An NVMe drive of a server is 3.84 TB.
 NVME4, NVME5, CONSUMER, CLOUD = (3e9, 1.5e9, 3.84e12), (6e9, 3e9, 3.84e12), (3e9, 1.5e9, 1e12), (1e9, 0.5e9, 100e9)

@@ -1,6 +1,6 @@
-"""What was timed on a machine: the measured half of a cluster, kept apart from the nominal one.
+"""What `fullshard measure` timed on a machine.
 
-Values only; the engine that times them is elsewhere. Standard library only.
+Values only: an engine does the timing (`fullshard.on_torch.measuring`). Standard library only.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcas
 
 
 @dataclass(frozen=True)
-class Gemm:
+class MeasuredGemm:
     """A timed product of an m × k and a k × n matrix."""
 
     m: int
@@ -36,9 +36,8 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Timed causal attention at one sequence length and head width: flops a second, of the half of the scores
-    that count."""
+class MeasuredAttention:
+    """Flops a second of timed causal attention at one sequence length and head width. Only the causal half counts."""
 
     width: int
     sequence: int
@@ -50,7 +49,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Collective:
+class MeasuredCollective:
     """A timed collective: seconds = `latency` + bytes on the wire / `bandwidth`, over `ranks` on `nodes`."""
 
     kind: CollectiveKind
@@ -66,10 +65,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `fullshard measure` timed, in the units of the nominal numbers; None where it could not.
+    """What was timed, in the units of the nominal numbers; None for what was not.
 
-    `dtype` is that of the matrix products and attention. `notes` says what was left out, or is to be taken
-    with care, a sentence each.
+    `dtype`: of the matrix products and attention. `notes`: sentences about what was left out or is uncertain.
     """
 
     machine: str
@@ -95,9 +93,9 @@ class Measured:
     disk_write: float | None = None
     disk_both: float | None = None
     disk: int | None = None
-    gemms: tuple[Gemm, ...] = ()
-    attention: tuple[Attention, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    gemms: tuple[MeasuredGemm, ...] = ()
+    attention: tuple[MeasuredAttention, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

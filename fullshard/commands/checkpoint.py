@@ -30,7 +30,7 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
     """List the checkpoints of a run."""
     from fullshard.checkpoint import commit
 
-    shelf = commit.find_shelf(path)
+    shelf = commit.find_checkpoint_dir(path)
     rows = [_about(shelf, name) for name in commit.committed(shelf)]
     dead, held = commit.garbage(shelf)
     if not (rows or dead or held):
@@ -52,7 +52,7 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
 
 
 def _about(shelf: Any, name: str) -> dict[str, Any]:
-    """A row of `ls`. `damaged`: what is wrong, as far as the manifest and the sizes of files tell; else None."""
+    """A row of `ls`. `damaged` says what the manifest and the file sizes show to be wrong, or is None."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.pruning import size_problems
 
@@ -110,7 +110,7 @@ def verify(
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.verify import problems
 
-    shelf = commit.find_shelf(path)
+    shelf = commit.find_checkpoint_dir(path)
     places = [shelf.child(n) for n in commit.committed(shelf)] if every else [commit.find(path)]
     if not places:
         raise FullshardError(f"{path} has no checkpoints")
@@ -128,7 +128,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor. Exits with 1 if they differ."""
-    from fullshard.checkpoint.compare import differences, small_differences
+    from fullshard.checkpoint.compare import differences, field_differences
     from fullshard.checkpoint.reader import open_checkpoint
 
     a, b = open_checkpoint(first), open_checkpoint(second)
@@ -136,7 +136,7 @@ def diff(
     if as_json:
         print_json([dataclasses.asdict(d) for d in found])
     else:
-        for line in small_differences(a, b):
+        for line in field_differences(a, b):
             typer.echo(line, err=True)
         rows = [[d.name, d.kind, d.detail, "" if d.largest is None else f"{d.largest:.3g}", str(d.changed or "")] for d in found]
         head = ["tensor", "differs in", "", "by at most", "elements"]
@@ -160,19 +160,19 @@ def gc(
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.place import Local, open_place
 
-    run, shelf = open_place(path), commit.find_shelf(path)
-    if isinstance(run, Local) and not commit.is_held(run.path):
-        for name in commit.half_written(run):
+    run, shelf = open_place(path), commit.find_checkpoint_dir(path)
+    if isinstance(run, Local) and not commit.is_locked(run.path):
+        for name in commit.partial_files(run):
             typer.echo(name)
             if not dry:
-                commit.sweep_one(run, name)
+                commit.remove_leftover(run, name)
     with nullcontext() if dry else _lease(shelf, keep):
         _collect(shelf, keep, dry)
 
 
 @contextmanager
 def _lease(shelf: "Place", keep: int) -> Iterator[None]:
-    """The shelf's lease, where there is anything to remove. Beside a live run only what no process holds goes."""
+    """The lease of the directory, taken only if there is something to remove. While a run holds it, only abandoned files go."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.lease import read_leases, take_lease
     from fullshard.checkpoint.place import Local
@@ -196,15 +196,15 @@ def _lease(shelf: "Place", keep: int) -> Iterator[None]:
 def _collect(shelf: "Place", keep: int, dry: bool) -> None:
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.pruning import Inventory
-    from fullshard.checkpoint.retention import Kept
+    from fullshard.checkpoint.retention import Retention
 
     dead, held = commit.garbage(shelf)
     known = Inventory.of(shelf) if keep > 0 else Inventory(shelf)
-    old = known.retire(Kept(last=keep))
+    old = known.removable(Retention(last=keep))
     for name in [*dead, *old]:
         typer.echo(name)
         if not dry:
-            commit.remove(shelf, name) if name in old else commit.sweep_one(shelf, name)
+            commit.remove(shelf, name) if name in old else commit.remove_leftover(shelf, name)
     for upload in shelf.uploads():
         typer.echo(f"{upload[0]}, an upload that was not finished")
         if not dry:

@@ -22,7 +22,7 @@ MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at l
 
 
 def describe_model(model: str, classes: list[str] | None, names: list[str] | None, min_params: int) -> Description:
-    """From a preset's size where that is enough, from the module itself where it is not."""
+    """The units of MODEL: from a preset's size where that is enough, else from the module itself."""
     if model in presets.PRESETS and not (classes or names or min_params):
         return presets.describe(model)
     if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
@@ -33,8 +33,9 @@ def describe_model(model: str, classes: list[str] | None, names: list[str] | Non
 
 
 def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1) -> Description:
-    """As `describe_model`, with what computing it costs: shipped for presets, traced for everything else, and for ranks of a
-    `tensor` axis."""
+    """As `describe_model`, with the costs of computing it. Presets ship them; other models, and ranks of a `tensor` axis, are
+    traced.
+    """
     described = describe_model(model, None, None, 0)
     if tensor == 1 and described.costs is not None and any(key[0] == compute for key in described.costs.traces):
         return described

@@ -10,7 +10,7 @@ from fullshard.errors import FullshardError
 
 if TYPE_CHECKING:
     from fullshard.data import TokenFile
-    from fullshard.data.sources import Source
+    from fullshard.data.sources import DataSource
 
 app = typer.Typer(help="Make and look at token files, the data that training reads.", no_args_is_help=True)
 
@@ -61,7 +61,7 @@ def pack(
     _show_tokens(made, as_json)
 
 
-def _data_sources(inputs: list[Path] | None, dataset: str | None, subset: str | None, split: str | None) -> "list[Source]":
+def _data_sources(inputs: list[Path] | None, dataset: str | None, subset: str | None, split: str | None) -> "list[DataSource]":
     from fullshard.data.sources import HubDataset
 
     if dataset is None:

@@ -1,29 +1,18 @@
-"""Models, units and plans: what is sharded, and how."""
+"""`fullshard models`, `units`, `plan` and `explain`: what is sharded, and how."""
 
-from contextlib import suppress
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_costs, describe_model, print_json
+from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_model, print_json
+from fullshard.commands.option_groups import grouped
+from fullshard.commands.search_plan import SearchOptions, search, show_found
+from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, spell_option, strategy_plan
 from fullshard.errors import FullshardError
 from fullshard.model import presets
-from fullshard.plan import Batch, Plan, Precision, Prefetch
-from fullshard.planner.checkpoint_interval import Saving, parse_mtbf, saving
-from fullshard.strategies import STRATEGIES, choose
-
-if TYPE_CHECKING:
-    from fullshard.cluster.cluster import Cluster
-    from fullshard.planner.search.search import Found
-
-Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
-Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
-Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
-Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
-DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
+from fullshard.plan import Plan
 
 
 def models(as_json: AsJson = False) -> None:
@@ -50,62 +39,14 @@ def units(model: Model, classes: Classes = None, names: Names = None, min_params
         typer.echo(str(description))
 
 
+@grouped
 def plan(
     context: typer.Context,
     model: Model,
-    devices: Annotated[int | None, typer.Option(metavar="N", help="How many devices the plan is for.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="Find the best plan for it: 64xh100, or a file of `measure`.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="--cluster: sequences in a step, over all devices.", show_default="1 a device")
-    ] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE …", help="--cluster: pin choices (remat=full home.optimizer=host …)."),
-    ] = None,
-    limit: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="--cluster: memory of a device to use, such as 24GiB.")
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="--cluster: a device fails every 50000h, 400d, 5y: how often to save.")
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(metavar="N", help="--cluster: of one device for an hour: what a million tokens cost.")
-    ] = None,
-    no_clip: Annotated[
-        bool, typer.Option("--no-clip", help="--cluster: gradients are not clipped, so that no update waits for their norm.")
-    ] = False,
-    loss: Annotated[Loss, typer.Option(help="--cluster: how the loss is computed.")] = Loss.chunked,  # type: ignore[attr-defined]
-    strategy_name: Annotated[
-        Strategy | None, typer.Option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
-    ] = None,
-    replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1,
-    reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None,
-    replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0,
-    keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None,
-    tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1,
-    compute: Annotated[
-        DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")
-    ] = None,
-    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
-    remat: Annotated[Remat | None, typer.Option(help="What blocks recompute in backward.", show_default="none")] = None,
-    remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1,
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences a rank computes at a time.", show_default="1")
-    ] = None,
+    search_options: SearchOptions,
+    strategy_options: StrategyOptions,
+    unit_options: UnitOptions,
     sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
-    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.", show_default="1")] = None,
-    sync: Annotated[
-        Sync | None, typer.Option(help="Reduce gradients after every micro-batch, or the last only.", show_default="every")
-    ] = None,
-    prefetch: Annotated[
-        int | None, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
-    ] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False,
-    classes: Classes = None,
-    names: Names = None,
-    min_params: MinParams = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan as JSON to FILE.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -118,142 +59,30 @@ def plan(
 
     Example: fullshard plan llama3-8b --devices 64 --strategy hybrid --replicate 8 --remat full -o plan.json
     """
-    if (cluster is None) == (devices is None):
+    if (search_options.cluster is None) == (strategy_options.devices is None):
         raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
-    if context.args and not (fix and all("=" in more for more in context.args)):
-        raise FullshardError(f"{context.args[0]!r} follows no option that takes it; write MODEL once, and choices after --fix")
-    fix = [*(fix or []), *context.args]
-    own = {
-        "strategy": strategy_name, "compute": compute, "remat": remat, "micro_batch": micro_batch, "accumulate": accumulate,
-        "sync": sync, "prefetch": prefetch, "reshard": reshard, "compile": compile or None,
-        "replicate": replicate if replicate != 1 else None, "tensor": tensor if tensor != 1 else None,
-    }  # fmt: skip
-    if cluster is not None:
-        for option, on in own.items():
-            if on is not None:
-                raise FullshardError(f"{_spell(option)} has no effect with --cluster; write --fix {option}={on}")
-        failing = parse_mtbf(mtbf) if mtbf else None
-        found = _search(model, _priced(cluster, price), sequence, global_batch, fix, limit, str(loss), clip=not no_clip)
+    wanted = _with_extra_fixes(search_options, context.args)
+    if wanted.cluster is not None:
+        for name, value in strategy_options.given().items():
+            raise FullshardError(f"{spell_option(name)} has no effect with --cluster; write --fix {name}={value}")
+        found, saves = search(model, sequence, wanted)
         if output:
             _write(output, found.plan)
-        _show_found(found, as_json, _saving(found, model, sequence, cluster, failing) if failing else None)
+        show_found(found, saves, as_json=as_json)
         return
-    for option, given in (
-        ("--global-batch", global_batch),
-        ("--fix", fix),
-        ("--limit", limit),
-        ("--mtbf", mtbf),
-        ("--price", price),
-        ("--no-clip", no_clip),
-    ):
-        if given:
-            raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
-    assert devices is not None
-    made = choose(
-        str(strategy_name or "zero3"),
-        describe_model(model, classes, names, min_params),
-        devices=devices,
-        tensor=tensor,
-        replicate=replicate,
-        reshard=reshard,
-        replicate_below=replicate_below,
-        keep_whole=keep_whole or [],
-        spell=_spell,
-        precision=Precision(compute=str(compute or "fp32"), reduce=str(reduce)),  # type: ignore[arg-type]
-        batch=Batch(micro_batch or 1, sequence, accumulate or 1, str(sync or "every")),  # type: ignore[arg-type]
-        prefetch=Prefetch(prefetch or 1, prefetch or 1),
-        remat=str(remat or "none"),
-        remat_every=remat_every,
-        compile=compile,
-    )
+    for option in wanted.given():
+        raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
+    made = strategy_plan(model, sequence, strategy_options, unit_options)
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)
 
 
-def _priced(name: str, price: float | None) -> "Cluster":
-    from fullshard.cluster.cluster import Cluster
-
-    found = Cluster.load(name)
-    if price is None:
-        return found
-    if not 0 < price < float("inf"):
-        raise FullshardError(f"--price is what a device costs an hour, a number above 0, not {price:g}")
-    return replace(found, device=replace(found.device, price=price))
-
-
-def _search(
-    model: str,
-    where: "Cluster",
-    sequence: int,
-    global_batch: int | None,
-    fix: list[str],
-    limit: str | None,
-    loss: str,
-    *,
-    clip: bool,
-) -> "Found":
-    from fullshard.planner.search.search import find_plan
-    from fullshard.text import parse_bytes
-
-    pinned = dict(_pin(text) for text in fix)
-    room = parse_bytes(limit) if limit else None
-    compute: Any = pinned.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
-    tensor = pinned.get("tensor", 1)
-    return find_plan(
-        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1),
-        where,
-        sequence=sequence,
-        global_batch=global_batch,
-        fix=pinned,
-        limit=room,
-        loss=loss,
-        clip=clip,
-    )
-
-
-def _saving(found: "Found", model: str, sequence: int, cluster: str, mtbf: float) -> Saving:
-    from fullshard.cluster.cluster import Cluster
-
-    description = describe_costs(model, sequence, found.plan.precision.compute)
-    return saving(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
-
-
-def _pin(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise FullshardError(f"--fix {text!r}: write KEY=VALUE, for example strategy=zero3")
-    words: dict[str, object] = {"true": True, "false": False}
-    return key.strip().replace("-", "_"), words.get(value, _number(value))
-
-
-def _number(text: str) -> object:
-    """A number, if it is one: `2`, `0.5`."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
-
-
-def _show_found(found: "Found", as_json: bool, saves: Saving | None) -> None:
-    from fullshard.planner.search.search import summary
-
-    if as_json:
-        print_json(
-            {
-                "plan": found.plan.to_dict(),
-                "estimate": found.estimate.to_dict(),
-                "alternatives": [
-                    {"label": a.label, "needed_bytes": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
-                    for a in found.alternatives
-                ],
-                "search_seconds": found.search_seconds,
-                **({"saving": asdict(saves)} if saves else {}),
-            }
-        )
-    else:
-        parts = [found.plan, found.estimate, *([saves] if saves else []), summary(found)]
-        typer.echo("\n\n".join(map(str, parts)))
+def _with_extra_fixes(options: SearchOptions, extra: list[str]) -> SearchOptions:
+    """`--fix` takes several KEY=VALUE; click hands on the second and later ones as extra arguments."""
+    if extra and not (options.fix and all("=" in more for more in extra)):
+        raise FullshardError(f"{extra[0]!r} follows no option that takes it; write MODEL once, and choices after --fix")
+    return replace(options, fix=[*(options.fix or []), *extra])
 
 
 def explain(
@@ -271,11 +100,6 @@ def explain(
         print_json(lines)
     else:
         typer.echo("\n".join(lines) or "the two plans are the same")
-
-
-def _spell(field: str, *value: object) -> str:
-    """A field of a strategy as this command's option."""
-    return " ".join(["--" + field.replace("_", "-"), *map(str, value)])
 
 
 def _write(path: Path, made: Plan) -> None:

@@ -55,7 +55,7 @@ def train(
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says."""
+    """The options of the command line."""
 
     recipe: Path
     overrides: list[str]
@@ -68,7 +68,7 @@ class Given:
     engine: str
 
     def for_ranks(self) -> list[str]:
-        """The same for a rank. One that is started again goes on from the newest checkpoint."""
+        """The command line of a rank. A restarted rank resumes from the newest checkpoint."""
         resume = self.resume or ("auto" if self.max_restarts else None)
         options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
         return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
@@ -88,7 +88,7 @@ def _launch(given: Given) -> None:
 
 
 def _join(given: Given) -> None:
-    """Be one of the ranks that somebody started. They meet first: what one of them cannot do, all refuse."""
+    """Run as one of the ranks that torchrun or srun started. If one rank cannot, all refuse."""
     engine = load_engine(given.engine)
     engine.start()
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
@@ -104,7 +104,7 @@ def _join(given: Given) -> None:
 
 
 def _prepare(given: Given, ranks: int | None) -> "Prepared":
-    """Refuse, before anything is made, whatever cannot work."""
+    """Check everything that can be checked before ranks start or files are written."""
     from fullshard.runs.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes

@@ -1,6 +1,6 @@
-"""Data: token files on disk, and one global order of samples that is the same at every world size.
+"""Training data: token files on disk, and one global order of samples that is the same at every world size.
 
-Knows neither torch nor jax: what it hands out are numpy arrays.
+Knows neither torch nor jax. Batches are numpy arrays.
 """
 
 from fullshard.data.batches import Batches, Boundaries, Packing, digest

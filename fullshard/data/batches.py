@@ -1,4 +1,4 @@
-"""From tokens to the micro-batches of one rank, in one global order."""
+"""Builds the micro-batches of one rank from a token file, in one global order of samples."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.order import Order
-from fullshard.data.samples import Rows, Stream, Whole
+from fullshard.data.samples import DocumentRows, Rows, StreamRows
 from fullshard.data.tokens import TokenFile
 from fullshard.errors import FullshardError, nearest
 
-IGNORED = -100
-PADDING = 0
+IGNORED = -100  # the label of a token that is not to be predicted
+PADDING = 0  # the input token of padding
 
-Batch = dict[str, NDArray[np.int64]]
+MicroBatch = dict[str, NDArray[np.int64]]
 Boundaries = Literal["ignored", "labels", "attention"]
 Packing = Literal["stream", "whole"]
 
@@ -25,13 +25,13 @@ Packing = Literal["stream", "whole"]
 class Batches:
     """The micro-batches of data rank `rank` of `ranks`, a step at a time.
 
-    Step s takes samples s·G … (s + 1)·G − 1 of the run's order, G = ranks × accumulate × micro_batch: the same
-    set at every world size with the same G. `cursor` counts the samples all ranks have taken; setting it
-    resumes, at another number of ranks too.
+    Step s takes samples s·G … (s + 1)·G − 1 of the run's order, where G = ranks × accumulate × micro_batch is the global
+    batch: the same samples at every world size with the same G. `cursor` counts the samples that all ranks have taken. Set
+    it to resume, also on another number of ranks.
 
-    `boundaries`: with `labels`, no token has to predict the first token of the next document; with `attention`,
-    batches also have `position_ids` that start again at 0 where a document does. `packing`: samples are cut
-    from one `stream` of tokens, or hold `whole` documents and padding.
+    `boundaries`: with `labels`, no token predicts the first token of the next document; with `attention`, batches also
+    have `position_ids` that start again at 0 with each document. `packing`: samples are cut from one `stream` of tokens,
+    or hold `whole` documents and padding.
     """
 
     source: TokenFile
@@ -50,7 +50,7 @@ class Batches:
         self._refuse_options()
         self.ends = self.source.ends() if self.boundaries != "ignored" else None
         self.rows = self._rows()
-        self._refuse_nothing()
+        self._refuse_empty()
         if not 0 <= self.rank < self.ranks:
             raise FullshardError(f"rank {self.rank} is not one of {self.ranks} data ranks")
         if self.cursor % self.step_samples:
@@ -72,7 +72,8 @@ class Batches:
                 "write boundaries 'labels' or 'attention', or packing 'stream'"
             )
 
-    def _refuse_nothing(self) -> None:
+    def _refuse_empty(self) -> None:
+        """Raise if there is no sample, or no token to predict."""
         path = self.source.path
         if self.samples < 1 and self.packing == "whole":
             raise FullshardError(f"{path} has no document of two tokens or more, so nothing to predict; pack other text")
@@ -86,49 +87,50 @@ class Batches:
 
     def _rows(self) -> Rows:
         if self.packing == "whole" and self.ends is not None:
-            return Whole(self.ends, self.sequence)
-        return Stream(len(self.source), self.sequence)
+            return DocumentRows(self.ends, self.sequence)
+        return StreamRows(len(self.source), self.sequence)
 
     @property
     def samples(self) -> int:
-        """Samples in one epoch."""
+        """The number of samples in one epoch."""
         return len(self.rows)
 
     @property
     def step_samples(self) -> int:
+        """The global batch: samples that all ranks take in one step."""
         return self.ranks * self.accumulate * self.micro_batch
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
         while True:
             first = self.cursor + self.rank * self.accumulate * self.micro_batch
             step = [self._micro_batch(first + m * self.micro_batch) for m in range(self.accumulate)]
             self.cursor += self.step_samples
             yield step
 
-    def _micro_batch(self, first: int) -> Batch:
+    def _micro_batch(self, first: int) -> MicroBatch:
         rows = [self.sample(first + row) for row in range(self.micro_batch)]
         return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
-    def sample(self, i: int) -> Batch:
-        """Sample `i` of the run."""
-        where = self.rows.row(self.order[i])
-        base, stop = int(where[0]), min(int(where[-1]) + 2, len(self.source))
-        tokens = np.append(self.source.read(base, stop - base), IGNORED)  # after the file's last token comes nothing
-        labels = tokens[where - base + 1]
+    def sample(self, i: int) -> MicroBatch:
+        """Sample `i` of the run: `input_ids`, `labels` and, with boundaries `attention`, `position_ids`."""
+        positions = self.rows.row(self.order[i])
+        base, stop = int(positions[0]), min(int(positions[-1]) + 2, len(self.source))
+        tokens = np.append(self.source.read(base, stop - base), IGNORED)  # the file's last token has no next one
+        labels = tokens[positions - base + 1]
         if self.source.has_answers:
-            asked = np.append(self.source.read_answers(base, stop - base), False)
-            labels[~asked[where - base + 1]] = IGNORED
-        found = {"input_ids": tokens[where - base], "labels": labels}
+            answers = np.append(self.source.read_answers(base, stop - base), False)
+            labels[~answers[positions - base + 1]] = IGNORED
+        found = {"input_ids": tokens[positions - base], "labels": labels}
         if self.ends is not None:
-            low, high = np.searchsorted(self.ends, [base, int(where[-1]) + 1], side="right")
+            low, high = np.searchsorted(self.ends, [base, int(positions[-1]) + 1], side="right")
             inside = self.ends[low:high]
-            labels[np.isin(where + 1, inside, assume_unique=True)] = IGNORED
+            labels[np.isin(positions + 1, inside, assume_unique=True)] = IGNORED
             if self.boundaries == "attention":
-                found["position_ids"] = _positions(np.isin(where, inside, assume_unique=True))
+                found["position_ids"] = _position_ids(np.isin(positions, inside, assume_unique=True))
         return {key: self._padded(key, row) for key, row in found.items()}
 
     def _padded(self, key: str, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Padding is the row's last document: its positions start again at 0, so it attends to itself alone."""
+        """A row filled up to the sequence length. Padding counts as a document of its own: its positions start at 0."""
         missing = self.sequence - row.size
         if not missing:
             return row
@@ -136,14 +138,14 @@ class Batches:
         return np.concatenate([row, fill])
 
 
-def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How far each token is from the last start at or before it; the first token is a start."""
+def _position_ids(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The distance of each token from the last document start at or before it. The first token counts as one."""
     here = np.arange(starts.size)
     return here - np.maximum.accumulate(np.where(starts, here, 0))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
-    """63 bits that tell batches apart: equal ones on two ranks mean that both read the same samples."""
+    """A hash of 63 bits. Two ranks with equal digests have read the same samples."""
     found = hashlib.blake2b(digest_size=8)
     for key in sorted(batch):
         array = np.ascontiguousarray(batch[key])

@@ -1,7 +1,7 @@
 """The order of samples: a keyed permutation that is computed, not stored.
 
-Sample `i` of a run is a function of `i`, the seed and the number of samples: it needs no memory, no shuffle
-at start-up and no state but `i` itself, and every rank of every world size computes the same one.
+Sample `i` of a run is a function of `i`, the seed and the number of samples. It needs no memory and no shuffle at start-up,
+its only state is `i`, and every rank of every world size computes the same.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Order:
-    """Which of `samples` samples comes as the `i`-th of the run, epoch after epoch, each shuffled anew."""
+    """`order[i]` is the index of the run's i-th sample. Each epoch of `samples` samples has its own permutation."""
 
     samples: int
     seed: int = 0
@@ -25,10 +25,10 @@ class Order:
 
 
 def permute(i: int, n: int, key: str) -> int:
-    """Where `i` goes in the permutation of 0 … n − 1 that `key` names.
+    """The image of `i` under the permutation of 0 … n − 1 that `key` selects.
 
-    A Feistel network permutes a power of four that is at least n; what falls outside is sent through again
-    until it falls inside, which keeps it a permutation (cycle walking).
+    A Feistel network permutes the numbers below a power of four that is at least n. A result of n or more is permuted
+    again until it is below n, which keeps it a permutation (cycle walking).
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
     keys = _round_keys(key)

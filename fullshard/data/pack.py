@@ -1,4 +1,4 @@
-"""From text to token files, in parallel; the result does not depend on how many workers made it."""
+"""Tokenizes text into token files, in parallel. The result does not depend on the number of workers."""
 
 import multiprocessing
 import os
@@ -7,19 +7,19 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from fullshard.data.chat import CUSTOMS, conversation, wanted_fields
-from fullshard.data.sources import Located, Record, Source, records
+from fullshard.data.chat import RECORD_FIELDS, conversation, wanted_fields
+from fullshard.data.sources import DataSource, Located, Record, records
 from fullshard.data.templates import open_template
-from fullshard.data.tokenizer import Document, Marked, Tokenizer, open_tokenizer
+from fullshard.data.tokenizer import Document, MarkedText, Tokenizer, open_tokenizer
 from fullshard.data.tokens import SHARD_TOKENS, TokenFile, TokenWriter
 from fullshard.errors import FullshardError, nearest
 
-GROUP = 64  # documents a worker takes at a time
+GROUP = 64  # documents that a worker takes at a time
 MOST_WORKERS = 1024
 
 
 def pack(
-    inputs: Iterable[Source],
+    inputs: Iterable[DataSource],
     output: str | Path,
     *,
     tokenizer: str = "bytes",
@@ -31,18 +31,15 @@ def pack(
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> TokenFile:
-    """Tokenise every document of `inputs` (.txt, .jsonl, .parquet, directories of them, datasets) into `output`.
+    """Tokenize every document of `inputs` (.txt, .jsonl, .parquet, directories of them, datasets) into `output`.
 
-    `tokenizer` is `bytes`, a Hugging Face tokenizer.json or a directory with one; `end` the token that closes
-    each document; `field` what holds the text. With `chat` the records are conversations: `template` turns
-    them into text, and only what the assistant says is marked to be predicted.
+    `tokenizer`: `bytes`, a Hugging Face tokenizer.json or a directory with one. `end`: the token that ends each document.
+    `field`: the field that holds the text. With `chat` the records are conversations: `template` renders them to text, and
+    only the assistant's answers are marked to be predicted. `progress(documents, tokens)` is called as documents are done.
     """
-    if template is not None and not chat:
-        raise FullshardError("--template has no effect without --chat; add --chat, or leave it out")
-    if workers is not None and not 1 <= workers <= MOST_WORKERS:
-        raise FullshardError(f"--workers is a number of processes from 1 to {MOST_WORKERS}, not {workers}")
+    _refuse_options(chat, template, workers)
     opened = open_tokenizer(tokenizer, end)
-    read: Read = partial(_text, field or "text")
+    read: ReadRecord = partial(_text, field or "text")
     if chat:
         read = partial(conversation, open_template(tokenizer, template, opened.special), field)
     found = records(inputs, wanted_fields(field) if chat else [field or "text"], texts=not chat)
@@ -56,19 +53,27 @@ def pack(
     return TokenFile(output)
 
 
-Read = Callable[[str, Record], Marked]
+def _refuse_options(chat: bool, template: str | Path | None, workers: int | None) -> None:
+    if template is not None and not chat:
+        raise FullshardError("--template has no effect without --chat; add --chat, or leave it out")
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise FullshardError(f"--workers is a number of processes from 1 to {MOST_WORKERS}, not {workers}")
+
+
+ReadRecord = Callable[[str, Record], MarkedText]
 Encode = Callable[[list[Located]], list[Document]]
 
 
-def _text(field: str, place: str, record: Record) -> Marked:
+def _text(field: str, place: str, record: Record) -> MarkedText:
+    """The text of a record that is not a conversation."""
     if not isinstance(record.get(field), str):
         keys = list(record)
-        hint = "; for conversations add --chat" if set(keys) & set(CUSTOMS) else nearest(field, keys)
+        hint = "; for conversations add --chat" if set(keys) & set(RECORD_FIELDS) else nearest(field, keys)
         raise FullshardError(f"{place} has no text in {field!r} (it has {', '.join(keys) or 'no keys'}){hint}")
-    return Marked(record[field])
+    return MarkedText(record[field])
 
 
-def _encode(tokenizer: Tokenizer, read: Read, found: list[Located]) -> list[Document]:
+def _encode(tokenizer: Tokenizer, read: ReadRecord, found: list[Located]) -> list[Document]:
     return tokenizer.encode([read(place, record) for place, record in found])
 
 
@@ -78,7 +83,7 @@ def _groups(found: Iterator[Located]) -> Iterator[list[Located]]:
 
 
 def _in_parallel(encode: Encode, groups: Iterator[list[Located]], workers: int | None) -> Iterator[list[Document]]:
-    """Groups in their order, whoever encodes them."""
+    """The encoded groups, in their order."""
     workers = workers if workers is not None else os.cpu_count() or 1
     if workers == 1:
         yield from map(encode, groups)

@@ -1,6 +1,6 @@
-"""Which tokens each sample of a run holds: cut from one long stream, or whole documents side by side.
+"""The rows of tokens that samples consist of: cut from one long stream, or whole documents packed together.
 
-Computed from the token file alone, so that every rank of every world size has the same rows.
+They follow from the token file alone: every rank of every world size has the same rows.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Positions = NDArray[np.int64]
 
 
 class Rows(Protocol):
-    """`row(i)`: where in the file the input tokens of row i lie; at most a sequence of them, in rising order."""
+    """`row(i)` is the positions in the file of row i's input tokens: at most the sequence length, in rising order."""
 
     def __len__(self) -> int: ...
 
@@ -22,8 +22,8 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Rows end to end over all documents; each needs one token more than it is long, shared with the next."""
+class StreamRows:
+    """Consecutive rows of one stream of all documents. The label of a row's last token is the next row's first."""
 
     tokens: int
     sequence: int
@@ -36,12 +36,12 @@ class Stream:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """As many whole documents a row as fit, in their order.
+class DocumentRows:
+    """Rows of whole documents, as many as fit into each, in their order.
 
-    A document of more than sequence + 1 tokens is cut: full rows of its own, and a last piece that shares its
-    row with what follows. The last token of a document predicts nothing, so it never costs a row or a piece of
-    its own: it is left out where it would. Every token but a document's first is a label exactly once.
+    A document of more than sequence + 1 tokens is cut into full rows and a last piece, which shares its row with the next
+    documents. The last token of a document predicts nothing. It is left out where it would need a row or a piece of its
+    own. Every token except the first of a document is a label exactly once.
     """
 
     ends: Positions
@@ -49,7 +49,7 @@ class Whole:
 
     @cached_property
     def pieces(self) -> tuple[Positions, Positions]:
-        """Where each piece of a document starts, and how long it is."""
+        """The start and the length of each piece of a document."""
         firsts = np.concatenate([[0], self.ends[:-1]])
         lengths = self.ends - firsts
         counts = -((1 - lengths) // self.sequence)  # ⌈(length − 1) / sequence⌉
@@ -59,9 +59,9 @@ class Whole:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The first piece of each row, and the number of pieces at the end."""
+        """The first piece of each row, followed by the number of pieces."""
         edges = np.concatenate([[0], np.cumsum(self.pieces[1])])
-        # If a row started at this piece, the next would start there; then only the rows are walked.
+        # nexts[p]: the first piece of the next row, if a row began with piece p. The loop then runs over rows only.
         nexts = (np.searchsorted(edges, edges[:-1] + self.sequence, side="right") - 1).tolist()
         found = [0]
         while found[-1] < len(nexts):

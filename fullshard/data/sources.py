@@ -1,6 +1,6 @@
-"""Where documents come from: files, directories of them, and Hugging Face datasets.
+"""Reads documents from files, directories and Hugging Face datasets.
 
-Every source yields a place, to name in errors, and a record: the fields or columns found there.
+Every source yields pairs of a place, which names the document in errors, and a record of its fields or columns.
 """
 
 import io
@@ -16,18 +16,18 @@ from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes
 
 Record = dict[str, Any]
-Located = tuple[str, Record]
+Located = tuple[str, Record]  # place and record
 
 MOST_DOCUMENT = 2 << 30  # bytes of a text file, which is one document
-MOST_LINE = 64 << 20  # characters of a record
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half a character, written in JSON
+MOST_LINE = 64 << 20  # characters of a JSONL line
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair in JSON
 
 
 @dataclass(frozen=True)
 class HubDataset:
     """A Hugging Face dataset: a name on the hub, a directory made by `save_to_disk`, or local files.
 
-    `split` is `train` unless given; `subset` is what the hub calls a configuration.
+    `split` is `train` by default; `subset` is what the hub calls a configuration.
     """
 
     name: str
@@ -35,14 +35,14 @@ class HubDataset:
     split: str | None = None
 
 
-Source = str | Path | HubDataset
+DataSource = str | Path | HubDataset
 
 
-def records(inputs: Iterable[Source], wanted: list[str], *, texts: bool) -> Iterator[Located]:
-    """The records of all inputs in their order, with the `wanted` fields at least.
+def records(inputs: Iterable[DataSource], wanted: list[str], *, texts: bool) -> Iterator[Located]:
+    """The records of all inputs, in order. They have at least the `wanted` fields that exist.
 
-    `texts`: plain text files are documents too, their text under the first wanted name. What is missing is
-    refused now, before anything is read.
+    `texts`: accept plain text files, whose text goes under the first wanted field. Missing files raise at once, before
+    anything is read.
     """
     readers = READERS if texts else {s: r for s, r in READERS.items() if r is not _read_text}
     sources = [found for given in inputs for found in _sources(given, readers)]
@@ -56,10 +56,10 @@ def _read(source: Path | HubDataset, wanted: list[str]) -> Iterator[Located]:
 # -- files ------------------------------------------------------------------------------------------------
 
 
-Reader = Callable[[Path, list[str]], Iterator[Located]]
+FileReader = Callable[[Path, list[str]], Iterator[Located]]
 
 
-def _sources(given: Source, readers: dict[str, Reader]) -> Iterator[Path | HubDataset]:
+def _sources(given: DataSource, readers: dict[str, FileReader]) -> Iterator[Path | HubDataset]:
     if isinstance(given, HubDataset):
         yield given
         return
@@ -72,14 +72,15 @@ def _sources(given: Source, readers: dict[str, Reader]) -> Iterator[Path | HubDa
     elif not is_plain_file(path):
         raise FullshardError(f"there is no file {path}")
     elif path.suffix not in readers:
-        what = "holds no conversations" if path.suffix in READERS else f"cannot read {path.suffix or 'a file without an ending'}"
+        unknown = f"cannot read {path.suffix or 'a file without an ending'}"
+        what = "holds no conversations" if path.suffix in READERS else unknown
         raise FullshardError(f"{path}: {what}; give {', '.join(readers)}")
     else:
         yield path
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """The plain files below a directory; one that may not be looked into is refused, not left out."""
+    """The plain files in a directory and its subdirectories. Raises for a directory that cannot be listed."""
 
     def refuse(error: OSError) -> None:
         raise FullshardError(f"cannot read the directory {error.filename}: {error.strerror}")
@@ -102,7 +103,7 @@ def _read_jsonl(path: Path, wanted: list[str]) -> Iterator[Located]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE + 1), ""), 1):
                 if len(line) > MOST_LINE:
-                    raise FullshardError(f"{path}:{number} has more than {MOST_LINE:,} characters; write a record a line")
+                    raise FullshardError(f"{path}:{number} has more than {MOST_LINE:,} characters; write one record per line")
                 if line.strip():
                     yield f"{path}:{number}", _json_record(f"{path}:{number}", line)
     except OSError as error:
@@ -114,13 +115,13 @@ def _read_jsonl(path: Path, wanted: list[str]) -> Iterator[Located]:
 def _json_record(place: str, line: str) -> Record:
     record = parse_json(line, place)
     if not isinstance(record, dict):
-        raise FullshardError(f'{place} is not a JSON object; write one a line, as in {{"text": "…"}}')
+        raise FullshardError(f'{place} is not a JSON object; write one per line, as in {{"text": "…"}}')
     if SURROGATE.search(line):
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise FullshardError(
-                f"{place} holds half of a surrogate pair, which is no text; repair or leave out the line"
+                f"{place} holds half of a surrogate pair, which is not text; repair or leave out the line"
             ) from None
     return record
 
@@ -136,7 +137,7 @@ def _read_parquet(path: Path, wanted: list[str]) -> Iterator[Located]:
     except Exception as error:
         raise FullshardError(f"{path} is not a Parquet file: {first_line(error)}") from None
     for row, record in enumerate(_rows(path, file, _columns(str(path), names, wanted)), 1):
-        if any(record.values()):  # a row without a text is no document
+        if any(record.values()):  # a row without text is not a document
             yield f"{path}, row {row}", record
 
 
@@ -144,7 +145,7 @@ def _rows(path: Path, file: Any, columns: list[str]) -> Iterator[Record]:
     try:
         for batch in file.iter_batches(columns=columns):
             yield from batch.to_pylist()
-    except Exception as error:  # of pages that are damaged, or text that is none
+    except Exception as error:  # damaged pages, or text that is not UTF-8
         raise FullshardError(f"{path} is damaged: {first_line(error)}") from None
 
 
@@ -156,7 +157,7 @@ def _columns(place: str, names: list[str], wanted: list[str]) -> list[str]:
     return found
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, FileReader] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".py": _read_text,
@@ -177,7 +178,7 @@ def _read_dataset(given: HubDataset, wanted: list[str]) -> Iterator[Located]:
                 yield f"{given.name}, row {row}", record
     except FullshardError:
         raise
-    except Exception as error:  # its own, the network's, the file system's: all say what they miss
+    except Exception as error:  # of the library, the network or the file system
         raise FullshardError(f"cannot read the dataset {given.name}: {' '.join(str(error).split())}") from None
 
 
@@ -186,18 +187,18 @@ def _open_dataset(given: HubDataset, wanted: list[str]) -> Any:
         import datasets
     except ImportError:
         raise FullshardError(f"the dataset {given.name} needs datasets: pip install 'fullshard[datasets]'") from None
-    if hasattr(datasets.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0, which runs no code of a dataset's
+    if hasattr(datasets.config, "HF_DATASETS_TRUST_REMOTE_CODE"):  # before 4.0; later versions run no code of a dataset
         datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     path = Path(given.name)
     saved = any(is_plain_file(path / index) for index in ("state.json", "dataset_dict.json"))
-    found = _saved_split(given, datasets.load_from_disk(given.name)) if saved else _stream(given, path, datasets)
-    if found.column_names is None:  # a stream may not know them
+    found = _saved_split(given, datasets.load_from_disk(given.name)) if saved else _streamed(given, path, datasets)
+    if found.column_names is None:  # a streamed dataset may not know them
         return found
     return found.select_columns(_columns(given.name, found.column_names, wanted))
 
 
 def _saved_split(given: HubDataset, found: Any) -> Any:
-    """A saved dataset, or the split of a saved dictionary of them."""
+    """A dataset from `save_to_disk`, or the split of one that was saved with splits."""
     if given.subset is not None:
         raise FullshardError(f"--subset has no effect on {given.name}, a saved dataset; leave it out")
     if not isinstance(found, dict):
@@ -210,8 +211,8 @@ def _saved_split(given: HubDataset, found: Any) -> Any:
     return found[split]
 
 
-def _stream(given: HubDataset, path: Path, datasets: Any) -> Any:
-    """Streamed: nothing is copied to disk before it is packed."""
+def _streamed(given: HubDataset, path: Path, datasets: Any) -> Any:
+    """A dataset of the hub or of a local file, read without a copy on disk."""
     split = given.split or "train"
     if not is_plain_file(path):
         return datasets.load_dataset(given.name, given.subset, split=split, streaming=True)

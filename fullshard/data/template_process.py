@@ -1,8 +1,8 @@
-"""The process that renders chat templates: a program that `fullshard.data.templates` starts, with bounded time and memory.
+"""The program that renders chat templates: `fullshard.data.templates` starts it, with limits on time and memory.
 
-A template is a program by somebody else. Jinja's sandbox keeps it from the machine; limits of the operating system keep
-it from taking all of its time and memory. Requests come on stdin, answers leave on stdout. Imports nothing of fullshard,
-so that it starts quickly and its memory is the template's.
+A template is untrusted code. Jinja's sandbox keeps it from files and Python's internals; limits of the operating system
+bound its CPU time and memory. Requests come on stdin, answers go to stdout. Imports nothing of fullshard, so that it starts
+quickly and uses little memory itself.
 """
 
 import json
@@ -28,28 +28,28 @@ ALPHABET = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # characters that no f
 
 
 class TooSlow(BaseException):
-    """The time is over. No `except Exception` of Jinja's may swallow it."""
+    """The time limit is reached. A BaseException, so that no `except Exception` in Jinja catches it."""
 
 
 class TemplateRefusedError(Exception):
-    """What is wrong with a template, as the rest of a sentence that begins with its name."""
+    """A template that cannot be used. The message completes a sentence that begins with the template's name."""
 
 
 # -- templates -----------------------------------------------------------------------------------------------
 
 
 class Marks:
-    """What is written around an answer while it is rendered: drawn anew for each conversation, so that no message can
-    hold it. Before one is begun the marks are empty, and the text is the template's own."""
+    """Random texts that are written before and after each answer, so that answers can be found in the rendered text. They
+    are new for each conversation: no message can contain them. Between conversations they are empty."""
 
     def __init__(self) -> None:
         self.open = self.close = ""
 
-    def begin(self) -> None:
+    def draw(self) -> None:
         secret = "".join(secrets.choice(ALPHABET) for _ in range(26))  # 130 bits
         self.open, self.close = f"{secret}\ufdd0", f"{secret}\ufdd1"
 
-    def end(self) -> None:
+    def clear(self) -> None:
         self.open = self.close = ""
 
 
@@ -58,7 +58,7 @@ MARKS = Marks()
 
 @lru_cache(4)
 def compile_template(source: str) -> "jinja2.Template":
-    """As transformers compiles it; `{% generation %}` puts the marks around what the assistant says."""
+    """Compile a template as transformers does. `{% generation %}` blocks are rendered between the marks."""
     import jinja2
     from jinja2 import ext, nodes, parser, sandbox
 
@@ -80,19 +80,19 @@ def compile_template(source: str) -> "jinja2.Template":
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
     made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    made.filters["tojson"] = tojson  # Jinja's own escapes for HTML
+    made.filters["tojson"] = tojson  # Jinja's own escapes HTML
     made.globals["raise_exception"] = refuse
     return made.from_string(source)
 
 
-# -- the answers in the text ---------------------------------------------------------------------------------
+# -- rendering -----------------------------------------------------------------------------------------------
 
 
 def render(source: str, special: dict[str, str], messages: list[Message], tools: list[Any] | None) -> Rendered:
-    """The text of a conversation, and the characters of its answers."""
+    """The text of a conversation, and the spans of its answers."""
 
     def text(upto: int, prompted: bool = False) -> str:
-        """`prompted`: up to where the assistant speaks."""
+        """The first `upto` messages. `prompted`: with the prompt for the assistant's next message."""
         given = {"messages": messages[:upto], "tools": tools, "add_generation_prompt": prompted}
         return compile_template(source).render(**special, **given)
 
@@ -101,13 +101,13 @@ def render(source: str, special: dict[str, str], messages: list[Message], tools:
 
 
 def marked_by_template(text: Any, roles: list[str]) -> Rendered:
-    """The template says itself what the assistant generates."""
+    """Find the answers by the template's `{% generation %}` blocks."""
     plain = text(len(roles))
-    MARKS.begin()
+    MARKS.draw()
     try:
         marked, (opening, closing) = text(len(roles)), (MARKS.open, MARKS.close)
     finally:
-        MARKS.end()
+        MARKS.clear()
     spans, at, opened = Spans(), 0, list[int]()
     for part in re.split(f"({opening}|{closing})", marked):
         if part == opening:
@@ -129,17 +129,18 @@ def marked_by_template(text: Any, roles: list[str]) -> Rendered:
 
 
 def marked_by_prefix(text: Any, roles: list[str]) -> Rendered:
-    """An answer is what its message adds to the text that asks for it, its end-of-turn mark included."""
+    """Find the answers by rendering prefixes: an answer is what its message adds to the prompt for it, including the
+    end-of-turn token."""
     whole, spans = text(len(roles)), Spans()
     for i in (i for i, role in enumerate(roles) if role == "assistant"):
-        asked, answered = text(i, prompted=True), text(i + 1)
+        prompt, answered = text(i, prompted=True), text(i + 1)
         after = spans[-1][1] if spans else 0
-        if not (after <= len(asked) and answered.startswith(asked) and whole.startswith(answered)):
+        if not (after <= len(prompt) and answered.startswith(prompt) and whole.startswith(answered)):
             raise TemplateRefusedError(
-                f"writes message {i + 1} differently with and without what is "
+                f"renders message {i + 1} differently depending on the messages "
                 "around it, so its answer cannot be found; mark answers with {% generation %} in a --template"
             )
-        spans.append((len(asked), len(answered)))
+        spans.append((len(prompt), len(answered)))
     return whole, spans
 
 
@@ -147,9 +148,10 @@ def marked_by_prefix(text: Any, roles: list[str]) -> Rendered:
 
 
 def answer(request: bytes, most_characters: int) -> dict[str, Any]:
-    """What a request comes to. Whatever a template raises is its fault, and is told."""
+    """The answer to a request: `text` and `answers`, `refused` or `failed` with a reason, or nothing if the request was only
+    to compile."""
     try:
-        source, special, messages, tools = pickle.loads(request)  # by the process that started this one
+        source, special, messages, tools = pickle.loads(request)  # written by the process that started this one
         if messages is None:
             compile_template(source)
             return {}
@@ -163,16 +165,16 @@ def answer(request: bytes, most_characters: int) -> dict[str, Any]:
     except Exception as error:
         return {"failed": f"{error}".strip()[:500] or type(error).__name__}
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in set(text)):
-        return {"refused": "writes half of a surrogate pair, which is no text"}
+        return {"refused": "writes half of a surrogate pair, which is not text"}
     if len(text) > most_characters:
         return {"refused": f"writes {len(text):,} characters, more than the {most_characters:,} that a conversation may have"}
     return {"text": text, "answers": spans}
 
 
-def limited(request: bytes, most_characters: int, seconds: int) -> bytes:
-    """The answer, within so many seconds of the processor: a line of JSON, then the text."""
+def answer_in_time(request: bytes, most_characters: int, seconds: int) -> bytes:
+    """The answer as a line of JSON followed by the text, or `slow` after so many seconds of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    # Python sees a signal between two of its instructions; one that does not end is ended with the process.
+    # Python handles signals between bytecode instructions. If one instruction takes too long, the kernel ends the process.
     limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 2 * seconds + 1)
     try:
         try:
@@ -187,21 +189,21 @@ def limited(request: bytes, most_characters: int, seconds: int) -> bytes:
 
 
 def limit(what: int, value: int) -> None:
-    """Lower the soft limit alone: that of time is raised again for the next request."""
-    with suppress(ValueError, OSError):  # somebody has set a lower one already
+    """Set a soft limit. The hard limit stays, because the time limit is raised again for the next request."""
+    with suppress(ValueError, OSError):  # a lower hard limit exists already
         resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
 
 
-def late(number: int, frame: object) -> None:
+def raise_too_slow(number: int, frame: object) -> None:
     raise TooSlow
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, most_characters: int, seconds: int) -> None:
-    """Until the process that asks is gone."""
+    """Answer requests until stdin is closed. Both are preceded by their length, in 8 bytes."""
     while len(head := requests.read(8)) == 8:
         try:
-            found = limited(requests.read(int.from_bytes(head, "big")), most_characters, seconds)
-        except MemoryError:  # of the request, or of the answer
+            found = answer_in_time(requests.read(int.from_bytes(head, "big")), most_characters, seconds)
+        except MemoryError:  # for the request or the answer itself
             return
         answers.write(len(found).to_bytes(8, "big") + found)
         answers.flush()
@@ -209,8 +211,8 @@ def serve(requests: BinaryIO, answers: BinaryIO, most_characters: int, seconds: 
 
 def main() -> None:
     most_characters, seconds, memory = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides
-    signal.signal(signal.SIGPROF, late)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
+    signal.signal(signal.SIGPROF, raise_too_slow)
     limit(resource.RLIMIT_AS, memory)
     limit(resource.RLIMIT_CORE, 0)
     serve(sys.stdin.buffer, sys.stdout.buffer, most_characters, seconds)

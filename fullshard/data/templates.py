@@ -1,7 +1,7 @@
-"""Chat templates: where they come from, and the process that renders them.
+"""Chat templates: finds them, and renders them in a process of their own (see `template_process`).
 
-Templates are rendered as transformers renders them, but without it: a worker that packs text should not import torch. Nor
-do templates get today's date: the same input packs to the same tokens tomorrow.
+They are rendered as transformers does it, but without importing it: a worker that packs text must not import torch.
+Templates cannot read today's date, so that the same input always packs to the same tokens.
 """
 
 import atexit
@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from fullshard.data import template_process
-from fullshard.data.tokenizer import Marked, tokenizer_config
+from fullshard.data.template_process import Message as Message
+from fullshard.data.tokenizer import MarkedText, tokenizer_config
 from fullshard.errors import FullshardError
 from fullshard.reading import is_directory, is_plain_file, read_text
 
-Message = dict[str, Any]
-
 MOST_CHARACTERS = 4 << 20  # of a conversation: about a million tokens
-SECONDS = 5  # of the processor, for a conversation
-MEMORY = 512 << 20  # bytes of address space of the process that renders
-MOST_SOURCE = 1 << 20  # bytes of a template
-PLAIN = (
+SECONDS = 5  # of CPU time for a conversation
+MEMORY = 512 << 20  # bytes of address space of the rendering process
+MOST_TEMPLATE_BYTES = 1 << 20  # bytes of a template
+CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -36,57 +35,62 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Template:
-    """The Jinja text that turns messages into one text, and the special tokens it may write."""
+    """A Jinja template that renders messages to text. `origin` names it in errors; `special` are the tokenizer's special
+    tokens, which it may use."""
 
     source: str
     origin: str
     special: dict[str, str] = field(default_factory=dict)
 
-    def render(self, messages: list[Message], tools: list[Any] | None) -> Marked:
-        """The text of a conversation, with the characters of its answers."""
-        found = self._ask(messages, tools, "fails")
-        return Marked(found["text"], [(start, end) for start, end in found["answers"]])
+    def render(self, messages: list[Message], tools: list[Any] | None) -> MarkedText:
+        """The text of a conversation, with the spans of its answers."""
+        found = self._request(messages, tools, "fails")
+        return MarkedText(found["text"], [(start, end) for start, end in found["answers"]])
 
     def refuse_broken(self) -> None:
-        self._ask(None, None, "is not Jinja")
+        """Raise if the template cannot be compiled."""
+        self._request(None, None, "is not Jinja")
 
-    def _ask(self, messages: list[Message] | None, tools: list[Any] | None, failing: str) -> dict[str, Any]:
-        found = renderer().ask(pickle.dumps((self.source, self.special, messages, tools)))
+    def _request(self, messages: list[Message] | None, tools: list[Any] | None, failure: str) -> dict[str, Any]:
+        """Render the messages, or only compile the template if there are none."""
+        found = renderer().request(pickle.dumps((self.source, self.special, messages, tools)))
         if "failed" in found:
-            raise FullshardError(f"the chat template {self.origin} {failing}: {found['failed']}")
+            raise FullshardError(f"the chat template {self.origin} {failure}: {found['failed']}")
         if "refused" in found:
             raise FullshardError(f"the chat template {self.origin} {found['refused']}")
         return found
 
 
-# -- where a template comes from -----------------------------------------------------------------------------
+# -- finding a template --------------------------------------------------------------------------------------
 
 
 def open_template(tokenizer: str, given: str | Path | None, special: dict[str, str]) -> Template:
-    """The template in the file `given`, or the one beside the tokenizer, or the plain one for bytes."""
+    """The template in the file `given`, or the tokenizer's own. The tokenizer `bytes` uses ChatML."""
     if importlib.util.find_spec("jinja2") is None:
         raise FullshardError("chat templates need jinja2: pip install 'fullshard[data]'")
-    found = _given_template(Path(given)) if given is not None else _own_template(tokenizer)
+    found = _template_file(Path(given)) if given is not None else _tokenizer_template(tokenizer)
     template = Template(*found, special)
     template.refuse_broken()
     return template
 
 
-def _given_template(path: Path) -> tuple[str, str]:
+def _template_file(path: Path) -> tuple[str, str]:
+    """The source of a template and its origin."""
     if not is_plain_file(path):
         raise FullshardError(f"there is no chat template {path}; write the path of a Jinja file after --template")
-    return read_text(path, "chat template", MOST_SOURCE), str(path)
+    return read_text(path, "chat template", MOST_TEMPLATE_BYTES), str(path)
 
 
-def _own_template(tokenizer: str) -> tuple[str, str]:
+def _tokenizer_template(tokenizer: str) -> tuple[str, str]:
+    """The source and origin of the template that comes with a tokenizer."""
     if tokenizer == "bytes":
-        return PLAIN, "for bytes"
+        return CHATML, "for bytes"
     path = Path(tokenizer)
     directory = path if is_directory(path) else path.parent
     if is_plain_file(directory / "chat_template.jinja"):
-        return _given_template(directory / "chat_template.jinja")
+        return _template_file(directory / "chat_template.jinja")
     found = tokenizer_config(directory).get("chat_template")
-    if isinstance(found, list):  # several, each with a name
+    if isinstance(found, list):  # several templates, each with a name
         named = [t for t in found if isinstance(t, dict) and t.get("name") == "default"]
         found = named[0].get("template") if named else None
     if not isinstance(found, str):
@@ -96,17 +100,18 @@ def _own_template(tokenizer: str) -> tuple[str, str]:
     return found, str(directory / "tokenizer_config.json")
 
 
-# -- the process that renders --------------------------------------------------------------------------------
+# -- the rendering process -----------------------------------------------------------------------------------
 
 
 class Renderer:
-    """A `template_process`, started when it is first asked and again when a template has ended it."""
+    """Runs a `template_process`: starts it at the first request, and again after a template has ended it."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
-    def ask(self, request: bytes) -> dict[str, Any]:
+    def request(self, request: bytes) -> dict[str, Any]:
+        """Send a request and return the answer. An answer of the process that ended is `refused`, with the reason."""
         with self.lock:
             if self.process is None:
                 self.process = _start()
@@ -114,7 +119,7 @@ class Renderer:
                 found = _exchange(self.process, request)
             except (OSError, EOFError):
                 return {"refused": self._why_ended()}
-            except BaseException:  # a Ctrl-C in between: its answer would be taken for that to the next request
+            except BaseException:  # after Ctrl-C the answer is still to come, and would be read at the next request
                 self.close()
                 raise
         return {"refused": _too_slow()} if "slow" in found else found
@@ -123,13 +128,13 @@ class Renderer:
         code = self.close()
         if -code in (signal.SIGXCPU, signal.SIGPROF):
             return _too_slow()
-        if code == 0:  # it has given up a request or an answer
+        if code == 0:  # it ends itself if it has no memory for the request or the answer
             return "takes more memory than a template may have"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         return f"ended the process that renders it {how}; use another template"
 
     def close(self) -> int:
-        """End the process; its exit code."""
+        """End the process and return its exit code."""
         process, self.process = self.process, None
         if process is None:
             return 0
@@ -138,9 +143,9 @@ class Renderer:
             try:
                 pipe.close()
             except OSError:
-                continue  # what was not yet written has nobody to read it
+                continue  # closing flushes, and the process may be gone
         try:
-            return process.wait(timeout=2)  # it ends when its input does
+            return process.wait(timeout=2)  # it ends when its stdin is closed
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
@@ -148,7 +153,7 @@ class Renderer:
 
 @lru_cache
 def renderer() -> Renderer:
-    """This process's own."""
+    """The renderer of this process."""
     made = Renderer()
     atexit.register(made.close)
     return made
@@ -160,7 +165,7 @@ def _too_slow() -> str:
 
 def _start() -> subprocess.Popen[bytes]:
     limits = [str(n) for n in (MOST_CHARACTERS, SECONDS, MEMORY)]
-    # -P: no module of the directory that the program lies in is taken for one of Python's.
+    # -P keeps the program's own directory off sys.path: its modules must not shadow Python's.
     return subprocess.Popen(
         [sys.executable, "-P", template_process.__file__, *limits],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""From text to tokens: bytes, or a Hugging Face tokenizer.json; and whether two agree."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer.json. Also checks that data and model use the same one."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -16,33 +16,33 @@ from fullshard.data.tokens import TokenFile
 from fullshard.errors import FullshardError, first_line
 from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes, read_text
 
-BYTES_END = 0  # ends a document of bytes: no text holds it
-MOST_BYTES = 256 << 20  # of a tokenizer.json: those of 256,000 tokens have 35 MB
+BYTES_END = 0  # the token that ends a document; text does not contain it
+MOST_BYTES = 256 << 20  # of a tokenizer.json: one of 256,000 tokens has 35 MB
 COMMON_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
-Spans = list[tuple[int, int]]
+Spans = list[tuple[int, int]]  # start and end, in characters
 
 
-class Marked(NamedTuple):
-    """A text, and in a conversation the characters of its answers."""
+class MarkedText(NamedTuple):
+    """A text; of a conversation also the spans of its answers."""
 
     text: str
     answers: Spans | None = None
 
 
 class Document(NamedTuple):
-    """Tokens, and in a conversation whether each belongs to an answer."""
+    """A document's tokens; of a conversation also whether each belongs to an answer."""
 
     tokens: NDArray[Any]
     answers: NDArray[np.bool_] | None
 
 
 class Tokenizer(Protocol):
-    """What packing needs of one; it is sent to the workers."""
+    """What packing and sampling need of a tokenizer. It can be pickled, to be sent to worker processes."""
 
     @property
     def name(self) -> str:
-        """What the index remembers: it does not depend on where a file lies."""
+        """The identity of the tokenizer, which the index of token files stores. It does not depend on paths."""
 
     @property
     def vocab(self) -> int: ...
@@ -55,21 +55,21 @@ class Tokenizer(Protocol):
     def end_id(self) -> int:
         """The token that ends a document."""
 
-    def encode(self, texts: Sequence[Marked]) -> list[Document]: ...
+    def encode(self, texts: Sequence[MarkedText]) -> list[Document]: ...
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a beginning: no end after it."""
+        """The tokens of a text to be continued, without an end token."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 def open_tokenizer(given: str, end: str | None) -> Tokenizer:
-    """`given`: `bytes`, a tokenizer.json, or a directory with one; `end`: the token that ends a document."""
+    """Open a tokenizer. `given`: `bytes`, a tokenizer.json, or a directory with one; `end`: the token that ends a document."""
     if given != "bytes":
         return FileTokenizer(_tokenizer_file(given), end)
     if end is not None:
         raise FullshardError("--end has no effect with --tokenizer bytes: a document ends with the byte 0; leave it out")
-    return Bytes()
+    return ByteTokenizer()
 
 
 def _tokenizer_file(given: str) -> Path:
@@ -86,8 +86,8 @@ def _tokenizer_file(given: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """A token is a byte of UTF-8, and the byte 0 ends a document."""
+class ByteTokenizer:
+    """Every byte of UTF-8 text is a token, and the byte 0 ends a document."""
 
     name: str = "bytes"
     vocab: int = 256
@@ -95,7 +95,7 @@ class Bytes:
 
     end_id: int = BYTES_END
 
-    def encode(self, texts: Sequence[Marked]) -> list[Document]:
+    def encode(self, texts: Sequence[MarkedText]) -> list[Document]:
         return [Document(_bytes(text), _marked_bytes(text, answers)) for text, answers in texts]
 
     def prompt(self, text: str) -> list[int]:
@@ -119,28 +119,28 @@ def _marked_bytes(text: str, answers: Spans | None) -> NDArray[np.bool_] | None:
 
 
 def _ends_in_answer(text: str, answers: Spans) -> bool:
-    """Then the end of the document is part of it: the model has to learn to stop."""
+    """Whether the last answer reaches the end of the text. The end token then belongs to it: the model must learn to stop."""
     return bool(answers) and answers[-1][1] == len(text)
 
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer.json; what lies beside it says which token ends a text."""
+    """A tokenizer.json. The tokenizer_config.json beside it names the token that ends a document, unless `end` does."""
 
     path: Path
     end: str | None = None
 
     def __post_init__(self) -> None:
-        self.end_id  # noqa: B018 - refuses now what would fail in a worker
+        self.end_id  # noqa: B018 - raise here rather than in a worker
 
     @cached_property
     def name(self) -> str:
-        return file_name(self.path)
+        return tokenizer_hash(self.path)
 
     @property
     def vocab(self) -> int:
         known = _load(self.path).get_vocab(with_added_tokens=True).values()
-        return max(known, default=-1) + 1  # there may be gaps
+        return max(known, default=-1) + 1  # ids may have gaps
 
     @cached_property
     def special(self) -> dict[str, str]:
@@ -160,11 +160,11 @@ class FileTokenizer:
     def end_id(self) -> int:
         return _load(self.path).token_to_id(self.end_text)
 
-    def encode(self, texts: Sequence[Marked]) -> list[Document]:
+    def encode(self, texts: Sequence[MarkedText]) -> list[Document]:
         loaded = _load(self.path)
         marked = any(answers is not None for _, answers in texts)
-        encode = loaded.encode_batch if marked else loaded.encode_batch_fast  # the fast one knows no offsets
-        with _told(f"{self.path} cannot tokenise"):
+        encode = loaded.encode_batch if marked else loaded.encode_batch_fast  # the fast one gives no offsets
+        with refusing_library_errors(f"{self.path} cannot tokenise"):
             encoded = encode([text for text, _ in texts], add_special_tokens=False)
         return [self._document(e, *text) for e, text in zip(encoded, texts, strict=True)]
 
@@ -180,14 +180,14 @@ class FileTokenizer:
         starts = np.array([start for start, _ in encoded.offsets], np.int64)
         edges = [edge for span in answers for edge in span]
         within = np.searchsorted(edges, starts, side="right") % 2 == 1
-        if text.rstrip().endswith(self.end_text):  # the template has written it
+        if text.rstrip().endswith(self.end_text):  # the chat template has written the end token
             return Document(np.array(encoded.ids), within)
         return Document(np.array([*encoded.ids, self.end_id]), np.append(within, _ends_in_answer(text, answers)))
 
 
 @contextmanager
-def _told(sentence: str) -> Iterator[None]:
-    """What the tokenizers library raises, in a sentence. A panic of Rust's is no Exception."""
+def refusing_library_errors(sentence: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library into a FullshardError. A panic in Rust is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -198,21 +198,21 @@ def _told(sentence: str) -> Iterator[None]:
 
 @lru_cache
 def _load(path: Path) -> Any:
-    """A worker loads its tokenizer once."""
+    """The loaded tokenizer. Cached: a worker loads it once."""
     try:
         from tokenizers import Tokenizer as Fast
     except ImportError:
         raise FullshardError("a tokenizer file needs tokenizers: pip install 'fullshard[data]'") from None
     text = read_bytes(path, "tokenizer", MOST_BYTES)
-    with _told(f"{path} is not a tokenizer.json"):
+    with refusing_library_errors(f"{path} is not a tokenizer.json"):
         loaded = Fast.from_buffer(text)
-    loaded.no_truncation()  # some files carry the length that their model was served with
+    loaded.no_truncation()  # some files set a maximum length
     loaded.no_padding()
     return loaded
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, or nothing where there is none."""
+    """The contents of tokenizer_config.json; empty if there is none."""
     path = directory / "tokenizer_config.json"
     if not is_plain_file(path):
         return {}
@@ -221,27 +221,28 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json names, as text; some are written as objects."""
+    """The special tokens in tokenizer_config.json, as text. Some files write them as objects."""
     named = {key: value for key, value in tokenizer_config(directory).items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-# -- whether two agree ---------------------------------------------------------------------------------------
+# -- comparing tokenizers ------------------------------------------------------------------------------------
 
 
-def file_name(path: Path) -> str:
+def tokenizer_hash(path: Path) -> str:
+    """The name of a file tokenizer: the hash of its tokenizer.json."""
     return f"sha256:{hashlib.sha256(read_bytes(path, 'tokenizer', MOST_BYTES)).hexdigest()}"
 
 
 def refuse_other_tokenizer(tokens: TokenFile, model_dir: str | Path) -> None:
-    """Raise where the model comes with a tokenizer.json that is not the one the tokens were made with.
+    """Raise if the model's directory has a tokenizer.json other than the one that the tokens were packed with.
 
-    A name that somebody's own writer chose can be compared with nothing, and is believed.
+    Tokens whose tokenizer has any other name, from a `TokenWriter` of the user's, are not checked.
     """
     path = Path(model_dir) / "tokenizer.json"
     known = tokens.tokenizer == "bytes" or tokens.tokenizer.startswith("sha256:")
-    if known and is_plain_file(path) and (name := file_name(path)) != tokens.tokenizer:
+    if known and is_plain_file(path) and (name := tokenizer_hash(path)) != tokens.tokenizer:
         raise FullshardError(
             f"{tokens.path} was packed with another tokenizer ({_short(tokens.tokenizer)}) than the model's {path} "
             f"({_short(name)}); pack the text again with --tokenizer {model_dir}"
@@ -249,7 +250,7 @@ def refuse_other_tokenizer(tokens: TokenFile, model_dir: str | Path) -> None:
 
 
 def refuse_different(a: TokenFile, b: TokenFile) -> None:
-    """Raise where two token files were made with different tokenizers."""
+    """Raise if two token files were packed with different tokenizers."""
     if (a.tokenizer, a.vocab) != (b.tokenizer, b.vocab):
         raise FullshardError(
             f"{a.path} and {b.path} were packed with different tokenizers ({_short(a.tokenizer)} of {a.vocab} tokens, "

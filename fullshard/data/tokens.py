@@ -3,9 +3,9 @@
     index.json     version, dtype, vocabulary, tokenizer, and for each shard its tokens, documents, checksums
     00000.tokens   the tokens of the documents, one after the other, little-endian
     00000.ends     where each document ends, in tokens from the start of the shard, as uint64
-    00000.answers  only where documents were marked: one uint8 a token, 1 = to be predicted, 0 = not
+    00000.answers  if answers were marked: one uint8 per token, 1 = to be predicted, 0 = not
 
-Written beside its target and renamed when whole: a reader sees all of it or nothing.
+The directory is written under another name and renamed when it is complete: a reader sees all of it or nothing.
 """
 
 import json
@@ -29,11 +29,11 @@ SHARD_TOKENS = 1 << 28
 ENDS = np.dtype("<u8")
 ANSWERS = np.dtype("u1")
 DTYPES = ("uint8", "uint16", "uint32", "uint64")
-NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)  # of a shard: a file of the directory, and of no other
+NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)  # of a shard: its files cannot be outside the directory
 
 
 def smallest_dtype(vocab: int) -> str:
-    """The narrowest unsigned integer that holds every token."""
+    """The narrowest unsigned integer type that holds every token."""
     return "uint8" if vocab <= 1 << 8 else "uint16" if vocab <= 1 << 16 else "uint32"
 
 
@@ -41,7 +41,8 @@ def smallest_dtype(vocab: int) -> str:
 
 
 class TokenWriter:
-    """Appends documents; as a context manager it commits on success and leaves nothing on failure."""
+    """Writes token files, document by document. Use it as a context manager: it commits on success, and leaves nothing
+    behind on failure."""
 
     def __init__(self, path: str | Path, vocab: int, tokenizer: str, *, shard_tokens: int = SHARD_TOKENS):
         self.path = Path(path)
@@ -49,29 +50,34 @@ class TokenWriter:
             raise FullshardError(f"{self.path} exists already; write to another directory, or remove it first")
         self.staging = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         self.staging.mkdir(parents=True)
-        self.about: dict[str, Any] = {"version": VERSION, "dtype": smallest_dtype(vocab), "vocab": vocab, "tokenizer": tokenizer}
+        self.header: dict[str, Any] = {
+            "version": VERSION,
+            "dtype": smallest_dtype(vocab),
+            "vocab": vocab,
+            "tokenizer": tokenizer,
+        }
         self.shard_tokens = shard_tokens
         self.shards: list[dict[str, Any]] = []
         self.documents: list[NDArray[Any]] = []
         self.answers: list[NDArray[np.uint8]] = []
         self.marked: bool | None = None  # whether documents come with answers; the first one decides
-        self.waiting = 0  # tokens in `documents`
+        self.buffered = 0  # tokens in `documents`
 
     def add(self, document: Iterable[int] | NDArray[Any], answers: Iterable[int] | NDArray[Any] | None = None) -> None:
-        """One document; an empty one is left out. `answers` says of each token whether it is to be predicted."""
+        """Append a document; an empty one is left out. `answers`: for each token whether it is to be predicted."""
         tokens = _row(document, "tokens")
         if not tokens.size:
             return
         lowest, highest = int(tokens.min()), int(tokens.max())
-        if highest >= self.about["vocab"] or lowest < 0:
+        if highest >= self.header["vocab"] or lowest < 0:
             raise FullshardError(
-                f"token {min(lowest, 0) or highest} does not fit a vocabulary of {self.about['vocab']}; "
+                f"token {min(lowest, 0) or highest} does not fit a vocabulary of {self.header['vocab']}; "
                 "pass the tokenizer's own size"
             )
         self._add_answers(tokens.size, answers)
-        self.documents.append(tokens.astype(self.about["dtype"]))
-        self.waiting += tokens.size
-        if self.waiting >= self.shard_tokens:
+        self.documents.append(tokens.astype(self.header["dtype"]))
+        self.buffered += tokens.size
+        if self.buffered >= self.shard_tokens:
             self._flush()
 
     def _add_answers(self, tokens: int, answers: Iterable[int] | NDArray[Any] | None) -> None:
@@ -99,7 +105,7 @@ class TokenWriter:
             shard["answers"] = int(files["answers"].sum())
         shard["crc32"] = {suffix: self._write(shard["name"], suffix, data) for suffix, data in files.items()}
         self.shards.append(shard)
-        self.documents, self.answers, self.waiting = [], [], 0
+        self.documents, self.answers, self.buffered = [], [], 0
 
     def _write(self, name: str, suffix: str, data: NDArray[Any]) -> int:
         raw = data.astype(data.dtype.newbyteorder("<")).tobytes()
@@ -109,10 +115,11 @@ class TokenWriter:
         return zlib.crc32(raw)
 
     def commit(self) -> None:
+        """Write the index and rename the directory to its final name."""
         self._flush()
         if not self.shards:
             raise FullshardError(f"nothing to write to {self.path}: the input has no tokens")
-        (self.staging / "index.json").write_text(json.dumps({**self.about, "shards": self.shards}, indent=1))
+        (self.staging / "index.json").write_text(json.dumps({**self.header, "shards": self.shards}, indent=1))
         os.replace(self.staging, self.path)
 
     def __enter__(self) -> Self:
@@ -127,13 +134,13 @@ class TokenWriter:
 
 
 def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:
-    """Whole numbers in a row, as they were given: nothing is rounded to fit."""
+    """The given integers as a one-dimensional array. Raises for other types: nothing is rounded."""
     try:
         found = np.asarray(given if isinstance(given, np.ndarray) else list(given))
     except (TypeError, ValueError):
         found = np.empty((), object)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
-        raise FullshardError(f"a document's {what} are a row of whole numbers, not {type(given).__name__} of {found.dtype}")
+        raise FullshardError(f"a document's {what} are a list of integers, not {type(given).__name__} of {found.dtype}")
     return found
 
 
@@ -141,10 +148,9 @@ def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:
 
 
 class TokenFile:
-    """A directory of token shards, read as one long row of tokens.
+    """A directory of token shards, read as one long sequence of tokens.
 
-    Sizes are checked when it is opened, the order of ends and the range of tokens when they are read, the
-    checksums by `verify`.
+    File sizes are checked when it is opened, tokens and document ends when they are read, and checksums by `verify`.
     """
 
     def __init__(self, path: str | Path):
@@ -169,18 +175,18 @@ class TokenFile:
 
     @property
     def answers(self) -> int:
-        """How many tokens are marked as to be predicted."""
+        """The number of tokens to be predicted: those marked as answers, or all."""
         return sum(s["answers"] for s in self.shards) if self.has_answers else len(self)
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """`length` tokens from `start`, across shards where they end."""
+        """`length` tokens from `start` on, across shards."""
         found = self._read(self.token_maps, start, length).astype(np.int64)
         if found.size and (largest := int(found.max())) >= self.vocab:
             raise FullshardError(self._outside(largest))
         return found
 
     def read_answers(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Whether each of these tokens is to be predicted; all are where nothing was marked."""
+        """Whether each of these tokens is to be predicted. All are if no answers were marked."""
         if not self.has_answers:
             return np.ones(length, np.bool_)
         return self._read(self.answer_maps, start, length) != 0
@@ -198,21 +204,23 @@ class TokenFile:
         return np.concatenate(parts)
 
     def ends(self) -> NDArray[np.int64]:
-        """Where each document ends, in tokens from the very start."""
+        """Where each document ends, in tokens from the start of the first shard."""
         for shard, ends in zip(self.shards, self.end_maps, strict=True):
             if int(ends[-1]) != shard["tokens"] or int(ends[0]) == 0 or not (ends[1:] > ends[:-1]).all():
                 file = self.path / f"{shard['name']}.ends"
-                raise FullshardError(f"{file} is damaged: the ends do not rise to the shard's last token; pack the data again")
+                raise FullshardError(
+                    f"{file} is damaged: document ends do not increase up to the shard's last token; pack the data again"
+                )
         return np.concatenate([e.astype(np.int64) + base for e, base in zip(self.end_maps, self.starts, strict=False)])
 
     def verify(self) -> None:
-        """Raise unless every byte is what was written, and what was written makes sense."""
+        """Compare all bytes with their checksums, and check tokens, answers and document ends. Raises on any damage."""
         maps = {"tokens": self.token_maps, "ends": self.end_maps, "answers": self.answer_maps}
         for i, shard in enumerate(self.shards):
             for suffix, want in shard["crc32"].items():
                 if zlib.crc32(maps[suffix][i].data) != want:
                     file = self.path / f"{shard['name']}.{suffix}"
-                    raise FullshardError(f"{file} is damaged: its checksum is not the index's; pack the data again")
+                    raise FullshardError(f"{file} is damaged: its checksum does not match the index; pack the data again")
         if (largest := max(int(tokens.max()) for tokens in self.token_maps)) >= self.vocab:
             raise FullshardError(self._outside(largest))
         if any(int(answers.max()) > 1 for answers in self.answer_maps):
@@ -220,7 +228,7 @@ class TokenFile:
         self.ends()
 
     def _outside(self, token: int) -> str:
-        return f"{self.path} holds the token {token}, outside its vocabulary of {self.vocab}: it is damaged; pack the data again"
+        return f"{self.path} is damaged: token {token} is outside its vocabulary of {self.vocab}; pack the data again"
 
     def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         file = self.path / f"{shard['name']}.{suffix}"
@@ -228,7 +236,7 @@ class TokenFile:
             raise FullshardError(f"{file} is missing; pack the data again")
         if (size := file.stat().st_size) != count * dtype.itemsize:
             raise FullshardError(
-                f"{file} has {size} bytes, the index says {count * dtype.itemsize}: it is damaged; pack the data again"
+                f"{file} is damaged: it has {size} bytes, the index says {count * dtype.itemsize}; pack the data again"
             )
         try:
             return np.memmap(file, dtype, "r", shape=(count,))
@@ -247,19 +255,19 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise FullshardError(f"{path}/index.json is damaged ({error}); pack the data again") from None
     if not isinstance(index, dict) or type(index.get("version")) is not int or index["version"] != VERSION:
         version = index.get("version") if isinstance(index, dict) else None
-        raise FullshardError(f"{path} is of version {version!r}; this fullshard reads version {VERSION}: pack the data again")
-    if not _is_whole(index):
+        raise FullshardError(f"{path} has version {version!r}; this fullshard reads version {VERSION}: pack the data again")
+    if not _is_valid(index):
         raise FullshardError(f"{path}/index.json is damaged (entries are missing or contradict each other); pack the data again")
     for shard in index["shards"]:
         if not NAME.fullmatch(shard["name"]):
             raise FullshardError(
-                f"{path}/index.json names the shard {shard['name']!r}, which is no file there; pack the data again"
+                f"{path}/index.json names the shard {shard['name']!r}, which is not a file there; pack the data again"
             )
     return index
 
 
-def _is_whole(index: dict[str, Any]) -> bool:
-    """Whether the index has all a reader needs, and the same files for every shard."""
+def _is_valid(index: dict[str, Any]) -> bool:
+    """Whether the index has all fields with valid types, and the same files for every shard."""
     try:
         shards = index["shards"]
         suffixes = {"tokens", "ends"} | ({"answers"} & shards[0].keys())

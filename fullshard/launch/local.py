@@ -34,7 +34,7 @@ def become_ranks(ranks: int, arguments: list[str], restarts: int = 0) -> NoRetur
 
 
 def given_arguments() -> list[str] | None:
-    """What `become_ranks` wants this rank to do, if it started it."""
+    """The arguments that `become_ranks` passed to this rank, or None."""
     if not (inside_ranks() and ARGUMENTS in os.environ):
         return None
     _die_with_launcher()
@@ -42,7 +42,7 @@ def given_arguments() -> list[str] | None:
 
 
 def _die_with_launcher() -> None:
-    """Ranks whose launcher was killed would train on unseen, beside those of whoever resumes the run."""
+    """Ask the kernel to end this rank with its launcher. Otherwise it would train on beside a resumed run."""
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:
@@ -50,13 +50,14 @@ def _die_with_launcher() -> None:
 
 
 def torchrun(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
-    """Run `python target` on every rank, then exit: with 0, with the code of the rank that failed first, or, after a
-    signal that the ranks obeyed, with 128 and its number. After a failure that another try may not have, the ranks are
-    started again, up to `restarts` times.
+    """Run `python target` on every rank, then exit.
 
-    torch's launcher would answer SIGTERM with a traceback and kill ranks that take more than 30 seconds to
-    end; here signals go to the ranks, which end at a step boundary, and it only watches. It restarts ranks itself, too, but
-    among the addresses of those that are dead: here each start has a launcher of its own.
+    The exit code is 0, that of the rank that failed first, or 128 plus the number of a signal that the ranks obeyed. After a
+    failure that a retry may cure, the ranks are started again, up to `restarts` times.
+
+    torch's launcher answers SIGTERM with a traceback and kills ranks after 30 seconds. Here signals go to the ranks, which
+    end at a step boundary, and the launcher only watches. Each restart gets a launcher of its own: torch's own restart reuses
+    the addresses of dead ranks.
     """
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
@@ -85,11 +86,11 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _forward_signals() -> list[int]:
-    """Pass SIGTERM and Ctrl-C on to the ranks; the list fills with those that came.
+    """Pass SIGTERM and Ctrl-C on to the ranks. Yields a list of the signals that came.
 
-    A terminal's Ctrl-C comes here alone: torch's launcher gives every rank a session of its own. Whatever
-    came first goes on as SIGTERM, which asks a rank for the same and ends one that still imports torch without a
-    traceback; a second Ctrl-C goes on as it is, and ends the ranks at once.
+    A terminal's Ctrl-C reaches only the launcher, since torch gives every rank a session of its own. The first signal goes on
+    as SIGTERM, which also ends a rank that still imports torch, without a traceback. A second Ctrl-C goes on as it is and
+    ends the ranks at once.
     """
     seen: list[int] = []
 
@@ -109,8 +110,7 @@ def _forward_signals() -> list[int]:
 
 
 def _end_stragglers(ranks: list[int]) -> None:
-    """After a signal ranks end together. One that is stopped, or stuck in a driver, does not hear of it: it is killed
-    once the others are gone."""
+    """Kill a rank that is still there after a signal has ended the others: it is stopped, or stuck in a driver."""
     while set(_children()) >= set(ranks):
         time.sleep(0.5)
     time.sleep(STRAGGLE)
@@ -125,8 +125,9 @@ def _children() -> list[int]:
 
 
 def _explain(failures: "dict[int, ProcessFailure]", killed: dict[str, int]) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """The exit code of the rank that failed first. One that was killed could not say so itself. `killed`: the kernel's
-    counts of before."""
+    """The exit code of the rank that failed first. Says so for a rank that was killed. `killed`: the kernel's counts from
+    before.
+    """
     rank = min(failures, key=lambda r: (_standing(failures[r].exitcode), failures[r].timestamp, r))
     code = failures[rank].exitcode
     if code >= 0:
@@ -138,5 +139,5 @@ def _explain(failures: "dict[int, ProcessFailure]", killed: dict[str, int]) -> i
 
 
 def _standing(code: int) -> int:
-    """Causes before consequences: a rank that told its error, one that was killed, one whose peer was gone."""
+    """Sorts causes before consequences: a rank that reported an error, one that was killed, one that lost its peer."""
     return 2 if code in (LOST, -signal.SIGTERM, -signal.SIGABRT) else 0 if code > 0 else 1

@@ -1,4 +1,4 @@
-"""How a rank ends when something was raised: the first real error of the run is said once, and its exit code is everybody's."""
+"""How a rank ends after an exception: the first real error of the run is printed once, and all ranks exit with its code."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ CAUSE = 15.0  # seconds in which the rank that failed first, or the launcher, sh
 
 
 def end_rank(error: Exception) -> NoReturn:
-    """Print the error if it is the run's first, and leave. No destructor runs: they would wait for ranks that are gone."""
+    """Print the error if it is the first of the run, and exit without destructors, which would wait for ranks that are gone."""
     rank = int(os.environ.get("RANK", 0))
     if not _ranks_have_met():
         time.sleep(ALONE if rank else 0.0)
@@ -51,7 +51,7 @@ def _line(error: Exception) -> str:
 
 
 def _say(error: Exception, rank: int) -> None:
-    """One sentence; of what nobody foresaw, the traceback first."""
+    """Print one sentence; for a bug, the traceback first."""
     if not isinstance(error, FullshardError):
         traceback.print_exception(error)
     where = "" if isinstance(error, FullshardError) and not rank else f"rank {rank}: "

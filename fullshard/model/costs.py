@@ -1,26 +1,24 @@
-"""What computing a model costs, without the model: allocations, flops and bytes of its parts, in order.
+"""What a step of a model computes, without the model: allocations, flops and bytes moved, in order.
 
-An engine writes it by tracing the model once; the planner reads it. Sizes are polynomials in the batch
-shape, so that one trace serves every shape. Standard library only.
+An engine makes it by tracing the model once, and the planner reads it. Sizes are polynomials in the batch shape, so one
+trace serves every shape. Standard library only.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
 from fullshard.errors import FullshardError
-from fullshard.model.kernel_workspace import HIDDEN
+from fullshard.model.kernel_workspace import WORKSPACES
 
 # Coefficients of 1, T, T², B, B·T, B·T²: B rows of T tokens.
 Polynomial = tuple[int, int, int, int, int, int]
-POWERS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))  # of B and T
 
-ALLOCATE, FREE, READY = "allocate", "free", "ready"
 Action = Literal["allocate", "free", "ready", "multiply"]
 OpKind = Literal["gemm", "attention", "pointwise", "all_reduce", "all_gather", "reduce_scatter"]
-TENSOR_AXIS: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # collectives within a section
+TENSOR_AXIS: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # collectives of tensor parallelism
 
 
 def evaluate(p: Polynomial, rows: int, tokens: int) -> int:
@@ -33,7 +31,7 @@ def constant(value: int) -> Polynomial:
 
 
 def fit(values: dict[tuple[int, int], int]) -> Polynomial | None:
-    """The polynomial through values at (B, T) points: two B's × three T's; None if it has no whole coefficients."""
+    """The polynomial through values at (B, T), two Bs × three Ts; None if a coefficient is no integer."""
     rows, lengths = sorted({b for b, _ in values}), sorted({t for _, t in values})
     lines = [_through([(t, Fraction(values[b, t])) for t in lengths]) for b in rows]
     slopes = [(high - low) / (rows[1] - rows[0]) for low, high in zip(*lines, strict=True)]
@@ -45,7 +43,7 @@ def fit(values: dict[tuple[int, int], int]) -> Polynomial | None:
 
 
 def _through(points: list[tuple[int, Fraction]]) -> list[Fraction]:
-    """c0, c1, c2 of the parabola through three points."""
+    """Coefficients c0, c1, c2 of the parabola through three points."""
     (x0, y0), (x1, y1), (x2, y2) = points
     d01, d12 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     c2 = (d12 - d01) / (x2 - x0)
@@ -55,13 +53,12 @@ def _through(points: list[tuple[int, Fraction]]) -> list[Fraction]:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens to a tensor. `ready`: a parameter's gradient is complete. `multiply`, of no tensor: the
-    section's first matrix product starts, its result allocated.
+    """One thing that happens to a tensor.
 
-    `unit` says whose tensor it is: "" for the unit whose section this is, else the name of another.
-    `tensor` is a number, or a role: `out0` a unit's output, `in0` the gradient of its input, `grad:NAME`
-    the gradient of its parameter. A `size` of several polynomials is what the kernel `rule` allocates for
-    itself, given them.
+    `action`: `ready` means that a parameter's gradient is complete. `multiply` has no tensor: the section's first matrix
+    product starts, after its result was allocated. `unit`: whose tensor it is; "" for the unit of this section. `tensor`: a
+    number, or a role: `out0` a unit's output, `in0` the gradient of its input, `grad:NAME` the gradient of a parameter.
+    `rule`: for a kernel's own workspace, the name of its function in `kernel_workspace`; `size` then has its arguments.
     """
 
     action: Action
@@ -71,18 +68,17 @@ class Event:
     rule: str = ""
 
     def sizes(self, rows: int, tokens: int) -> tuple[int, ...]:
-        """Bytes of each allocation that this event stands for."""
+        """Bytes of each allocation of this event."""
         values = tuple(evaluate(p, rows, tokens) for p in self.size)
-        return HIDDEN[self.rule](*values) if self.rule else values
+        return WORKSPACES[self.rule](*values) if self.rule else values
 
 
 @dataclass(frozen=True)
 class Op:
-    """Work: one matrix product or attention, all the pointwise kernels of a section together, or a collective of the
-    tensor axis.
+    """One matrix product or attention, all pointwise kernels of a section together, or a collective of the tensor axis.
 
-    `moved`: bytes read and written, of a collective those of the whole tensor. `shape`: m, n, k of a
-    matrix product. `count`: kernels.
+    `moved`: bytes read and written; of a collective, those of the whole tensor. `shape`: m, n, k of a matrix product.
+    `count`: number of kernels.
     """
 
     kind: OpKind
@@ -94,10 +90,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Calls:
-    """What remat makes the host do in Python, beside launching kernels. A block that is computed again counts twice.
+    """What remat makes the host do in Python, beside launching kernels. A block that is recomputed counts twice.
 
-    `regions`: that were entered; `saved`: tensors that autograd saved inside; `dispatched`: operations, views among
-    them, that went through the contexts of selective remat.
+    `regions`: remat regions entered. `saved`: tensors that autograd saves inside. `dispatched`: operations, views included,
+    that pass the contexts of selective remat.
     """
 
     regions: int = 0
@@ -105,57 +101,57 @@ class Calls:
     dispatched: int = 0
 
 
-# The moments of a step at which sharding acts, in the order in which a unit meets them; a section is what
-# happens from one to the next.
-Moment = Literal["start", "enter", "forward", "leave", "chunk", "chunked", "loss", "backward", "done", "end"]
+# The phases of a micro-batch at which sharding acts, in the order in which a unit meets them.
+Phase = Literal["start", "enter", "forward", "leave", "chunk", "chunked", "loss", "backward", "done", "end"]
 
 
 @dataclass(frozen=True)
 class Section:
-    """What happens after a moment of a unit, until the next moment of any unit."""
+    """What is computed from the start of a phase of a unit until the next phase of any unit."""
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
     calls: Calls = Calls()
 
-    __hash__ = object.__hash__  # by identity: caches look sections up by the thousand
+    __hash__ = object.__hash__  # by identity, which is faster: caches look up thousands of sections
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A micro-batch under one remat choice: the moments in order, and what happens after each.
+    """A micro-batch under one remat choice.
 
-    `moments`: (moment, unit) pairs; `sections`: the template of each, shared by units that are alike.
+    `phases`: (phase, unit) in order. `sections`: the different sections; units that are alike share theirs. `template`: the
+    index of the section of each phase.
     """
 
-    moments: tuple[tuple[Moment, str], ...]
+    phases: tuple[tuple[Phase, str], ...]
     sections: tuple[Section, ...]
-    template: tuple[int, ...]  # which section follows moment i
+    template: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[tuple[Moment, str, Section]]:
-        for (moment, unit), index in zip(self.moments, self.template, strict=True):
-            yield moment, unit, self.sections[index]
+    def __iter__(self) -> Iterator[tuple[Phase, str, Section]]:
+        for (phase, unit), index in zip(self.phases, self.template, strict=True):
+            yield phase, unit, self.sections[index]
 
     @cached_property
-    def by_moment(self) -> dict[tuple[Moment, str], Section]:
-        return {(moment, unit): section for moment, unit, section in self}
+    def by_phase(self) -> dict[tuple[Phase, str], Section]:
+        return {(phase, unit): section for phase, unit, section in self}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) they hold for, if one.
+    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) that they hold for; None if for all.
 
-    `split`: the same for a rank of a tensor axis of so many ranks; those have `shapes`, of the parameters there.
+    `split`: by ranks of the tensor axis, the costs of one of these ranks. `shapes`: in those, the parameters' local shapes.
     """
 
     traces: dict[tuple[str, str, str], Trace] = field(default_factory=dict)
     shape: tuple[int, int] | None = None
-    vocabulary: int = 0  # rows of the head: the chunked loss cuts tokens by it; 0 where it cannot
+    vocabulary: int = 0  # rows of the head, which set the size of the loss's chunks; 0 if the loss cannot be chunked
     split: "dict[int, Costs]" = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def on(self, tensor: int) -> "Costs":
-        """What a rank of a tensor axis of `tensor` ranks computes."""
+        """The costs of one rank of a tensor axis of `tensor` ranks."""
         if tensor == 1:
             return self
         if tensor not in self.split:
@@ -184,13 +180,13 @@ class Costs:
 
 
 def to_json(traces: dict[tuple[str, str, str], Trace]) -> dict[str, Any]:
-    """Compact: every polynomial and every section once."""
+    """Traces as JSON. Every polynomial and every section is written once and then named by its number."""
     sizes = _Table()
     sections = _Table()
     out: dict[str, Any] = {}
     for key, trace in traces.items():
         indices = [sections.index(_section_json(s, sizes)) for s in trace.sections]
-        out["/".join(key)] = {"moments": [list(m) for m in trace.moments], "template": [indices[t] for t in trace.template]}
+        out["/".join(key)] = {"moments": [list(m) for m in trace.phases], "template": [indices[t] for t in trace.template]}
     return {"sizes": sizes.rows, "sections": sections.rows, "traces": out}
 
 
@@ -200,13 +196,13 @@ def from_json(data: dict[str, Any]) -> dict[tuple[str, str, str], Trace]:
     traces = {}
     for name, row in data["traces"].items():
         compute, loss, remat = name.split("/")
-        moments = tuple((m, u) for m, u in row["moments"])
-        traces[compute, loss, remat] = Trace(moments, sections, tuple(row["template"]))
+        phases = tuple((m, u) for m, u in row["moments"])
+        traces[compute, loss, remat] = Trace(phases, sections, tuple(row["template"]))
     return traces
 
 
 class _Table:
-    """Rows that are written once and named by their number."""
+    """Rows without repetition, named by their number."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
@@ -260,13 +256,3 @@ def _event(row: list[Any], sizes: list[Any]) -> Event:
     action, tensor, unit, *rest = [*row, ""] if len(row) == 2 else row
     rule = rest.pop(0) if rest and isinstance(rest[0], str) else ""
     return Event(ACTIONS[action], tensor, unit, tuple(sizes[i] for i in rest), rule)
-
-
-def totals(sections: Iterable[Section]) -> dict[OpKind, tuple[int, ...]]:
-    """Flops by kind, as polynomials."""
-    found: dict[OpKind, tuple[int, ...]] = {}
-    for section in sections:
-        for op in section.ops:
-            so_far = found.get(op.kind, constant(0))
-            found[op.kind] = tuple(a + b for a, b in zip(so_far, op.flops, strict=True))
-    return found

@@ -27,12 +27,12 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 
-Kind = Literal["embed", "block", "middle", "head", "root"]
+UnitKind = Literal["embed", "block", "middle", "head", "root"]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter or buffer. `ties`: the other names under which the model knows the same storage."""
+    """One parameter or buffer. `ties`: other names of the same storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,10 +51,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit: the modules that belong together, and what they hold."""
+    """One unit: modules that are sharded together, with their parameters and buffers."""
 
     name: str
-    kind: Kind
+    kind: UnitKind
     modules: tuple[str, ...]
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...] = ()
@@ -74,9 +74,10 @@ class UnitDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A model as the planner sees it. Its units are in the order in which forward meets them; every
-    parameter is in exactly one. `buffers`: those of modules outside every unit. `costs`: what computing it
-    takes, if it was traced."""
+    """A model as the planner sees it. Units are in the order of forward, and every parameter is in exactly one.
+
+    `buffers`: of modules outside every unit. `costs`: what a step computes; None if the model was not traced.
+    """
 
     model: str
     units: tuple[UnitDescription, ...]
@@ -126,13 +127,13 @@ class Description:
         return f"{self.model}\n\n{text}{_notes(self)}"
 
 
-def _row(run: list[UnitDescription], whole: int) -> list[str]:
+def _row(run: list[UnitDescription], total: int) -> list[str]:
     first, count = run[0], len(run)
     name = first.name if count == 1 else f"{first.name} … {run[-1].name}"
     kind = first.kind if count == 1 else f"{first.kind} ×{count}"
     modules = ", ".join(m or "(root)" for m in first.modules) if count == 1 else "one each"
     numel, nbytes = sum(u.numel for u in run), sum(u.nbytes for u in run)
-    return [name, kind, modules, count_text(numel), bytes_text(nbytes), f"{100 * numel / max(whole, 1):.1f}%"]
+    return [name, kind, modules, count_text(numel), bytes_text(nbytes), f"{100 * numel / max(total, 1):.1f}%"]
 
 
 def _notes(description: Description) -> str:
@@ -146,7 +147,7 @@ def _notes(description: Description) -> str:
 
 
 def _runs(units: tuple[UnitDescription, ...]) -> Iterator[list[UnitDescription]]:
-    """Neighbouring blocks of the same size, together; anything else alone."""
+    """Runs of neighbouring blocks of the same size; every other unit alone."""
     run: list[UnitDescription] = []
     for unit in units:
         same = run and (run[0].kind, run[0].nbytes, len(run[0].modules)) == (unit.kind, unit.nbytes, len(unit.modules))

@@ -1,31 +1,32 @@
-"""What CUDA kernels allocate for themselves and free before they return: not seen as tensors by anybody.
+"""Workspaces of CUDA kernels: what they allocate for themselves and free before they return. No tensor shows them.
 
-Functions of sizes, by name; a trace names one and its arguments, the planner asks for its allocations. Measured on
-an H200 with torch 2.11 by `benchmarks/memory_probe.py`; each says where the number comes from. Standard
-library only.
+A trace names one of these functions and its arguments; the planner asks it for the bytes. Measured on an H200 with torch
+2.11 by `benchmarks/memory_probe.py`; each docstring names the kernel. Standard library only.
 """
 
 from collections.abc import Callable
 
-WORKSPACE = 32 << 20  # cuBLAS, Hopper: one for each thread that multiplies; torch's CUDABlas.cpp
-MULTIPROCESSORS = 132  # H100 and H200
+from fullshard.cluster.calibration import HOPPER
+
+CUBLAS_WORKSPACE = int(HOPPER.cublas_workspace)
+MULTIPROCESSORS = int(HOPPER.multiprocessors)
 
 
 def attention_backward(rows: int, heads: int, key_heads: int, tokens: int, keys: int, width: int, item: int) -> tuple[int, ...]:
-    """cuDNN: the queries' gradient in float32, a float a row for the softmax, 256 bytes; with fewer key heads
-    than heads also the keys' and values' gradients for every head, before they are summed."""
+    """cuDNN: the queries' gradient in fp32, a float for each row of the softmax, 256 bytes. With fewer key heads than heads,
+    also the gradients of keys and values for every head, before they are summed."""
     queries = rows * heads * tokens * width
     grouped = 2 * item * rows * heads * keys * width if key_heads != heads else 0
     return (4 * queries + grouped + 4 * rows * heads * tokens + 256,)
 
 
 def efficient_attention_backward(rows: int, heads: int, tokens: int, width: int) -> tuple[int, ...]:
-    """Memory-efficient attention in float32: an accumulator for the queries' gradient and a float a row."""
+    """Memory-efficient attention in fp32: an accumulator for the queries' gradient, and a float for each row."""
     return 4 * rows * heads * tokens * width + 8192, 4 * rows * heads * tokens
 
 
 def safe_softmax(rows: int, columns: int) -> tuple[int, ...]:
-    """The softmax of attention without a fused kernel: which entries are -inf, and which rows are nothing else."""
+    """The softmax of unfused attention: a mask of the entries that are -inf, and one of the rows that are nothing else."""
     return rows * columns, rows
 
 
@@ -35,8 +36,8 @@ def softmax_backward(numel: int, item: int) -> tuple[int, ...]:
 
 
 def embedding_backward(indices: int, rows: int, width: int) -> tuple[int, ...]:
-    """EmbeddingBackwardKernel.cu: up to 3072 indices one pass; else the sorted indices and their origins, and
-    float32 partial sums, one for each segment and one for every ten indices."""
+    """EmbeddingBackwardKernel.cu: nothing for up to 3072 indices. Else the sorted indices and their origins, and fp32 partial
+    sums, one for each segment and one for every ten indices."""
     if indices <= 3072:
         return ()
     segments = min(indices, rows)
@@ -45,7 +46,7 @@ def embedding_backward(indices: int, rows: int, width: int) -> tuple[int, ...]:
 
 
 def sum_rows(rows: int, columns: int) -> tuple[int, ...]:
-    """Reduce.cuh, a sum over the outer dims in float32: partial sums of the blocks that share an output."""
+    """Reduce.cuh, a sum over the outer dims in fp32: partial sums of the thread blocks that share an output."""
     vector = next(v for v in (4, 2, 1) if columns % v == 0)
     groups, threads = columns // vector, 512 // vector
     width = min(_power(groups), 32)
@@ -66,7 +67,7 @@ def sort(items: int) -> tuple[int, ...]:
 
 
 def chunk_cat(count: int, *shards: int) -> tuple[int, ...]:
-    """CUDA's _chunk_cat, of `count` tensors whose chunks have `shards` bytes: a number for every 2 KiB of a chunk."""
+    """torch._chunk_cat of `count` tensors whose chunks have `shards` bytes: an index for every 2 KiB of a chunk."""
     return (16 + 48 * count + 8 * sum(-(-s // 2048) for s in shards),)
 
 
@@ -75,7 +76,7 @@ def _power(value: int) -> int:
     return 1 << (value.bit_length() - 1) if value else 1
 
 
-HIDDEN: dict[str, Callable[..., tuple[int, ...]]] = {
+WORKSPACES: dict[str, Callable[..., tuple[int, ...]]] = {
     "attention_backward": attention_backward,
     "efficient_attention_backward": efficient_attention_backward,
     "safe_softmax": safe_softmax,

@@ -1,7 +1,6 @@
-"""The sizes of known models, and their descriptions without torch.
+"""Sizes of known models, and their descriptions without torch.
 
-`describe` must agree with `on_torch.describe` on the built-in model of the same size, tensor by tensor;
-a test holds the two together.
+`describe` agrees with `on_torch.describe` of the built-in model of the same size, tensor by tensor; a test checks it.
 """
 
 import json
@@ -38,7 +37,7 @@ class LlamaSize:
 
 @dataclass(frozen=True)
 class GPTSize:
-    """LayerNorm, learned positions, GELU. `bias` is about attention; the feed-forward always has one."""
+    """LayerNorm, learned positions, GELU. `bias`: of attention; the feed-forward always has one."""
 
     dim: int
     layers: int
@@ -69,7 +68,7 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
     "llama3.2-1b": LlamaSize(2048, 16, 32, 8, 8192, 128_256, tied=True),
     "llama3.2-3b": LlamaSize(3072, 28, 24, 8, 8192, 128_256, tied=True),
     "gpt-nano": GPTSize(16, 2, 2, 64, 64),
-    "gpt-33m": GPTSize(512, 10, 8, 1024, 64, dropout=0.1, bias=False, tied=False),  # the source documents' example
+    "gpt-33m": GPTSize(512, 10, 8, 1024, 64, dropout=0.1, bias=False, tied=False),  # a small example
     "gpt2": GPTSize(768, 12, 12, 50_257),
     "gpt2-medium": GPTSize(1024, 24, 16, 50_257),
     "gpt2-large": GPTSize(1280, 36, 20, 50_257),
@@ -88,7 +87,7 @@ def preset(name: str) -> LlamaSize | GPTSize:
 
 
 def describe(name: str) -> Description:
-    """What the preset's model is made of, counted from its size alone, and what computing it costs."""
+    """The description of a preset: tensors from its size, and the costs that are shipped with the package."""
     size = preset(name)
     return replace(_describe(name, size), costs=_costs(name, size.vocab))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from fullshard.errors import FullshardError, checked_call, nearest
-from fullshard.model.description import Description, Kind, Tensor, UnitDescription
+from fullshard.model.description import Description, Tensor, UnitDescription, UnitKind
 from fullshard.on_torch.dtypes import plan_dtype_name
 from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.on_torch.tracing.trace_costs import costs
@@ -54,7 +54,7 @@ def describe(
 class _Group:
     """A unit under construction."""
 
-    def __init__(self, name: str, kind: Kind, modules: list[str]):
+    def __init__(self, name: str, kind: UnitKind, modules: list[str]):
         self.name, self.kind, self.modules = name, kind, modules
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fullshard.checkpoint.retention import Kept
+from fullshard.checkpoint.retention import Retention
 from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.generate import generate
@@ -116,8 +116,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError)
 
 
-def checkpointer(shelf: str | Path, state: State, *, keep: Kept | None, overlap: bool, run: str) -> Checkpointer:
-    return Checkpointer(shelf, state, keep=keep, overlap=overlap, run=run)
+def checkpointer(checkpoint_dir: str | Path, state: State, *, keep: Retention | None, overlap: bool, run: str) -> Checkpointer:
+    return Checkpointer(checkpoint_dir, state, keep=keep, overlap=overlap, run=run)
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol

@@ -48,11 +48,10 @@ def shard(
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
-    Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory
-    of safetensors files; parameters with values keep them. What the plan
-    asks for and cannot be had is refused before any memory is allocated. `disk`: a directory for what the plan puts on
-    disk. `cpu_share`: of the updates of state that rests away, those that the CPU's cores do, where the plan does not
-    say; measured if neither does.
+    Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory of
+    safetensors files. Parameters that have values keep them. A plan that this engine cannot carry out is refused before any
+    memory is allocated. `disk`: a directory for what the plan puts on disk. `cpu_share`: the share of offloaded updates that
+    the CPU does, if the plan leaves it open; measured by default.
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
@@ -92,7 +91,7 @@ def shard(
 
 
 def frozen_on_meta(model: nn.Module, source: Weights | None) -> list[str]:
-    """The frozen parameters that are about to be drawn at random: no file has them."""
+    """Frozen parameters that no file has, so that they are about to be initialised at random."""
     read = {id(t) for t in source.tensors(model)} if source else set()
     return [n for n, p in model.named_parameters() if p.is_meta and not p.requires_grad and id(p) not in read]
 
@@ -102,13 +101,13 @@ def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:
 
 
 def compiled_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The blocks: units of one module that is made of others."""
+    """The modules to compile: units of one module that has submodules."""
     single = [modules_of(model, u)[0] for u in plan.units if len(u.modules) == 1 and u.modules[0]]
     return [m for m in single if any(True for _ in m.children())]
 
 
 def _to_master(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every parameter in the master dtype; in place, so that ties hold. Buffers keep theirs."""
+    """Convert every parameter to the master dtype, in place, so that tied ones stay tied. Buffers keep their dtype."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
 

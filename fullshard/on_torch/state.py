@@ -22,10 +22,10 @@ from fullshard.plan import Plan
 
 @dataclass
 class LossScale:
-    """The factor that keeps fp16 gradients above underflow: halved on overflow, doubled after a quiet while.
+    """The factor that keeps fp16 gradients above underflow: halved on overflow, doubled after `growth_interval` good steps.
 
-    torch's GradScaler looks at each gradient again to find an overflow; the global norm, which is computed
-    anyway and is the same on all ranks, already tells.
+    torch's GradScaler scans each gradient for overflow. Here the global norm tells, which is computed anyway and is the same
+    on all ranks.
     """
 
     value: float = 65536.0
@@ -61,7 +61,7 @@ class State:
     stepping: bool = False  # inside `train_step`, which counts its step itself
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An optimizer that is assigned, the caller's own too, is the state's from then on: its steps count."""
+        """Attach an optimizer that is assigned, also one of the caller's own: its steps count as the state's."""
         if name == "optimizer":
             self._refuse_optimizer(value)
             if "counting" in self.__dict__:
@@ -91,8 +91,10 @@ class State:
 
     @contextmanager
     def values(self, *, changed: bool = False, at_rest: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """Every parameter by name: itself, or, where its unit is away, the master copy, with all updates done.
-        `changed`: they are written to inside. `at_rest`: what is on disk stays there, and is shown on meta."""
+        """Every parameter by name; for an offloaded unit its master copy, with all updates done.
+
+        `changed`: the caller writes to them inside. `at_rest`: what is on disk stays there and is shown on meta.
+        """
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if not self.tiers:
             yield found
@@ -102,7 +104,7 @@ class State:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What updates the units that rest away from the device, by lane; nothing where none does."""
+        """Which kernels update offloaded units, by lane. Empty if none is offloaded."""
         from fullshard.on_torch.offload.kernels.selection import update_kernels
 
         return update_kernels(self.tiers) if self.tiers else {}
@@ -113,12 +115,12 @@ class State:
         return self.tiers is not None
 
     def flush(self) -> None:
-        """Wait until updates that still run beside training are done."""
+        """Wait for updates that still run in the background."""
         if self.tiers:
             self.tiers.flush()
 
     def held_bytes(self) -> dict[str, int]:
-        """What this rank holds at rest, by kind: counted from the tensors themselves."""
+        """Bytes that this rank holds between steps, by kind, counted from the tensors."""
         optimizer = self.optimizer.state.values() if self.optimizer else ()
         tensors = [t for slot in optimizer for t in slot.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
         grads = [p.grad for p in self.parameters() if p.grad is not None]
@@ -131,26 +133,26 @@ class State:
 
 
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After a step of the optimizer: one that the caller made counts."""
+    """Count a step of the optimizer that the caller made."""
     state = found()
     if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):
         state.step += 1
 
 
 def _there(p: nn.Parameter) -> bool:
-    """Whether a shard has memory on the device now; between gathers those that rest elsewhere have none."""
+    """True if a shard has memory on the device now. Offloaded ones have none between gathers."""
     local = p.to_local() if isinstance(p, DTensor) else p
     return local.untyped_storage().nbytes() > 0
 
 
 def _stored(tensor: torch.Tensor) -> int:
-    """Bytes of this rank's part. Views into a padded or shared buffer count for what they show."""
+    """Bytes of this rank's part. A view into a larger buffer counts for its own elements."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
 
 def memory(state: State) -> dict[str, int]:
-    """Peak bytes since the last call, as the device's allocator counts them; on a CPU, what the state holds."""
+    """Peak bytes of the device since the last call, by its allocator. On a CPU, the bytes that the state holds."""
     if state.device.type != "cuda":
         state.held = state.held or sum(state.held_bytes().values())
         return {"memory_allocated": state.held}

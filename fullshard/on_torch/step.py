@@ -26,7 +26,7 @@ OutOfMemory = torch.OutOfMemoryError
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors on the device, so that reading them is the caller's choice of when to wait for it."""
+    """A step's numbers, as tensors on the device: reading one waits for the step."""
 
     index: int
     loss: Tensor  # mean over all tokens of all ranks
@@ -37,12 +37,12 @@ class StepResult:
     clock: Clock  # forward, backward, update
 
     def numbers(self) -> list[float]:
-        """loss, grad_norm, tokens, skipped, and each flag: one wait for the device instead of many."""
+        """loss, grad_norm, tokens, skipped, then each flag. Waits for the device once."""
         scalars = torch.stack([t.double() for t in (self.loss, self.grad_norm, self.tokens, self.skipped)])
         return torch.cat([scalars, self.flagged.double()]).tolist()
 
     def seconds(self) -> dict[str, float]:
-        """The time in each phase on this rank's device."""
+        """Seconds of each phase on this rank's device."""
         return self.clock.seconds()
 
 
@@ -61,10 +61,10 @@ def train_step(
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
-    The gradient is that of the mean over the real tokens of the whole step, whatever their spread over
-    ranks and micro-batches. `lr`, if given, is this step's learning rate. A gradient that is not finite leaves
-    weights and optimizer as they are. `flags` travel with the step's own sums, so that ranks can agree on
-    something at no cost. The first step also runs the checks of `checks`.
+    The gradient is that of the mean loss over all labelled tokens of the step, however they are spread over ranks and micro-
+    batches. `lr`: the learning rate of this step. A gradient that is not finite changes neither weights nor optimizer.
+    `flags` travel with the step's own sums, so that ranks agree on something at no cost. The first step also runs the checks
+    of `checks`.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -82,7 +82,7 @@ def train_step(
 
 @contextmanager
 def _own_step(state: State) -> Iterator[None]:
-    """Inside, the engine takes gradients and counts the step; after, also where it is given up, the caller may do so."""
+    """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
     state.stepping = True
     try:
         yield
@@ -149,12 +149,12 @@ def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction =
 
 
 def _how_many(has: bool, state: State) -> int:
-    """On how many ranks `has` holds."""
+    """The number of ranks on which `has` is true."""
     return int(all_reduce_sum(torch.tensor(int(has), device=state.device)))
 
 
 def _forward_backward(state: State, batches: list[TensorBatch], loss: LossFunction, tokens: Tensor, clock: Clock) -> Tensor:
-    """Gradients of all micro-batches; the sum of the losses."""
+    """Compute the gradients of all micro-batches. Returns the sum of the losses."""
     # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
     factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
     summed = torch.zeros((), device=state.device)
@@ -187,8 +187,10 @@ def _set_sync(state: State, *, last: bool) -> None:
 def _update(
     state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None, before: dict[str, int] | None
 ) -> Tensor:
-    """Unscale, clip and step; whether the step was skipped because a gradient was not finite. `before`: fingerprints of the
-    first step, where units have been updated already."""
+    """Unscale, clip and step. Returns whether the step was skipped because a gradient was not finite.
+
+    `before`: fingerprints of the first step, if units were updated already.
+    """
     assert state.optimizer is not None
     skipped = ~norm.isfinite()
     factors = []
@@ -213,5 +215,5 @@ def _update(
 
 
 def _count(batches: list[TensorBatch]) -> Tensor:
-    """Tokens with a label, as a tensor: no wait for the device."""
+    """The number of labelled tokens, as a tensor, without waiting for the device."""
     return torch.stack([(b["labels"] != IGNORED).sum() for b in batches]).sum().double()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fullshard.checkpoint.safetensors import Entry, Files
+from fullshard.checkpoint.safetensors import SafetensorsDirectory, TensorEntry
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES
 from fullshard.on_torch.shard_ranges import local_box, local_tensor
@@ -28,7 +28,7 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, directory: str | Path):
-        self.files = Files(Path(directory))
+        self.files = SafetensorsDirectory(Path(directory))
         self.sources = self._match(model)
         self._refuse_missing(model)
         self._refuse_extra(model)
@@ -107,7 +107,7 @@ def _is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def _refuse_entry(name: str, entry: Entry, tensor: Tensor) -> None:
+def _refuse_entry(name: str, entry: TensorEntry, tensor: Tensor) -> None:
     if entry.dtype not in LOADABLE:
         raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
     if entry.shape != tuple(tensor.shape):

@@ -1,7 +1,7 @@
-"""How often to save: what a checkpoint costs against what a failure loses, by the rule of Young and Daly.
+"""How often to save: the cost of a checkpoint against what a failure loses, by the rule of Young and Daly.
 
-A save stalls training while shards are copied to the host, then writes them behind its back; what is not written
-yet is of no use. Devices fail by chance and independently, so that a cluster fails as often as all of them.
+A save stalls training while shards are copied to the host, and is written in the background. Until it is written it is of
+no use. Devices fail independently, so a cluster of n devices fails n times as often as one.
 """
 
 import math
@@ -19,9 +19,9 @@ SECONDS = {"h": 3600.0, "d": 86_400.0, "y": 365.25 * 86_400}
 
 
 @dataclass(frozen=True)
-class Saving:
-    """Seconds, and a rank's bytes. `between_failures`: of the whole cluster. `lost`: the share of all time that goes
-    into saves and into work that failures undo, when a save comes every `interval`."""
+class SaveCost:
+    """What saving costs. `nbytes`: of one rank's save. `stall`, `write`, `between_failures` of the cluster, `interval` between
+    saves: seconds. `lost`: the share of time that goes into stalls and into work that failures undo."""
 
     nbytes: int
     stall: float
@@ -39,8 +39,10 @@ class Saving:
         )
 
 
-def saving(plan: Plan, description: Description, cluster: Cluster, *, step_seconds: float, mtbf: float, slots: int = 2) -> Saving:
-    """The interval between saves that loses least, if a device fails every `mtbf` seconds."""
+def save_cost(
+    plan: Plan, description: Description, cluster: Cluster, *, step_seconds: float, mtbf: float, slots: int = 2
+) -> SaveCost:
+    """The interval between saves that loses the least time, if a device fails every `mtbf` seconds."""
     nbytes = sum(sum(tier.values()) for tier in at_rest(plan, description, slots).values())
     copied = cluster.of("pcie_down") if cluster.device.kind != "cpu" else cluster.of("dram") / 2
     stall, write = nbytes / copied, nbytes / cluster.of("disk_write")
@@ -49,12 +51,14 @@ def saving(plan: Plan, description: Description, cluster: Cluster, *, step_secon
     steps = max(1, round(wanted / step_seconds))
     interval = steps * step_seconds
     lost = min(1.0, stall / interval + (interval / 2 + write) / between)
-    return Saving(nbytes, stall, write, between, interval, steps, lost)
+    return SaveCost(nbytes, stall, write, between, interval, steps, lost)
 
 
 def daly(cost: float, between: float) -> float:
-    """Seconds of work between two saves that `cost` so many each, where something fails every `between` seconds:
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006."""
+    """The best seconds between saves that cost `cost` seconds each, with a failure every `between` seconds.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006.
+    """
     if cost >= 2 * between:
         return between
     ratio = cost / (2 * between)

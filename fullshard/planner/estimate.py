@@ -1,4 +1,4 @@
-"""What a plan costs on a cluster: peak bytes by tier and by term, seconds by lane, the bottleneck in words."""
+"""The estimate of a plan on a cluster: peak bytes by tier and kind, seconds by lane, and the bottleneck in words."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,21 +10,22 @@ from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.memory.peak import Peak, predict
+from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
 from fullshard.planner.time.offload_lanes import balance
-from fullshard.planner.time.timeline import Timeline, timeline
+from fullshard.planner.time.step_lanes import Timeline
+from fullshard.planner.time.timeline import timeline
 from fullshard.text import bytes_text, count_text, seconds_text, table
 
-CONTEXT = 1 << 30  # bytes of a device that CUDA's context and NCCL's buffers take beside the allocator
-MARGIN = 0.03  # of a device's memory, kept free for what no model of it knows
-HOST_MARGIN = 0.1  # of the host's, for everything else that runs there
-DISK_MARGIN = 0.05  # of the disk's, for the file system and what others write meanwhile
+CONTEXT = 1 << 30  # bytes of a device for CUDA's context and NCCL's buffers, which are not the allocator's
+MARGIN = 0.03  # of a device's memory, kept free for what is not predicted
+HOST_MARGIN = 0.1  # of the host's memory, for other processes
+DISK_MARGIN = 0.05  # of the disk, for the file system and what others write
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Bytes of one rank in one kind of memory; `reserved_bytes` is what the allocator takes for them."""
+    """Bytes of one rank on device, host or disk. `reserved_bytes`: what the allocator takes for them. `terms`: by kind."""
 
     allocated_bytes: int = 0
     reserved_bytes: int | None = None
@@ -33,7 +34,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One rank's memory and one step's time. `exposed`: seconds that compute waited, by what for."""
+    """Memory of one rank and time of one step.
+
+    `moment`: when the device's memory peaks. `lanes`: busy seconds by lane. `exposed`: seconds that compute waited, by cause.
+    `compute`: seconds by kind of kernel.
+    """
 
     device: Tier
     host: Tier
@@ -42,7 +47,7 @@ class Estimate:
     available: int  # bytes of the device that a plan may reserve
     host_available: int  # bytes of a device's share of the host
     disk_available: int  # bytes of a device's share of the disk
-    cpu_share: float | None  # of the pieces of updates that the host's cores do; None if all state is on the device
+    cpu_share: float | None  # share of the update's pieces that the host's cores do; None if all state is on the device
     step_seconds: float
     lanes: dict[str, float]
     exposed: dict[str, float]
@@ -51,10 +56,12 @@ class Estimate:
     mfu: float | None
     price: float | None  # of a million tokens
     bottleneck: str
+    calibration: str  # name of the fitted numbers that were used
+    calibrated_for_device: bool  # False if those of another kind of device were used
 
     @property
     def needed(self) -> int:
-        """Bytes that the device must have free."""
+        """Bytes that the device must have free: reserved ones, or allocated ones if nothing reserves."""
         found = self.device.reserved_bytes
         return self.device.allocated_bytes if found is None else found
 
@@ -74,7 +81,7 @@ class Estimate:
 
 
 def refuse_uncosted(description: Description) -> None:
-    """Raise for a description of which nobody has asked what computing it costs."""
+    """Raise for a description without costs."""
     if description.costs is None:
         raise FullshardError(
             "this description has no costs, which a plan is chosen by; "
@@ -93,10 +100,13 @@ def estimate(
     limit: int | None = None,
     reserved: bool = True,
     clip: bool = True,
-    peak: Peak | None = None,
+    peak: PeakMemory | None = None,
 ) -> Estimate:
-    """What `plan` costs on `cluster`. `limit`: bytes of a device to use, in place of all it has. `clip`: whether gradients
-    are clipped, for which updates wait. `peak`: what was predicted of the plan already."""
+    """What `plan` costs on `cluster`.
+
+    `limit`: bytes of a device to use, in place of all it has. `reserved`: whether to predict the allocator's bytes. `clip`:
+    whether gradients are clipped, so that updates wait for the norm. `peak`: the plan's peak memory, if it is known.
+    """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
@@ -115,7 +125,7 @@ def estimate(
         available=available(cluster, limit),
         host_available=host_available(cluster, peak.allocated),
         disk_available=disk_available(cluster),
-        cpu_share=share if plan.stages else None,
+        cpu_share=share if plan.offloads_state else None,
         step_seconds=time.seconds,
         lanes=time.busy,
         exposed=time.exposed,
@@ -124,6 +134,8 @@ def estimate(
         mfu=mfu(plan, description, cluster, loss, time.seconds),
         price=None if price is None else price * cluster.devices / 3600 / rate * 1e6,
         bottleneck=bottleneck(time),
+        calibration=cluster.calibration.name,
+        calibrated_for_device=cluster.calibration.covers(cluster.device),
     )
 
 
@@ -136,33 +148,33 @@ def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:
 
 
 def available(cluster: Cluster, limit: int | None = None) -> int:
-    """Bytes that the framework may reserve: of a GPU's memory, what context and margin leave."""
+    """Bytes of a device that a plan may reserve: all but context and margin."""
     if limit is not None:
         return limit
-    whole = int(cluster.of("memory"))
-    return int(whole * (1 - MARGIN)) - (CONTEXT if cluster.device.kind == "cuda" else 0)
+    memory = int(cluster.of("memory"))
+    return int(memory * (1 - MARGIN)) - (CONTEXT if cluster.device.kind == "cuda" else 0)
 
 
 def host_available(cluster: Cluster, allocated: int) -> int:
-    """Bytes of the host that a rank may pin; a CPU's own memory also holds what is allocated there."""
-    whole = int(cluster.of("host_memory") * (1 - HOST_MARGIN))
-    return max(0, whole - allocated) if cluster.device.kind == "cpu" else whole
+    """Bytes of host memory that a rank may use for offload. On a CPU, what is allocated comes out of the same memory."""
+    memory = int(cluster.of("host_memory") * (1 - HOST_MARGIN))
+    return max(0, memory - allocated) if cluster.device.kind == "cpu" else memory
 
 
 def disk_available(cluster: Cluster) -> int:
-    """Bytes of files that a rank may have."""
+    """Bytes of disk that a rank may use."""
     return int(cluster.of("disk") * (1 - DISK_MARGIN))
 
 
 def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None) -> float:
-    """Of the pieces of updates, how many the host's cores do: as the plan says, or as they and the bus balance."""
+    """The share of update pieces that the host's cores do: the plan's, or the one that balances them with PCIe."""
     if plan.cpu_share is not None:
         return plan.cpu_share
     return balance(cluster, plan, slots_of(optimizer or AdamW()))
 
 
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
-    """Model flops a second over the devices' peak: nothing recomputed counts, attention counts in full."""
+    """Model flops a second over the devices' peak. Recomputation does not count; attention counts in full, not half."""
     assert description.costs is not None
     costs = description.costs.on(plan.mesh.tensor)
     trace = costs.trace(plan.precision.compute, loss, "none")
@@ -171,8 +183,8 @@ def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, secon
         return None
     shape = (plan.batch.micro_batch, plan.batch.sequence)
     flops = 0
-    for moment, _, section in trace:
-        at = (1, shape[0] * shape[1]) if moment == "chunk" else shape
+    for phase, _, section in trace:
+        at = (1, shape[0] * shape[1]) if phase == "chunk" else shape
         flops += sum(evaluate(op.flops, *at) for op in section.ops if op.kind != "pointwise")
     return plan.batch.accumulate * flops / seconds / peak
 
@@ -180,7 +192,8 @@ def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, secon
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-CAUSES = {
+# For people: the keys of `Timeline.exposed`, of `Timeline.compute`, and of the lanes of offload in `Timeline.busy`.
+WAIT_WORDS = {
     "gather": "waiting for parameters to be gathered",
     "reduce": "waiting for gradients to be reduced",
     "copies": "waiting for the all-reduce between copies",
@@ -188,11 +201,11 @@ CAUSES = {
     "tensor": "waiting for the collectives of the tensor axis",
     "others": "waiting for the slowest rank",
     "crowding": "sharing the device with the kernels of collectives",
-    "update": "waiting for updates of state that rests away",
-    "fetch": "waiting for what rests away to come to the device",
+    "update": "waiting for updates of offloaded state",
+    "fetch": "waiting for offloaded bytes to reach the device",
     "spill": "waiting for activations to leave the device",
 }
-KINDS = {
+COMPUTE_WORDS = {
     "gemm": "matrix products",
     "attention": "attention",
     "pointwise": "pointwise kernels, bound by memory bandwidth",
@@ -203,20 +216,20 @@ KINDS = {
 }
 
 
-LANES = {
+LANE_WORDS = {
     "pcie_up": "the optimizer's state over PCIe",
     "pcie_down": "the optimizer's state over PCIe",
     "cpu": "the optimizer's update by the host's cores",
-    "disk": "what rests on disk, from there and back",
+    "disk": "reads and writes of the disk",
 }
 
 
 def bottleneck(time: Timeline) -> str:
-    """What takes the most of a step; of updates that it waits for, the lane that sets their pace."""
-    parts = {CAUSES[k]: s for k, s in time.exposed.items()} | {KINDS[k]: s for k, s in time.compute.items()}
-    if waited := parts.pop(CAUSES["update"], 0.0):
-        lane = max(LANES, key=lambda name: time.busy.get(name, 0.0))
-        parts[f"waiting for {LANES[lane]}"] = waited
+    """What takes the most of a step. For updates that the step waits for, the lane that is busiest."""
+    parts = {WAIT_WORDS[k]: s for k, s in time.exposed.items()} | {COMPUTE_WORDS[k]: s for k, s in time.compute.items()}
+    if waited := parts.pop(WAIT_WORDS["update"], 0.0):
+        lane = max(LANE_WORDS, key=lambda name: time.busy.get(name, 0.0))
+        parts[f"waiting for {LANE_WORDS[lane]}"] = waited
     words, seconds = max(parts.items(), key=lambda item: item[1])
     return f"{words}: {seconds_text(seconds)} of {seconds_text(time.seconds)} ({seconds / time.seconds:.0%})"
 
@@ -236,8 +249,8 @@ def _memory_table(e: Estimate) -> str:
 
 
 def _time_table(e: Estimate) -> str:
-    rows = [[KINDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.compute)]
-    rows += [[CAUSES[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.exposed)]
+    rows = [[COMPUTE_WORDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.compute)]
+    rows += [[WAIT_WORDS[k], seconds_text(s), f"{s / e.step_seconds:.1%}"] for k, s in _largest(e.exposed)]
     rows.append(["a step", seconds_text(e.step_seconds), "100.0%"])
     return table(["time of a step", "", ""], rows, right=(1, 2))
 
@@ -252,4 +265,5 @@ def _summary(e: Estimate) -> str:
         words.append(f"MFU {e.mfu:.1%}")
     if e.price is not None:
         words.append(f"{e.price:.2f} a million tokens")
-    return f"{', '.join(words)}; bottleneck: {e.bottleneck}"
+    other = "" if e.calibrated_for_device else "; this device has no calibration of its own, so step times can be further off"
+    return f"{', '.join(words)}; bottleneck: {e.bottleneck}\ncalibration: {e.calibration}{other}"

@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: ranked, with what each change saves and costs."""
+"""Changes that make a plan need less memory, with what each saves and costs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from fullshard.text import bytes_text
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change in words, the bytes that are then allocated, and how much longer a step takes."""
+    """A change in words, the bytes that are then allocated, and by which share a step takes longer."""
 
     words: str
     needed: int

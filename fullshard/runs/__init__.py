@@ -1,1 +1,1 @@
-"""Training on top of an engine: the loop and what it shows."""
+"""Runs: from a recipe to a trained model, on any engine."""

@@ -1,6 +1,6 @@
-"""Ranks that were told the same: recipe, plan, data and versions, compared before the first collective that depends on them.
+"""A check that all ranks have the same recipe, plan, data and versions, before the first collective depends on it.
 
-Ranks that differ would train on without a word, wait for each other for ever, or fail in a collective's own terms.
+Ranks that differ would train on wrongly, wait for each other, or fail with an error of the collective.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ PATIENCE = 300.0  # seconds: reading a model's description or data may take one 
 
 
 def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any]:
-    """By key, all that must be the same on every rank."""
+    """Everything that must be the same on every rank, by key."""
     recipe = flat(prepared.recipe.model_dump(mode="json"))
     found = {key: value for key, value in recipe.items() if key not in PLACES}
     found |= {f"the plan's {key}": value for key, value in flat(prepared.plan.to_dict()).items()}
@@ -36,13 +36,13 @@ def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any
 
 
 def data_identity(tokens: TokenFile) -> str:
-    """What the index says of the tokens, their checksums included, as a short text."""
+    """A short digest of the token index, checksums included."""
     about = [tokens.vocab, tokens.tokenizer, str(tokens.dtype), tokens.shards]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def weights_identity(directory: Path) -> str:
-    """Names, sizes, headers and last bytes of a directory's weights, as a short text: all of them would take too long."""
+    """A short digest of the names, sizes, headers and last bytes of the weights. Reading all bytes would take too long."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())

@@ -11,8 +11,8 @@ from fullshard.checkpoint.export import export
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.checkpoint.retention import Kept
-from fullshard.engine import RunState, Saving
+from fullshard.checkpoint.retention import Retention
+from fullshard.engine import PendingSave, RunState
 from fullshard.errors import FullshardError
 from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.runs.agreement import data_identity
@@ -32,15 +32,15 @@ class Checkpoints:
         self.metrics, self.bar = metrics, bar
         self.accept, self.changes = accept, list[Change]()  # of the recipe since the checkpoint, and whether they are meant
         w = self.wanted
-        kept = Kept(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
+        kept = Retention(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
         shelf = str(shelf_of(prepared.recipe, directory))
         self.writer = prepared.engine.checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
-        self.saving: Saving | None = None
+        self.saving: PendingSave | None = None
         self.cursor = 0  # of the save in flight, or of the one that failed last
         self.failures, self.again = 0, math.inf  # saves that failed in a row, and the step after which to try again
         self.postponed = False  # whether one fell due after a step that was not finite
-        self.poisoned = self.lost = False  # what became of the last one: see `Saving`
+        self.poisoned = self.lost = False  # what became of the last one: see `PendingSave`
         self.why, self.failed = "", -1  # the last one that failed: why, and of which step
         self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
         self.noted = ""  # what was said of a save; once is enough
@@ -50,9 +50,9 @@ class Checkpoints:
         """Load what is to be resumed, if anything; refuse what cannot work before a step is lost to it."""
         found = self._resume(resume) if resume else None
         if not resume and self.writer.names():
-            raise FullshardError(f"{self.writer.shelf} holds checkpoints already; write --resume auto, or another --run")
+            raise FullshardError(f"{self.writer.checkpoint_dir} holds checkpoints already; write --resume auto, or another --run")
         self.writer.sweep()
-        self.writer.refuse_small(self._at_once())
+        self.writer.refuse_no_space(self._at_once())
         self.saved = found.step if found else -1
         return found
 
@@ -68,9 +68,11 @@ class Checkpoints:
             for sentence in damaged:
                 self.bar.say(f"passed over: {sentence}")
             if place is None and damaged:
-                raise FullshardError(f"no checkpoint in {self.writer.shelf} is whole ({damaged[0]}); start another --run")
+                raise FullshardError(
+                    f"no checkpoint in {self.writer.checkpoint_dir} is whole ({damaged[0]}); start another --run"
+                )
             if place is None:
-                self.bar.say(f"no checkpoint in {self.writer.shelf} yet: from the beginning")
+                self.bar.say(f"no checkpoint in {self.writer.checkpoint_dir} yet: from the beginning")
                 return None
             manifest = Checkpoint(place).manifest
         else:
@@ -78,7 +80,9 @@ class Checkpoints:
             manifest = Checkpoint(place).manifest
             later = [n for n in self.writer.names() if (commit.step_of(n) or 0) > manifest.step]
             if later:
-                raise FullshardError(f"{self.writer.shelf} has later checkpoints than {place}; resume into another --run")
+                raise FullshardError(
+                    f"{self.writer.checkpoint_dir} has later checkpoints than {place}; resume into another --run"
+                )
         refuse_other_data(manifest, self.prepared)
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
         self.prepared.engine.load_checkpoint(place, self.state, verified=resume == "auto")
@@ -111,7 +115,7 @@ class Checkpoints:
 
     def troubled(self) -> bool:
         """Whether this rank knows of a save that must end the run; all have to hear of it in the same step."""
-        return self.saving is not None and self.saving.done() and (self.saving.poisoned or self.saving.lost)
+        return self.saving is not None and self.saving.done() and (self.saving.not_finite or self.saving.lease_lost)
 
     def after_step(self, due: bool, troubled: bool, finite: bool, cursor: int, extra: dict[str, Any]) -> None:
         """Save if it is time to, and say what became of the last one. After a step that was not `finite` nothing is saved:
@@ -123,14 +127,14 @@ class Checkpoints:
         if self.postponed and finite and not (self.poisoned or self.lost):
             self.save(cursor, extra)
 
-    def save(self, cursor: int, extra: dict[str, Any], *, retire: bool = True) -> None:
+    def save(self, cursor: int, extra: dict[str, Any], *, prune: bool = True) -> None:
         self._report()
         if self.poisoned or self.lost:
             return
         data = self.prepared.data
         about = extra | {"data": {"tokens": len(data), "documents": data.documents, "identity": data_identity(data)}}
         metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
-        self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics, retire=retire)
+        self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics, prune=prune)
         if self.saving.note and self.saving.note != self.noted:
             self.noted = self.saving.note
             self.bar.say(self.noted)
@@ -150,11 +154,11 @@ class Checkpoints:
         except FullshardError as error:
             self.why, self.failed = str(error), saving.step
             self.metrics.write(event="checkpoint failed", step=saving.step, why=self.why)
-            self.saved, self.poisoned, self.lost = -1, saving.poisoned, saving.lost
+            self.saved, self.poisoned, self.lost = -1, saving.not_finite, saving.lease_lost
             self.again = self.state.step + min(2**self.failures, LONGEST_WAIT)
             self.failures += 1
             self.bar.say(self.why if self.poisoned or self.lost else self.why + then)
-        for sentence in saving.passed:
+        for sentence in saving.messages:
             self.bar.say(sentence)
 
     def finish(self, cursor: int, extra: dict[str, Any], finite: bool, asked: Callable[[], bool]) -> None:
@@ -163,13 +167,15 @@ class Checkpoints:
         self._report()
         until, pause, before = time.monotonic() + self.wanted.retry_seconds, 1.0, asked()
         while self.wanted.final and self.saved != self.state.step and not (self.poisoned or self.lost):
-            self.save(cursor, extra, retire=finite)
+            self.save(cursor, extra, prune=finite)
             self._report("")
             if self.saved == self.state.step or self.poisoned or self.lost:
                 break
             if self.writer.agree(time.monotonic() + pause > until or asked() > before):
                 raise SaveFailedError(self._not_saved())
-            self.bar.say(f"{self.writer.shelf} is tried again in {pause:.0f} s, for {self.wanted.retry_seconds:.0f} s in all")
+            self.bar.say(
+                f"{self.writer.checkpoint_dir} is tried again in {pause:.0f} s, for {self.wanted.retry_seconds:.0f} s in all"
+            )
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
         self.refuse_lost()
@@ -185,7 +191,7 @@ class Checkpoints:
     def newest_name(self) -> str | None:
         """The newest checkpoint that this rank sees."""
         names = self.writer.names()
-        return str(self.writer.shelf.child(names[-1])) if names else None
+        return str(self.writer.checkpoint_dir.child(names[-1])) if names else None
 
     def _not_saved(self) -> str:
         newest = self.newest_name()

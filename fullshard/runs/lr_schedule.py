@@ -3,10 +3,10 @@
 import math
 from typing import Literal
 
-Kind = Literal["constant", "linear", "cosine", "wsd"]
+ScheduleKind = Literal["constant", "linear", "cosine", "wsd"]
 
 
-def factor(step: int, steps: int, kind: Kind, *, warmup: int = 0, decay: int = 0, final: float = 0.0) -> float:
+def factor(step: int, steps: int, kind: ScheduleKind, *, warmup: int = 0, decay: int = 0, final: float = 0.0) -> float:
     """The factor of step `step` (from 0) of `steps`.
 
     All kinds rise linearly over `warmup` steps, the first of which is not zero. Then `constant` stays,

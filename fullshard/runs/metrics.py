@@ -1,5 +1,7 @@
-"""A run's numbers: one JSON object a line, readable while the run goes on, and the same to TensorBoard and
-Weights & Biases where asked. Written by the first rank; on the others nothing happens."""
+"""The numbers of a run: one JSON object a line, readable while it runs, and optionally TensorBoard and Weights & Biases.
+
+The first rank writes; on the others nothing happens.
+"""
 
 import json
 import os
@@ -28,9 +30,8 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Appends to RUN/metrics.jsonl. Numbers that are not finite become null: JSON has no word for them.
-
-    Whatever cannot be written, here or to a sink, is counted and said, and the run goes on.
+    """Appends to RUN/metrics.jsonl. Numbers that are not finite become null. What cannot be written is counted and reported; the
+    run goes on.
     """
 
     def __init__(self, directory: Path | None, sinks: list[Sink] | None = None):
@@ -111,7 +112,7 @@ def rewind(directory: Path, step: int) -> float | None:
 
 
 def _replace(path: Path, kept: list[str]) -> None:
-    """The file with these lines. Where there is no room for another one, it is cut after those that come first in it."""
+    """Rewrite the file with these lines. On a full disk, truncate it after those that it begins with."""
     fresh = path.with_name(f".{path.name}.partial")
     try:
         fresh.write_text("".join(f"{line}\n" for line in kept))
@@ -124,7 +125,7 @@ def _replace(path: Path, kept: list[str]) -> None:
 
 
 def _split(path: Path) -> list[str]:
-    """At line ends alone: a text may hold other separators."""
+    """Split at line ends only: a text may hold other separators."""
     return path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n")
 
 
@@ -137,7 +138,7 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def open_metrics(directory: Path | None, recipe: Recipe, step: int = 0) -> Metrics:
-    """`directory` is None on all ranks but the first. `step`: the one that the run is at."""
+    """Open the run's metrics at `step`. `directory` is None on all ranks but the first."""
     if directory is None:
         return Metrics(None)
     sinks: list[Sink] = [TensorBoard(directory, step)] if recipe.log.tensorboard else []

@@ -1,4 +1,4 @@
-"""Every prediction is checked: what the planner expected of a run, held against what it does."""
+"""Compare what the planner predicted for a run with what it measures."""
 
 import statistics
 from dataclasses import dataclass
@@ -17,9 +17,12 @@ LOOKS = 3  # at the host, a step
 
 
 class IssuingHost(Protocol):
-    """`look`: how many times as long as the cluster's the host takes now to issue work; `step`: what a step takes by that.
-    Looks come `between` the steps, since a shared host changes within seconds, or only after the last. `measured`: whether the
-    cluster is this machine as it was timed."""
+    """How fast the host issues work to the device.
+
+    `look`: how many times slower than the cluster's host it is now. `step`: the step time at that pace. `between`: look
+    between steps, since a shared host changes within seconds, or only after the last. `measured`: the cluster file is of this
+    machine.
+    """
 
     @property
     def between(self) -> bool: ...
@@ -33,7 +36,7 @@ class IssuingHost(Protocol):
 
 
 class Verdict:
-    """Collects a few steps, then says how the prediction did; once."""
+    """Collects a few steps, then says once how good the prediction was."""
 
     def __init__(self, expected: Estimate, host: IssuingHost):
         self.expected, self.host = expected, host
@@ -44,7 +47,7 @@ class Verdict:
         self.numbers: dict[str, float | int] = {}
 
     def add(self, seconds: float, memory: dict[str, int]) -> str | None:
-        """After a step; the verdict after the last that counts."""
+        """Record a step. Returns the verdict after the last one that counts."""
         self.steps += 1
         if self.steps >= FIRST:
             self.seconds.append(seconds)
@@ -77,7 +80,7 @@ class Verdict:
 
 @dataclass
 class ThisHost:
-    """This rank's own. Where state rests away its updates run on under the next step, and looks between would wait for them."""
+    """This rank's host. Offloaded updates run on during the next step, so that looks between steps would wait for them."""
 
     prepared: Prepared
     state: RunState
@@ -101,7 +104,7 @@ class ThisHost:
 
 
 def explain_out_of_memory(prepared: Prepared, state: RunState) -> str:
-    """What was expected, and the planner's remedies with what each costs."""
+    """The prediction, and the remedies of the planner with the cost of each."""
     recipe, plan, description = prepared.recipe, prepared.plan, prepared.description
     expected = prepared.estimate
     said = f" (predicted: {bytes_text(expected.needed)} of {bytes_text(expected.available)})" if expected else ""

@@ -1,4 +1,4 @@
-"""From a recipe to what a run needs, before there are ranks: everything that can be wrong is found here."""
+"""From a recipe to everything that a run needs. All errors that can be found before ranks start are found here."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from fullshard import optimizer
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster.cluster import Cluster
 from fullshard.data import Batches, TokenFile
-from fullshard.data.tokenizer import Tokenizer, file_name, open_tokenizer, refuse_different, refuse_other_tokenizer
+from fullshard.data.tokenizer import Tokenizer, open_tokenizer, refuse_different, refuse_other_tokenizer, tokenizer_hash
 from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
 from fullshard.model import presets
@@ -20,14 +20,15 @@ from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
-from fullshard.runs.recipe import OWN, Recipe, changed
+from fullshard.runs.recipe import Recipe
+from fullshard.runs.recipe_sections import OWN, changed
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that has been held against its model, its data and the number of ranks."""
+    """A recipe that was checked against its model, its data and the number of ranks."""
 
     engine: Engine[Any, Any]
     recipe: Recipe
@@ -82,8 +83,7 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
 def _plan(
     recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]
 ) -> tuple[Plan, Estimate | None, Description | None]:
-    """The plan, and what it is expected to cost: searched for, or estimated where costs come without a trace; and whose
-    costs those are."""
+    """The plan; its estimate, if costs are known; and the description with those costs."""
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, engine.describe(model, title=recipe.model.name), cluster.devices)
@@ -107,7 +107,7 @@ def _plan(
 
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe says of the plan; the compute dtype is the recipe's own even where it is the default."""
+    """The choices of the recipe that a search must keep. The compute dtype is always one of them."""
     keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
     pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
@@ -128,7 +128,7 @@ def _expected(recipe: Recipe, plan: Plan, description: Description | None, clust
 
 
 def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float | None:
-    """Seconds of a step if the host held what rests on disk; None where nothing does."""
+    """The step time if everything on disk were in host memory; None if nothing is on disk."""
     homes = ("params", "optimizer", "activations")
     on_disk: dict[str, Any] = {u.name: {k: "host" for k in homes if getattr(u.home, k) == "disk"} for u in plan.units}
     if not any(on_disk.values()):
@@ -138,13 +138,13 @@ def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster:
 
 
 def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
-    """What the planner says of a step's time alone."""
+    """The predicted step time."""
     clip = recipe.optim.clip is not None
     return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
 def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None, engine: Engine[Any, Any]) -> int:
-    """Bytes of a rank's files; those of activations as far as they are known."""
+    """Bytes of a rank's files, activations included if they are known."""
     if expected is not None:
         return expected.disk.allocated_bytes
     return filed_bytes(plan, engine.describe(model, title=recipe.model.name), make_optimizer(recipe))
@@ -179,7 +179,7 @@ def weights_of(recipe: Recipe) -> Path | None:
 
 
 def _refuse_scaled_positions(preset: str, directory: Path) -> None:
-    """A preset rotates by its theta alone; with weights that were trained otherwise it would give other logits."""
+    """Refuse weights that were trained with scaled rotary positions, which a preset does not have."""
     config = directory / "config.json"
     found = parse_json(read_text(config, "config"), str(config)) if is_plain_file(config) else {}
     if not isinstance(found, dict):
@@ -190,7 +190,7 @@ def _refuse_scaled_positions(preset: str, directory: Path) -> None:
 
 
 def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TokenFile, TokenFile | None]:
-    """The token files, held against the model."""
+    """Open the token files and check them against the model."""
     data = TokenFile(recipe.data.path)
     valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
     vocab, longest = engine.limits(model)
@@ -213,7 +213,7 @@ def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[Tok
 
 
 def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
-    """What turns prompts into tokens; None where nothing is sampled."""
+    """The tokenizer for prompts; None if nothing is sampled."""
     if not recipe.sample.every:
         return None
     near = Path(recipe.model.name) / "tokenizer.json"
@@ -224,7 +224,7 @@ def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
         given != "bytes"
         and Path(given).is_file()
         and data.tokenizer.startswith("sha256:")
-        and file_name(Path(given)) != data.tokenizer
+        and tokenizer_hash(Path(given)) != data.tokenizer
     ):
         raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
     return open_tokenizer(given, None)

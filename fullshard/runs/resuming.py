@@ -1,5 +1,7 @@
-"""What a resumed run may change: nothing that the order of samples depends on, and what moves the loss curve only if that is
-meant."""
+"""What a resumed run may change.
+
+Nothing that the order of samples depends on; what changes the losses only with --accept-changes.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
@@ -25,7 +27,7 @@ Change = tuple[str, Any, Any]  # key, in the checkpoint, now
 
 
 def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
-    """A cursor is a place in one order of samples; in another it means nothing."""
+    """Refuse another data order: a cursor is a position in one order of samples."""
     if manifest.recipe is None or manifest.cursor is None:
         raise FullshardError("this checkpoint says nothing about its data; load it with fullshard.checkpoint.load")
     old, new = flat(manifest.recipe), flat(prepared.recipe.model_dump(mode="json"))
@@ -40,7 +42,7 @@ def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
 
 
 def changes(manifest: Manifest, prepared: Prepared) -> list[Change]:
-    """What of the recipe or the plan is other than in the checkpoint, and changes the losses to come."""
+    """The differences from the checkpoint, in recipe or plan, that change the losses to come."""
     return [*_recipe_changes(manifest, prepared.recipe), *_precision_changes(manifest, prepared)]
 
 
@@ -63,7 +65,7 @@ def _schedule_of(manifest: Manifest) -> Recipe | None:
 
 
 def _same_rates(old: Recipe, new: Recipe, step: int) -> bool:
-    """Whether two lengths of a run give the same learning rate from its last step on, as far as both go."""
+    """True if two lengths of a run give the same learning rates from its last step on."""
     first, last = max(0, step - 1), max(step, min(old.steps, new.steps))
     every = max(1, (last - first) // POINTS)
     rates = ([factor(i, r.steps, **r.schedule.model_dump()) for i in range(first, last, every)] for r in (old, new))
@@ -78,7 +80,7 @@ def _precision_changes(manifest: Manifest, prepared: Prepared) -> Iterator[Chang
 
 
 def refuse_changes(manifest: Manifest, prepared: Prepared, *, accept: bool) -> list[Change]:
-    """What changes the curve, if that is accepted; else it is refused."""
+    """The changes since the checkpoint. Raises unless they are accepted."""
     found = changes(manifest, prepared)
     if found and not accept:
         key, old, new = found[0]
@@ -102,7 +104,7 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
 
 
 def resumable(directory: Path, ranks: int | None) -> str:
-    """What a run would go on from, with this many ranks; raises why it cannot. Starts nothing."""
+    """What a run would resume from with this many ranks. Raises if it cannot. Starts nothing."""
     try:
         tree = parse_json(read_text(directory / "recipe.json", "recipe"))
     except FullshardError:
@@ -117,6 +119,6 @@ def resumable(directory: Path, ranks: int | None) -> str:
     manifest = commit.read_manifest(shelf.child(whole))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_others(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
+    refuse_mismatch(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
     left = prepared.recipe.steps - manifest.step
     return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"

@@ -37,8 +37,10 @@ class DivergedError(FullshardError):
 
 
 def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False) -> None:
-    """Train. Collective: every rank calls it. `resume`: `auto`, or a checkpoint. `accept`: the recipe may change how
-    training goes on from it."""
+    """Train. Collective: every rank calls it.
+
+    `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come.
+    """
     engine = prepared.engine
     engine.start()
     with ExitStack() as held:
@@ -50,13 +52,13 @@ def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, a
 
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    held.enter_context(commit.hold_run(directory))
+    held.enter_context(commit.lock_run(directory))
     commit.sweep_run(Local(directory))
     refuse_export(prepared.recipe, directory)
 
 
 def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> bool:
-    """Whether the run came to its end, and did not stop before."""
+    """Train. Returns True if the run reached its last step."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
@@ -93,7 +95,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
 
 
 def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, float | None]:
-    """The run's files, and the loss that the run had before at the step after."""
+    """Open the run's files. Returns its metrics, and the loss that it had before at the next step."""
     try:
         write_run(directory, prepared)
         expected = rewind(directory, step)
@@ -105,7 +107,7 @@ def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, 
 
 
 def _train_on(run: "Run") -> FullshardError | None:
-    """To the end, or until something ends it; what went wrong, if anything. All ranks return the same."""
+    """Train to the end, rolling back if needed. Returns the error that ended the run, if any; the same on all ranks."""
     try:
         while (why := _train_until(run)) == "diverged":
             with run.watchdog.saving():
@@ -118,7 +120,7 @@ def _train_on(run: "Run") -> FullshardError | None:
 
 
 def _train_until(run: "Run") -> str | None:
-    """Why the run ends where it does, if it is before its last step."""
+    """Train until something ends the run. Returns why, unless it is the last step."""
     why = run.train()
     if why and why != "diverged":
         run.metrics.write(event=why, step=run.state.step)
@@ -130,7 +132,7 @@ def _train_until(run: "Run") -> str | None:
 
 
 class Run:
-    """A run under way on this rank."""
+    """A run in progress on this rank."""
 
     def __init__(
         self,
@@ -157,13 +159,13 @@ class Run:
         self.expected: float | None = None  # the loss that the first resumed step had before
 
     def numbers(self) -> dict[str, Any]:
-        """What a resumed run has to know besides the state and the cursor."""
+        """What a resumed run needs besides the state and the cursor."""
         best = self.best if self.best < float("inf") else None
         counts = {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
         return counts | {"rollbacks": self.rollbacks, "rolled_from": self.rolled_from, "rolled_to": self.rolled_to}
 
     def restore(self, found: Manifest | None, expected: float | None) -> None:
-        """Go on where a checkpoint was made."""
+        """Continue from a checkpoint."""
         if found is not None:
             self.skips, self.skips_in_a_row = _told(found, "skips", 0), _told(found, "skips_in_a_row", 0)
             self.best, self.since_best = _told(found, "best", float("inf")), _told(found, "since_best", 0)
@@ -175,13 +177,13 @@ class Run:
         self.steps = iter(self.source)
 
     def tell_changes(self) -> None:
-        """What of the recipe is other than in the checkpoint, and was accepted."""
+        """Report what the recipe changes since the checkpoint."""
         for key, old, new in self.checkpoints.changes:
             self.metrics.write(event="recipe changed", step=self.state.step, key=key, old=old, new=new)
             self.bar.say(f"changed since the checkpoint: {key} {old} → {new}")
 
     def tell_kernels(self) -> None:
-        """Which kernels update state that rests away from the device; aloud where something is missing."""
+        """Record which kernels update offloaded units. Print it if a fast one is missing."""
         found = self.state.kernels
         if found:
             self.metrics.write(event="kernels", step=self.state.step, **found)
@@ -190,7 +192,7 @@ class Run:
                 self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
 
     def roll_back(self) -> None:
-        """Go back to the last checkpoint and on behind the batches that led here; raises where that is of no use."""
+        """Go back to the last good checkpoint and skip the batches since. Raises if that cannot help."""
         self.checkpoints.wait()  # a save in flight may turn out to be where it began
         poisoned = self.checkpoints.poisoned
         at = self.checkpoints.failed if poisoned else self.state.step
@@ -307,7 +309,7 @@ class Run:
         return bool(due), bool(troubled)
 
     def _compare(self, loss: float) -> None:
-        """The first resumed loss against the one that the run had at this step before: the quickest sign of trouble."""
+        """Compare the first resumed loss with the one that the run had at this step before."""
         if self.expected is not None and abs(loss - self.expected) > 1e-3 * max(1.0, abs(self.expected)):
             self.bar.say(f"the first resumed loss is {loss:.4f}, before it was {self.expected:.4f}: something else changed")
         self.expected = None
@@ -364,6 +366,6 @@ class Run:
 
 
 def _told(found: Manifest, key: str, otherwise: Any) -> Any:
-    """A number that a run left in its checkpoint; one that a program saved may lack it, or mean something else."""
+    """A number that a run stored in its checkpoint. Checkpoints of other programs may lack it."""
     value = found.state.get("extra", {}).get(key)
     return value if isinstance(value, int | float) else otherwise

@@ -1,8 +1,8 @@
-"""The watchdog of a run: a thread of each rank that notices when nothing goes on, finds out who waits for whom, and ends it.
+"""The watchdog of a run: a thread on each rank that finds out who waits for whom when nothing goes on, and ends the run.
 
-A collective waits for a rank that does not come for as long as torch lets it, half an hour, without a word, and no signal is
-heard meanwhile: Python's handlers run between the main thread's instructions, and it is in none. The watchdog's thread runs
-on, and hears signals through a file descriptor that the C handler writes to.
+A collective waits silently for a missing rank until torch's timeout of half an hour. No Python signal handler runs meanwhile,
+since those run between instructions of the main thread. The watchdog runs in its own thread and reads signals from a file
+descriptor that the C handler writes to.
 """
 
 import faulthandler
@@ -35,8 +35,7 @@ ANSWERS = 10.0  # seconds for the ranks' reports
 
 @dataclass
 class Progress:
-    """What the main thread is doing, how long it may, also after a signal, and how long it has been at it. None: as long as
-    steps let expect."""
+    """What the main thread is doing, for how long it may, and for how long it has. None: derived from the step time."""
 
     doing: str
     limit: float | None = None  # seconds
@@ -45,7 +44,7 @@ class Progress:
 
 
 class Watchdog:
-    """Made by a run on each rank. `seconds`: see `train.hang_seconds`; 0 watches for signals alone."""
+    """Watches one rank. `seconds`: see `train.hang_seconds`; with 0 it only handles signals."""
 
     def __init__(self, ranks: WatchedRanks, seconds: float, directory: Path, *, compiles: bool):
         self.ranks, self.seconds, self.directory = ranks, seconds, directory
@@ -92,7 +91,7 @@ class Watchdog:
         self.progress = before
 
     def each(self, items: Iterable[T], doing: str) -> Iterator[T]:
-        """The items; each that is taken is progress."""
+        """Yield the items; taking one counts as progress."""
         for item in items:
             self.progress = Progress(doing)
             yield item
@@ -119,7 +118,7 @@ class Watchdog:
             return
 
     def _limit(self) -> float | None:
-        """How long the main thread may be at what it does; None: for ever."""
+        """Seconds that the current work may take; None: no limit."""
         if not self.seconds:
             return None
         if self.progress.limit is not None:
@@ -127,7 +126,7 @@ class Watchdog:
         return max(self.seconds, STEPS * max(self.took)) if self.took else self.first
 
     def _patience(self) -> float:
-        """The same after a signal."""
+        """Seconds that the current work may take after a signal."""
         if len(self.signals) > 1:
             return AT_ONCE
         if self.progress.asked is not None:
@@ -135,7 +134,7 @@ class Watchdog:
         return max(AT_ONCE, ASKED * max(self.took)) if self.took else 2 * AT_ONCE
 
     def _end(self, code: int) -> None:
-        """Find out who waits for whom, say it, and leave; the main thread cannot."""
+        """Find out who waits for whom, print it, and exit; the main thread cannot."""
         idle, own = self.progress.idle, self.ranks.where() | {"doing": self.progress.doing}
         answers = self.ranks.exchange(own, ANSWERS)
         self._leave_stacks()
@@ -156,7 +155,7 @@ class Watchdog:
 
 
 def explain_hang(answers: dict[int, Where], absent: list[str], idle: float) -> str:
-    """Which ranks wait in which unit's which collective, which did not come, and where those are."""
+    """Which ranks wait in which collective of which unit, and where the missing ones are."""
     late = {r: a for r, a in sorted(answers.items()) if not a["waits"]}
     if not (late or absent):  # all are in a collective: in different ones, if one has entered fewer
         entered = max(a["count"] for a in answers.values())

@@ -1,4 +1,4 @@
-"""Runs inside the ranks: states saved and loaded."""
+"""What the checkpoint tests run inside the ranks."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ from fullshard import on_torch
 from fullshard.checkpoint import commit, lease
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
-from fullshard.checkpoint.retention import Kept
+from fullshard.checkpoint.retention import Retention
 from fullshard.model.presets import GPTSize
 from fullshard.on_torch.agree import acquire_group, gather_integers, gather_then_finish, release_group
 from fullshard.on_torch.models import GPT
 from fullshard.on_torch.saving.save import Checkpointer
-from fullshard.on_torch.saving.state_tensors import model_tensors, needed_bytes, optimizer_tensors
+from fullshard.on_torch.saving.state_tensors import checkpoint_bytes, model_tensors, optimizer_tensors
 from tests.cpu import parity
 from tests.pure import test_checkpoint as pure
 
@@ -41,7 +41,7 @@ def make_state(strategy: str = "zero3", kind: str = "plain", seed: int = 3, opti
 
 
 def batch(state, step: int) -> dict[str, torch.Tensor]:
-    """The same rows of each step at every world size are not needed here: only values that move."""
+    """A random batch, different at every step and on every data rank."""
     rank = on_torch.data_rank(state.plan.mesh)
     ids = torch.randint(0, parity.VOCAB, (2, parity.LENGTH + 1), generator=torch.Generator().manual_seed(1000 * step + rank))
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
@@ -52,7 +52,7 @@ def train(state, steps: int) -> list[float]:
 
 
 def digests(state) -> dict[str, str]:
-    """Every tensor whole, as bytes."""
+    """The bytes of every whole tensor."""
     found = {}
     for name, tensor in (model_tensors(state.model) | optimizer_tensors(state)).items():
         whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
@@ -60,16 +60,16 @@ def digests(state) -> dict[str, str]:
     return found
 
 
-def save(shelf: str, strategy: str, kind: str = "plain", steps: int = 2, optimizer=None, **choices) -> dict:
+def save(checkpoint_dir: str, strategy: str, kind: str = "plain", steps: int = 2, optimizer=None, **choices) -> dict:
     state = make_state(strategy, kind, optimizer=optimizer, **choices)
     train(state, steps)
-    where = fs.checkpoint.save(shelf, state, cursor=24, extra={"note": "ä"})
+    where = fs.checkpoint.save(checkpoint_dir, state, cursor=24, extra={"note": "ä"})
     return {"where": where, "digests": digests(state), "next": train(state, 2)}
 
 
-def load(shelf: str, strategy: str, kind: str = "plain", optimizer=None, **choices) -> dict:
+def load(checkpoint_dir: str, strategy: str, kind: str = "plain", optimizer=None, **choices) -> dict:
     state = make_state(strategy, kind, seed=99, optimizer=optimizer, **choices)
-    manifest = fs.checkpoint.load(shelf, state)
+    manifest = fs.checkpoint.load(checkpoint_dir, state)
     return {
         "step": state.step,
         "cursor": manifest.cursor,
@@ -79,15 +79,15 @@ def load(shelf: str, strategy: str, kind: str = "plain", optimizer=None, **choic
     }
 
 
-def refusal(shelf: str, kind: str = "plain", optimizer=None, **options) -> str:
-    return said_to_load(shelf, make_state("zero3", kind, optimizer=optimizer), **options)
+def refusal(checkpoint_dir: str, kind: str = "plain", optimizer=None, **options) -> str:
+    return said_to_load(checkpoint_dir, make_state("zero3", kind, optimizer=optimizer), **options)
 
 
-def load_flipped(shelf: str) -> list[tuple[str, int, str]]:
-    """What a load says to each flipped byte; the state stays as it was."""
+def load_flipped(checkpoint_dir: str) -> list[tuple[str, int, str]]:
+    """The errors of loads with one flipped byte each. The state must not change."""
     state = make_state("zero3", seed=5)
     before, found = digests(state), []
-    where = Path(str(commit.find(shelf)))
+    where = Path(str(commit.find(checkpoint_dir)))
     draw = random.Random(0)
     for file in sorted(where.iterdir()):
         whole = file.read_bytes()
@@ -97,10 +97,10 @@ def load_flipped(shelf: str) -> list[tuple[str, int, str]]:
         for offset in sorted(o for o in edges | {draw.randrange(end) for _ in range(100)} if 0 <= o <= end):
             flipped = bytes([whole[offset] ^ (1 << draw.randrange(8))])
             _alone(partial(file.write_bytes, whole[:offset] + flipped + whole[offset + 1 :]))
-            found.append((file.name, offset, said_to_load(shelf, state)))
+            found.append((file.name, offset, said_to_load(checkpoint_dir, state)))
         _alone(partial(file.write_bytes, whole))
     assert digests(state) == before
-    assert said_to_load(shelf, state) == "accepted"
+    assert said_to_load(checkpoint_dir, state) == "accepted"
     assert digests(state) != before
     return found
 
@@ -110,14 +110,14 @@ FORGED: dict[str, dict] = {
     "slot": {"slots": {"model.norm.weight": {"step": [1]}}},
     "without": {"without_slots": [1]},
     "scale": {"loss_scale": {"value": "x"}},
-}  # of a manifest's `state`, sealed with a right checksum
+}  # changes of a manifest's `state`, under a valid checksum
 
 
-def load_damaged(shelf: str) -> dict[str, str]:
-    """What a load says to files that are cut, swapped, missing …, and to manifests that somebody crafted."""
+def load_damaged(checkpoint_dir: str) -> dict[str, str]:
+    """The errors of loads of damaged files and crafted manifests."""
     state, found = make_state("zero3", seed=5), {}
     before = digests(state)
-    whole, place = Path(str(commit.find(shelf))), Local(Path(shelf, "other/step-00000002"))
+    whole, place = Path(str(commit.find(checkpoint_dir))), Local(Path(checkpoint_dir, "other/step-00000002"))
 
     def forge(change: Callable[[dict], dict]) -> None:
         (place.path / MANIFEST).write_bytes(pure.sealed(change(pure.tree_of(place))))
@@ -136,22 +136,22 @@ def load_damaged(shelf: str) -> dict[str, str]:
 
 
 def _alone(act: Callable[[], object]) -> None:
-    """The first rank does it, while no other reads."""
+    """Run on the first rank, while no other rank reads."""
     dist.barrier()
     if dist.get_rank() == 0:
         act()
     dist.barrier()
 
 
-def said_to_load(shelf: str, state, **options) -> str:
+def said_to_load(checkpoint_dir: str, state, **options) -> str:
     try:
-        fs.checkpoint.load(shelf, state, **options)
+        fs.checkpoint.load(checkpoint_dir, state, **options)
     except fs.FullshardError as error:
         return str(error)
     return "accepted"
 
 
-def from_hugging_face(directory: str, shelf: str, lora: bool = False, steps: int = 0) -> None:
+def from_hugging_face(directory: str, checkpoint_dir: str, lora: bool = False, steps: int = 0) -> None:
     """Load published weights and save them as a checkpoint, as a run would."""
     model = on_torch.load_model(directory)
     recipe: dict = {"model": {"name": directory}}
@@ -161,11 +161,11 @@ def from_hugging_face(directory: str, shelf: str, lora: bool = False, steps: int
     plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(2, parity.LENGTH))
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2), weights=directory)
     train(state, steps)
-    fs.checkpoint.save(shelf, state, recipe=recipe)
+    fs.checkpoint.save(checkpoint_dir, state, recipe=recipe)
 
 
 def save_others(directory: str) -> dict:
-    """The same weights as torch's own tools write them: DCP, and one `.pt` file a rank."""
+    """The same weights as torch's own tools write them: DCP, and one `.pt` file per rank."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
@@ -178,32 +178,19 @@ def save_others(directory: str) -> dict:
     return {n: p.detach().full_tensor() for n, p in state.model.named_parameters()}
 
 
-def load_imported(shelf: str) -> dict:
+def load_imported(checkpoint_dir: str) -> dict:
     state = make_state("zero3", seed=99)
-    fs.checkpoint.load(shelf, state)
+    fs.checkpoint.load(checkpoint_dir, state)
     train_after = {n: p.detach().full_tensor().clone() for n, p in state.model.named_parameters()}
     train(state, 1)
     return train_after
 
 
-def through_dcp(shelf: str) -> bool:
-    """DCP's own save and load, with our storage below."""
-    import torch.distributed.checkpoint as dcp
-
-    from fullshard.on_torch.saving.dcp_storage import About, Reader, Writer
-
-    saved = {n: p.detach() for n, p in make_state("zero3", seed=1).model.named_parameters()}
-    dcp.save(saved, storage_writer=Writer(shelf, About(step=5)))
-    other = {n: p.detach() for n, p in make_state("ddp", seed=2).model.named_parameters()}
-    dcp.load(other, storage_reader=Reader(shelf))
-    return all(torch.equal(saved[n].full_tensor(), other[n].full_tensor()) for n in saved)
-
-
-def one_at_a_time(shelf: str) -> bool:
+def one_at_a_time(checkpoint_dir: str) -> bool:
     """Whether a second save waits for the first."""
     state = make_state()
     train(state, 1)
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     first = writer.save()
     second = writer.save()
     done = first.done()
@@ -212,19 +199,19 @@ def one_at_a_time(shelf: str) -> bool:
     return done
 
 
-def saved_under_training(shelf: str) -> list[bool]:
-    """Saves beside training, of values that the next step overwrites: whether each holds those of its moment. Before the
-    second the optimizer's tensors are others, before the third one of them lies elsewhere."""
+def saved_under_training(checkpoint_dir: str) -> list[bool]:
+    """Whether saves beside training hold the values at the time of the call, which the next step overwrites. Before the
+    second save the optimizer has other tensors, before the third one tensor has moved in memory."""
     state = make_state()
     train(state, 2)
-    writer = Checkpointer(shelf, state, overlap=True)
+    writer = Checkpointer(checkpoint_dir, state, overlap=True)
     found = []
-    for change in (lambda: None, lambda: fs.checkpoint.load(shelf, state), lambda: _move(state)):
+    for change in (lambda: None, lambda: fs.checkpoint.load(checkpoint_dir, state), lambda: _move(state)):
         change()
         before = digests(state)
         saving = writer.save()
         train(state, 1)
-        assert writer.staging.copying is None  # the update has asked for the copies
+        assert writer.staging.copies is None  # the update has waited for the copies
         saving.result()
         again = make_state(seed=99)
         fs.checkpoint.load(saving.where, again)
@@ -234,14 +221,14 @@ def saved_under_training(shelf: str) -> list[bool]:
 
 
 def _move(state) -> None:
-    """Other memory and other values behind the same tensor."""
+    """Give a tensor other memory and other values."""
     with torch.no_grad():
         local = next(t for n, t in optimizer_tensors(state).items() if n.endswith(".exp_avg")).to_local()
         local.set_(local + 1.0)
 
 
 def tallied() -> list:
-    """Numbers of all ranks, and what all are told when one fails."""
+    """The numbers of all ranks from `tally`, and the error on all ranks when one fails."""
     group = acquire_group()
     big = -(1 << 63)
     found: list = [gather_integers(group, lambda: [dist.get_rank(), big], 2), gather_integers(group, lambda: [], 0)]
@@ -255,7 +242,7 @@ def tallied() -> list:
 
 
 def settled(leaders: list[int]) -> list:
-    """What leaders are given to finish with, and what all are told when one of them, or anybody before, fails."""
+    """What `settle` passes to leaders, and the error on all ranks when a leader, or any rank before, fails."""
     group, rank = acquire_group(), dist.get_rank()
     last, found = dist.get_world_size() - 1, []
 
@@ -276,10 +263,10 @@ def settled(leaders: list[int]) -> list:
     return found
 
 
-def full_disk(shelf: str, fill: str) -> dict:
-    """A good save, one onto a full disk, and training before, between and after."""
+def full_disk(checkpoint_dir: str, fill: str) -> dict:
+    """A save that works and one onto a full disk, with training before, between and after."""
     state = make_state()
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     losses = train(state, 2)
     writer.save().result()
     before = digests(state)
@@ -307,26 +294,26 @@ def full_disk(shelf: str, fill: str) -> dict:
 
 
 def own_disks(directory: str, strategy: str = "zero3") -> dict:
-    """Two nodes of two ranks, each with a disk of its own: the same path on both, as ranks see it."""
-    shelf = f"{directory}/node{dist.get_rank() // 2}/shelf"
+    """Two simulated nodes of two ranks with separate disks."""
+    checkpoint_dir = f"{directory}/node{dist.get_rank() // 2}/checkpoint_dir"
     state = make_state(strategy)
     train(state, 2)
-    writer = Checkpointer(shelf, state)
-    nodes = (writer.nodes.of_rank, writer.nodes.leads)
+    writer = Checkpointer(checkpoint_dir, state)
+    nodes = (writer.nodes.of_rank, writer.nodes.is_leader)
     writer.save().result()
     writer.close()
     again = make_state(strategy, seed=99)
-    fs.checkpoint.load(shelf, again)
+    fs.checkpoint.load(checkpoint_dir, again)
     try:
-        fs.checkpoint.load(shelf, make_state("ddp", seed=99))
+        fs.checkpoint.load(checkpoint_dir, make_state("ddp", seed=99))
         other = "accepted"
     except fs.FullshardError as error:
         other = str(error)
     return {"nodes": nodes, "same": digests(again) == digests(state), "other": other}
 
 
-def dropout(shelf: str) -> list[list[float]]:
-    """A model with dropout: what follows a save, and what follows a load of it."""
+def dropout(checkpoint_dir: str) -> list[list[float]]:
+    """Losses of a model with dropout: after a save, and after loading it."""
     after = []
     for seed in (5, 6):
         torch.manual_seed(seed)
@@ -336,29 +323,29 @@ def dropout(shelf: str) -> list[list[float]]:
         state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=0)
         if seed == 5:
             train(state, 2)
-            fs.checkpoint.save(shelf, state)
+            fs.checkpoint.save(checkpoint_dir, state)
         else:
-            fs.checkpoint.load(shelf, state)
+            fs.checkpoint.load(checkpoint_dir, state)
         after.append(train(state, 3))
     return after
 
 
-def counted(shelf: str) -> tuple[int, int]:
+def counted(checkpoint_dir: str) -> tuple[int, int]:
     """The bytes that this rank writes under hybrid sharding, and those of a whole checkpoint."""
     state = make_state("hybrid")
     train(state, 1)
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     writer.save().result()
     size = writer.staging.layout.nbytes
     writer.close()
-    return size, needed_bytes(state)
+    return size, checkpoint_bytes(state)
 
 
-def saved_then_mutated(shelf: str) -> dict:
+def saved_then_mutated(checkpoint_dir: str) -> dict:
     state = make_state()
     train(state, 2)
     before = digests(state)
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     saving = writer.save()
     with torch.no_grad():
         for tensor in [*state.model.parameters(), *optimizer_tensors(state).values()]:
@@ -366,30 +353,30 @@ def saved_then_mutated(shelf: str) -> dict:
     saving.result()
     writer.close()
     again = make_state(seed=99)
-    fs.checkpoint.load(shelf, again)
+    fs.checkpoint.load(checkpoint_dir, again)
     return {"digests": before, "found": digests(again)}
 
 
-def three(shelf: str) -> None:
+def three(checkpoint_dir: str) -> None:
     """Three checkpoints, of steps 1 to 3."""
     state = make_state()
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     for _ in range(3):
         train(state, 1)
         writer.save().result()
     writer.close()
 
 
-def taken_over(shelf: str) -> dict:
-    """Two saves, and a third after another process has taken the shelf; the rules would let only one stay."""
+def taken_over(checkpoint_dir: str) -> dict:
+    """Two saves, and a third after another process has taken the directory; retention would delete the first."""
     state = make_state()
-    writer = Checkpointer(shelf, state, keep=Kept(last=2))
+    writer = Checkpointer(checkpoint_dir, state, keep=Retention(last=2))
     for _ in range(2):
         train(state, 1)
         writer.save().result()
     if dist.get_rank() == 0:
-        other = dataclasses.replace(writer.lease.me, id="other", pid=1)
-        writer.shelf.create(lease.lease_name(writer.lease.number + 1), other.to_bytes())
+        other = dataclasses.replace(writer.lease.holder, id="other", pid=1)
+        writer.checkpoint_dir.create(lease.lease_name(writer.lease.number + 1), other.to_bytes())
     dist.barrier()
     train(state, 1)
     saving = writer.save()
@@ -399,24 +386,24 @@ def taken_over(shelf: str) -> dict:
     except fs.FullshardError as found:
         error = str(found)
     writer.close()
-    return {"error": error, "lost": saving.lost}
+    return {"error": error, "lost": saving.lease_lost}
 
 
-def retained(shelf: str) -> list[str]:
-    """Three checkpoints, the newest damaged; then another writer's save, under rules that let two stay. What it says."""
+def retained(checkpoint_dir: str) -> list[str]:
+    """Three checkpoints, the newest damaged, then a save that keeps two. Returns its messages."""
     state = make_state()
-    writer = Checkpointer(shelf, state)
+    writer = Checkpointer(checkpoint_dir, state)
     for _ in range(3):
         train(state, 1)
         writer.save().result()
     writer.close()
     if dist.get_rank() == 0:
-        file = next(Path(shelf, "step-00000003").glob("shard-*"))
+        file = next(Path(checkpoint_dir, "step-00000003").glob("shard-*"))
         file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     dist.barrier()
     train(state, 1)
-    writer = Checkpointer(shelf, state, keep=Kept(last=2))
+    writer = Checkpointer(checkpoint_dir, state, keep=Retention(last=2))
     saving = writer.save()
     saving.result()
     writer.close()
-    return saving.passed
+    return saving.messages

@@ -109,7 +109,7 @@ class Judge:
             with contextlib.redirect_stdout(io.StringIO()):
                 for where in [str(run), str(self.shelf)] if remote else [str(run)]:
                     commands.gc(where)
-            shelf = self.shelf if remote else commit.find_shelf(run)
+            shelf = self.shelf if remote else commit.find_checkpoint_dir(run)
             assert commit.committed(shelf) == names
             assert sorted(shelf.directories()) == names
             assert not shelf.files()

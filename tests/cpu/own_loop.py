@@ -173,7 +173,7 @@ def through_dcp(pairs: list[tuple[Case, Case]], where: str) -> list[dict[str, An
 
 
 def _load_dcp(state: on_torch.State, where: str) -> None:
-    """As docs/from-fsdp.md has it."""
+    """As docs/guides/come-from-fsdp-ddp.md has it."""
     weights, moments = get_state_dict(state.model, state.optimizer)
     loaded = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(loaded, checkpoint_id=where)

@@ -1,4 +1,4 @@
-"""Checkpoints through the torch engine: any layout to any other, strict, verified, never half."""
+"""Checkpoints of the torch engine: from any layout to any other, strict, verified, atomic."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from fullshard.checkpoint.manifest import checksum
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.on_torch.saving.background import Background
-from fullshard.on_torch.saving.staging import Copying
+from fullshard.on_torch.saving.pending_copies import PendingCopies
 from tests.cpu import checkpoint
 from tests.pure.test_checkpoint import CRAFTED, DAMAGES
 
@@ -23,7 +23,7 @@ LAYOUTS = [
     (2, "ddp", {}),
     (2, "zero2", {}),
     (2, "zero3", {"tensor": 2}),
-    (3, "zero3", {}),  # does not divide: parts of different sizes
+    (3, "zero3", {}),  # does not divide evenly
     (4, "zero1", {"tensor": 2}),
     (4, "zero3", {}),
     (4, "ddp", {}),
@@ -103,17 +103,17 @@ def test_leaders_finish_when_all_ranks_could_begin_and_all_are_told(ranks, leade
         assert found == [given, [said], [*given, said], given]
 
 
-@pytest.mark.parametrize("patience", ["none", "nice", "idle"])
-def test_background_work_is_done_in_order_by_a_thread_that_gives_way(patience):
+@pytest.mark.parametrize("priority", ["normal", "nice", "idle"])
+def test_background_work_is_done_in_order_by_a_thread_that_gives_way(priority):
     own = os.getpriority(os.PRIO_PROCESS, 0), os.SCHED_OTHER
-    background, done = Background("test", patience=patience), []
+    background, done = Background("test", priority=priority), []
     futures = [background.submit(partial(done.append, i)) for i in range(3)]
     found = background.submit(lambda: (os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
     failed = background.submit(lambda: done[9])
     background.close()
     nice, policy = found.result(10)
-    assert (nice > own[0]) == (patience == "nice")
-    assert policy == (os.SCHED_IDLE if patience == "idle" else os.SCHED_OTHER)
+    assert (nice > own[0]) == (priority == "nice")
+    assert policy == (os.SCHED_IDLE if priority == "idle" else os.SCHED_OTHER)
     assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == own
     assert [f.result(10) for f in futures] == [None] * 3
     assert done == [0, 1, 2]
@@ -122,19 +122,19 @@ def test_background_work_is_done_in_order_by_a_thread_that_gives_way(patience):
 
 def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun():
     made: list[int] = []
-    copying = Copying(left=[partial(made.append, i) for i in range(3)])
-    copying.hold()  # nobody writes yet
+    copies = PendingCopies(copies=[partial(made.append, i) for i in range(3)])
+    copies.wait()  # `finish` has not been called yet
     assert made == [0, 1, 2]
-    copying.finish()
+    copies.finish()
     one = memoryview(b"first"), memoryview(b"second")
-    for helped in (False, True):  # the checksum is made in order, whoever copied what
-        copying = Copying(left=[lambda: None] * 2, parts=one)
+    for helped in (False, True):  # the checksum is the same whichever thread copies
+        copies = PendingCopies(copies=[lambda: None] * 2, parts=one)
         if helped:
-            copying.hold()
-        assert copying.finish() == checksum(b"firstsecond")
-    failing = Copying(left=[lambda: made.append(3), lambda: made[9]])
-    failing.hold()
-    with pytest.raises(IndexError):  # whoever writes is told
+            copies.wait()
+        assert copies.finish() == checksum(b"firstsecond")
+    failing = PendingCopies(copies=[lambda: made.append(3), lambda: made[9]])
+    failing.wait()
+    with pytest.raises(IndexError):  # the writing thread gets the error
         failing.finish()
 
 
@@ -144,7 +144,7 @@ def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun
         ("tied", None, {}, "it has model.lm_head.weight, optimizer.lm_head.weight.exp_avg"),
         ("lora", None, {}, "it lacks model.base_model.model.model.embed_tokens.weight"),
         ("plain", fs.SGD(lr=1.0, momentum=0.5), {}, "it lacks optimizer.model.embed_tokens.weight.momentum_buffer"),
-        ("plain", None, {"allow_missing": ["model.extra.*"]}, "matches nothing that is to be loaded"),
+        ("plain", None, {"allow_missing": ["model.extra.*"]}, "matches no tensor of the state"),
         ("plain", fs.SGD(lr=1.0), {}, "it has optimizer."),
     ],
 )
@@ -184,13 +184,13 @@ def test_nodes_with_disks_of_their_own(ranks, tmp_path):
         assert found["nodes"] == ((0, 0, 1, 1), rank in (0, 2))
         assert found["same"]
         assert "on a disk of its own; copy the files of all nodes into one directory" in found["other"]
-    files = [sorted(p.name for p in tmp_path.glob(f"node{n}/shelf/step-00000002/shard*")) for n in (0, 1)]
+    files = [sorted(p.name for p in tmp_path.glob(f"node{n}/checkpoint_dir/step-00000002/shard*")) for n in (0, 1)]
     assert [len(f) for f in files] == [2, 2]
     assert not set(files[0]) & set(files[1])
-    assert problems(Local(tmp_path / "node0/shelf/step-00000002")) == []
+    assert problems(Local(tmp_path / "node0/checkpoint_dir/step-00000002")) == []
     together = tmp_path / "together/step-00000002"
     together.mkdir(parents=True)
-    for file in tmp_path.glob("node*/shelf/step-00000002/*"):
+    for file in tmp_path.glob("node*/checkpoint_dir/step-00000002/*"):
         (together / file.name).write_bytes(file.read_bytes())
     assert ranks(2).run(checkpoint.refusal, str(tmp_path / "together")) == ["accepted"] * 2  # now at any layout
 
@@ -200,27 +200,21 @@ def test_dropout_goes_on_with_the_same_masks(ranks, tmp_path):
         assert resumed == uninterrupted
 
 
-def test_dcps_own_save_and_load_take_the_storage(ranks, tmp_path):
-    assert ranks(2).run(checkpoint.through_dcp, str(tmp_path)) == [True, True]
-    assert commit.committed(Local(tmp_path)) == ["step-00000005"]
-    assert problems(Local(tmp_path / "step-00000005")) == []
-
-
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(ranks, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], check=False, capture_output=True).returncode:
         pytest.skip("only root may make a small disk")
     try:
-        found = ranks(2).run(checkpoint.full_disk, str(disk / "shelf"), str(disk / "fill"))
+        found = ranks(2).run(checkpoint.full_disk, str(disk / "checkpoint_dir"), str(disk / "fill"))
         said = found[0]["said"]
         assert said == found[1]["said"]
         assert said.startswith("the checkpoint of step 3 was not saved: ")
         assert "free, but its files take" in said or "No space left" in said
         assert len(found[0]["losses"]) == 5  # training went on
-        names = [p.name for p in (disk / "shelf").iterdir()]
+        names = [p.name for p in (disk / "checkpoint_dir").iterdir()]
         assert sorted(names) == ["step-00000002", "step-00000005"]
-        assert all(problems(Local(disk / "shelf" / n)) == [] for n in names)
+        assert all(problems(Local(disk / "checkpoint_dir" / n)) == [] for n in names)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

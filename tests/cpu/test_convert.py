@@ -1,4 +1,4 @@
-"""From Hugging Face, DCP, DeepSpeed and .pt files, and back: the same bytes, the same logits, and nothing executed."""
+"""Import and export of Hugging Face, DCP, DeepSpeed and .pt files: same bytes, same logits, nothing executed."""
 
 import os
 import pickle
@@ -36,8 +36,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_hugging_face_in_and_out_is_byte_for_byte_the_same(tmp_path, ranks, dtype):
     original = save_model(tmp_path / "model", dtype, tie_word_embeddings=dtype == torch.bfloat16)
     (tmp_path / "model/tokenizer.json").write_text("{}")
-    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "shelf"))
-    export(str(tmp_path / "shelf"), tmp_path / "out", "hf")
+    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "checkpoint_dir"))
+    export(str(tmp_path / "checkpoint_dir"), tmp_path / "out", "hf")
     want, found = tensors(tmp_path / "model"), tensors(tmp_path / "out")
     assert want.keys() == found.keys()
     for name, tensor in want.items():
@@ -51,9 +51,9 @@ def test_hugging_face_in_and_out_is_byte_for_byte_the_same(tmp_path, ranks, dtyp
 
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path, ranks, monkeypatch):
     save_model(tmp_path / "model")
-    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "shelf"))
+    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "checkpoint_dir"))
     monkeypatch.setattr("fullshard.checkpoint.export.FILE_BYTES", 100_000)
-    export(str(tmp_path / "shelf"), tmp_path / "out", "hf", dtype="bf16")
+    export(str(tmp_path / "checkpoint_dir"), tmp_path / "out", "hf", dtype="bf16")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.dtype == torch.bfloat16
@@ -63,9 +63,9 @@ def test_large_exports_are_cut_into_files_with_an_index(tmp_path, ranks, monkeyp
 
 def test_adapters_as_peft_and_merged(tmp_path, ranks):
     save_model(tmp_path / "model")
-    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "shelf"), lora=True, steps=3)
-    export(str(tmp_path / "shelf"), tmp_path / "peft", "peft")
-    export(str(tmp_path / "shelf"), tmp_path / "merged", "hf")
+    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "checkpoint_dir"), lora=True, steps=3)
+    export(str(tmp_path / "checkpoint_dir"), tmp_path / "peft", "peft")
+    export(str(tmp_path / "checkpoint_dir"), tmp_path / "merged", "hf")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "peft")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-5, atol=1e-5)
@@ -74,14 +74,14 @@ def test_adapters_as_peft_and_merged(tmp_path, ranks):
 
 def test_one_torch_file(tmp_path, ranks):
     save_model(tmp_path / "model")
-    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "shelf"))
-    export(str(tmp_path / "shelf"), tmp_path / "model.pt", "torch")
+    ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "checkpoint_dir"))
+    export(str(tmp_path / "checkpoint_dir"), tmp_path / "model.pt", "torch")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     want = tensors(tmp_path / "model")
     assert found.keys() == want.keys()
     assert all(torch.equal(want[n], t) for n, t in found.items())
     with pytest.raises(FullshardError, match="exists already"):
-        export(str(tmp_path / "shelf"), tmp_path / "model.pt", "torch")
+        export(str(tmp_path / "checkpoint_dir"), tmp_path / "model.pt", "torch")
     import_weights(str(tmp_path / "model.pt"), Local(tmp_path / "back"))
     back = open_checkpoint(tmp_path / "back")
     assert all(np.array_equal(back.tensor(f"model.{n}"), t.numpy()) for n, t in want.items())
@@ -93,13 +93,13 @@ def test_presets_become_llamas_of_transformers(tmp_path, ranks):
     plain = load_model("llama-nano")
     initialize(plain, torch.device("cpu"), seed=0)
     torch.save(OrderedDict((n, p.detach()) for n, p in plain.named_parameters()), tmp_path / "m.pt")
-    place = import_weights(str(tmp_path / "m.pt"), Local(tmp_path / "shelf"))
+    place = import_weights(str(tmp_path / "m.pt"), Local(tmp_path / "checkpoint_dir"))
     with pytest.raises(FullshardError, match="give --config DIR"):
         export(str(place), tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
     from fullshard.checkpoint.export import export_hugging_face
 
-    found = open_checkpoint(tmp_path / "shelf")
+    found = open_checkpoint(tmp_path / "checkpoint_dir")
     object.__setattr__(found.manifest, "recipe", {"model": {"name": "llama-nano"}})
     export_hugging_face(found, tmp_path / "out", None, None)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -149,7 +149,7 @@ def deepspeed(path: Path, stage: int, ranks: int, params: dict[str, torch.Tensor
     if stage == 3:
         pad = lambda p: torch.cat([p.flatten(), torch.zeros(-p.numel() % ranks)])
         cut = [torch.cat([pad(p).chunk(ranks)[r] for p in params.values()]) for r in range(ranks)]
-        key, groups = "fp32_flat_groups", [[c[:5], c[5:]] for c in cut]  # sub-groups cut anywhere
+        key, groups = "fp32_flat_groups", [[c[:5], c[5:]] for c in cut]  # sub-groups of any sizes
     else:
         whole = torch.cat([p.flatten() for p in params.values()])
         whole = torch.cat([whole, torch.zeros(-whole.numel() % (2 * ranks))])
@@ -207,9 +207,9 @@ def test_crafted_files_do_nothing_but_fail_with_a_sentence(tmp_path, kind):
             torch.save({"optimizer_state_dict": Evil(mark)}, where / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
         case "builtins":
             evil_zip(where / "model.pt", b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.")
-        case "storage":  # the bytes of a tensor that is not there
+        case "storage":  # a storage that does not exist
             evil_zip(where / "model.pt", pickle_of(storage="9"))
-        case "span":  # reaches beyond its bytes
+        case "span":  # reaches beyond its storage
             evil_zip(where / "model.pt", pickle_of(shape=1 << 40))
         case "latest":
             (where / "latest").write_text("../../etc")
@@ -221,21 +221,21 @@ def test_crafted_files_do_nothing_but_fail_with_a_sentence(tmp_path, kind):
 
 
 def pickle_of(storage: str = "0", shape: int = 2) -> bytes:
-    from fullshard.checkpoint.torch_pickles import state_dict_pickle, text
+    from fullshard.checkpoint.torch_pickles import pickled_text, state_dict_pickle
 
-    return state_dict_pickle([("w", "F32", (shape,))]).replace(text("0"), text(storage))
+    return state_dict_pickle([("w", "F32", (shape,))]).replace(pickled_text("0"), pickled_text(storage))
 
 
 def test_a_dcp_file_outside_the_directory_is_not_read(tmp_path, ranks):
     ranks(2).run(checkpoint.save_others, str(tmp_path))
     metadata = (tmp_path / "bare/.metadata").read_bytes()
     (tmp_path / "bare/.metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"../secrets/x"))
-    with pytest.raises(FullshardError, match="does not lie in it"):
+    with pytest.raises(FullshardError, match="which is not a file in it"):
         import_weights(str(tmp_path / "bare"), Local(tmp_path / "out"))
 
 
 def test_export_takes_memory_for_one_tensor_not_for_the_model(tmp_path):
-    """In a process of its own, so that its peak is its own."""
+    """Runs in a separate process, to measure its peak memory."""
     import subprocess
     import sys
 
@@ -243,10 +243,10 @@ def test_export_takes_memory_for_one_tensor_not_for_the_model(tmp_path):
 import resource, numpy as np
 from pathlib import Path
 from fullshard.checkpoint.place import Local
-from fullshard.checkpoint.writer import Source, write_checkpoint
+from fullshard.checkpoint.writer import TensorSource, write_checkpoint
 from fullshard.checkpoint.export import export
 make = lambda i: (lambda: np.full(2_000_000, i, '<f4').tobytes())
-sources = [Source(f'model.w{{i}}', 'F32', (2_000_000,), make(i)) for i in range(40)]  # 320 MB
+sources = [TensorSource(f'model.w{{i}}', 'F32', (2_000_000,), make(i)) for i in range(40)]  # 320 MB
 write_checkpoint(Local(Path({str(tmp_path)!r})), sources, step=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export({str(tmp_path)!r}, Path({str(tmp_path / "out.pt")!r}), 'torch')

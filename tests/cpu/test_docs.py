@@ -1,107 +1,144 @@
-"""The documentation is true: its Python runs, its commands succeed and print what it shows, its links
-lead somewhere, its plan files are what the code writes."""
+"""The documentation is true: its Python runs, its commands succeed and print what it shows, its links lead somewhere."""
 
+import json
 import os
 import re
-import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from fullshard.plan import Plan
+from fullshard.runs.recipe import Recipe
+from tests.cpu.doc_blocks import FENCE, NOT_RUN, ROOT, SHELL, Block, blocks_of, commands_of, shows
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.M | re.S)
+RUN = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]  # pages whose blocks are run
+PAGES = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md", ROOT / "benchmarks/results/README.md"]
+LANGUAGES = {"", "python", *SHELL, "text", "json", "toml"}
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?[^)]*\)")
-SKIPPED = "# not run"
-ANYTHING = "…"  # alone on a line of output: any lines
-RUNNER = """
-import sys
-names = {"__name__": "__main__"}
-for page, line, source in eval(sys.stdin.read()):
-    exec(compile("\\n" * line + source, page, "exec"), names)
-"""
-
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+HEADING = re.compile(r"^(#+) +(.*?)[ \t]*$", re.M)
+COMMAND = re.compile(r"^(\$ |fullshard |torchrun |srun |pip |make |python )", re.M)
+LONGEST = 600  # characters of a paragraph: five lines of 120
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The page's fenced blocks in a language, each with the number of lines above its first."""
-    text = page.read_text()
-    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == language]
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def run(command: list[str], directory: Path, stdin: str = "") -> subprocess.CompletedProcess:
-    """As one process without ranks or GPU, in a directory of its own."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in launched}
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str | None]:
+    """For each page what went wrong, or None. One process runs them all, without ranks or GPU."""
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    options = {"cwd": directory, "env": kept | alone, "input": stdin, "capture_output": True, "text": True}
-    return subprocess.run(command, **options, timeout=240, encoding="utf-8", check=False)
-
-
-def commands(block: str) -> list[tuple[str, list[str]]]:
-    """The `fullshard …` lines of a console block, each with the output shown under it.
-
-    A line that starts with `$` is a command; in a block without any, every line is one.
-    """
-    lines = block.replace("\\\n", " ").splitlines()
-    prompted = any(line.startswith("$ ") for line in lines)
-    found: list[tuple[str, list[str]]] = []
-    for line in lines:
-        if line.startswith("$ ") or not prompted:
-            found.append((line.removeprefix("$ ").strip(), []))
-        elif found:
-            found[-1][1].append(line.rstrip())
-    return [(command, shown) for command, shown in found if command.startswith("fullshard ")]
-
-
-def shows(shown: list[str], printed: list[str]) -> bool:
-    """Whether a page's lines are the printed ones, where `…` stands for any."""
-    pattern = "".join("(?:.*\n)*" if line.strip() == ANYTHING else re.escape(line) + "\n" for line in shown)
-    return re.fullmatch(pattern, "".join(line.rstrip() + "\n" for line in printed)) is not None
-
-
-@each_page
-def test_python_blocks_run(page: Path, tmp_path: Path):
-    sources = [(str(page), line, text) for line, text in blocks(page, "python") if not text.startswith(SKIPPED)]
-    done = run([sys.executable, "-W", "ignore", "-c", RUNNER], tmp_path, stdin=repr(sources))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.doc_blocks", *map(str, RUN)]
+    done = subprocess.run(command, cwd=ROOT, env=kept | alone, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_blocks_run(page: Path, outcomes):
+    assert outcomes[str(page)] is None, outcomes[str(page)]
 
 
 @each_page
-def test_commands_succeed_and_print_what_is_shown(page: Path, tmp_path: Path):
-    for _, block in blocks(page, "console"):
-        for command, shown in commands(block):
-            done = run([sys.executable, "-m", "fullshard.cli", *shlex.split(command, comments=True)[1:]], tmp_path)
-            assert done.returncode == 0, f"{command}\n{done.stderr}"
-            assert not shown or shows(shown, done.stdout.splitlines()), f"{command} prints\n{done.stdout}"
+def test_a_block_that_is_not_run_says_why(page: Path):
+    found = blocks_of(page.read_text())
+    assert {b.language for b in found} <= LANGUAGES
+    reasons = [m[1] for b in found for m in NOT_RUN.finditer(b.text)]
+    assert all(reasons), "write `# not run: REASON`"
+    plain = [b.line for b in found if not b.language and COMMAND.search(b.text)]
+    assert not plain, f"blocks after lines {plain} hold commands: label them sh or console"
 
 
 @each_page
-def test_relative_links_lead_somewhere(page: Path):
-    prose = FENCE.sub("", page.read_text())
-    targets = [t.partition("#")[0] for t in LINK.findall(prose) if not re.match(r"\w+:", t)]
-    assert [t for t in targets if t and not (page.parent / t).exists()] == []
+def test_links_lead_somewhere(page: Path):
+    targets = [t.partition("#") for t in LINK.findall(prose(page)) if not re.match(r"\w+:", t)]
+    files = [(page.parent / path if path else page, anchor) for path, _, anchor in targets]
+    assert [str(file) for file, _ in files if not file.exists()] == []
+    assert [f"{file}#{anchor}" for file, anchor in files if anchor and anchor not in anchors(file)] == []
 
 
 @each_page
-def test_plan_files_are_what_the_code_writes(page: Path):
-    for _, text in blocks(page, "json"):
-        if '"units"' in text:
-            assert Plan.from_json(text).to_json() == text
+def test_paragraphs_are_short(page: Path):
+    assert [p for p in paragraphs(page) if len(p) > LONGEST] == []
 
 
-def test_blocks_are_found(tmp_path: Path):
-    """The finder itself: a page whose fences it misread would pass without being run."""
-    page = tmp_path / "page.md"
-    console = "$ fullshard models \\\n --json\n…\nend\n$ ls\n"
-    page.write_text(f"a\n```python\nx = 1\n```\n```console\n{console}```\n```python\n# not run\n```\n")
-    assert blocks(page, "python") == [(2, "x = 1\n"), (12, "# not run\n")]
-    assert commands(blocks(page, "console")[0][1]) == [("fullshard models   --json", ["…", "end"])]
-    assert shows(["…", "end"], ["1", "2", "end"])
-    assert not shows(["end"], ["1", "end"])
-    assert shows(["a", "…"], ["a"])
+@each_page
+def test_promises_are_kept_out(page: Path):
+    """What a page says works. What does not is in a list of limits."""
+    sections = re.split(r"^(?=#+ )", prose(page), flags=re.M)
+    others = [s for s in sections if "limit" not in s.partition("\n")[0].lower()]
+    assert [s.partition("\n")[0] for s in others if re.search(r"\bnot yet\b", s, re.I)] == []
+
+
+@each_page
+def test_files_shown_are_what_the_code_reads(page: Path):
+    for block in blocks_of(page.read_text()):
+        if block.language == "json" and '"units"' in block.text:
+            assert Plan.from_json(block.text).to_json() == block.text
+        if block.language == "toml":
+            unknown = [key for key in toml_keys(block.text) if key not in recipe_keys()]
+            assert not unknown, f"line {block.line}: no recipe has {unknown}"
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def paragraphs(page: Path) -> list[str]:
+    """Paragraphs and list items, without tables."""
+    items = re.split(r"\n(?:[ \t]*\n|(?=[ \t]*(?:[-*]|\d+\.) )|(?=\|))", prose(page))
+    return [" ".join(item.split()) for item in items if not item.lstrip().startswith("|")]
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings' anchors as GitHub makes them."""
+    found: list[str] = []
+    for _, title in HEADING.findall(prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return set(found)
+
+
+def toml_keys(text: str) -> list[str]:
+    tree = tomllib.loads(text)
+    return [f"{s}.{k}" if isinstance(t, dict) else s for s, t in tree.items() for k in (t if isinstance(t, dict) else [s])]
+
+
+def recipe_keys() -> set[str]:
+    sections = Recipe.model_json_schema()
+    kinds = {name: str(part).partition("#/$defs/")[2].partition("'")[0] for name, part in sections["properties"].items()}
+    return {"plan", *(f"{name}.{key}" for name, kind in kinds.items() for key in sections["$defs"][kind]["properties"])}
+
+
+# -- the finder itself: a page whose fences it misread would pass without being run ------------------------------------------
+
+
+def test_blocks_are_found():
+    console = "$ fullshard models \\\n --json\n…\nend\n$ ls\n$ pip install x  # not run: needs a network\n"
+    found = blocks_of(f"a\n```python\nx = 1\n```\n```console\n{console}```\n```sh\n# not run: slow\nmake\n```\n")
+    assert found[0] == Block("python", 2, "x = 1\n")
+    models, listing = commands_of(found[1])
+    assert models.text == "fullshard models   --json"
+    assert models.shown == ("…", "end")
+    assert models.in_process
+    assert listing.text == "ls"
+    assert not listing.in_process
+    assert commands_of(found[2]) == []
+    assert found[2].skipped
+
+
+def test_output_is_compared():
+    assert shows(["…", "end"], "1\n2\nend\n")
+    assert not shows(["end"], "1\nend\n")
+    assert shows(["a", "…"], "a\n")
+    assert shows(["a … c"], "a b c\n")
+    assert not shows(["a … c"], "a b\n")

@@ -181,10 +181,10 @@ def damage(source: Path, target: Path, kind: str) -> None:
 
 
 DAMAGED = {
-    "cut": "is damaged or cut off",
+    "cut": "is damaged or truncated",
     "header": "is damaged: its header is not JSON",
     "gone": "lacks model-00001-of-",
-    "empty": "is not a safetensors file, or cut off",
+    "empty": "is not a safetensors file, or truncated",
     "missing": "has no tensor for",
     "extra": "has model.layers.9.self_attn.q_proj.weight, which this model lacks",
     "shape": "is [3, 3], the model's is",

@@ -1,4 +1,4 @@
-"""A flipped bit in what torch wrote is found, for each kind of foreign checkpoint; DCP metadata that lies is refused."""
+"""Damage to other programs' checkpoints is found in every format, and wrong DCP metadata is refused."""
 
 import pickle
 import tracemalloc
@@ -20,7 +20,7 @@ PARAMS = {"a.weight": torch.arange(24.0).view(6, 4), "b": torch.arange(100.0, 10
 
 
 def saved(directory: Path, kind: str) -> tuple[Path, Path, bytes]:
-    """A checkpoint of this kind, the file in it that holds a tensor, and that tensor's bytes."""
+    """A checkpoint in this format, a file of it that holds a tensor, and the tensor's bytes."""
     data = PARAMS["b"].numpy().tobytes()
     match kind:
         case "pt":
@@ -70,7 +70,7 @@ def test_a_file_without_checksums_is_imported_and_said(tmp_path, capsys, monkeyp
 
 
 def test_tensors_of_every_kind_are_read_or_refused_by_name(tmp_path):
-    """None is left out without a word."""
+    """No tensor is left out silently."""
     weight = torch.nn.Parameter(torch.randn(3))
     weight.tensor_model_parallel = True  # an attribute, as Megatron sets
     named = {"fp8": torch.ones(4).to(torch.float8_e4m3fn), "attribute": weight, "u16": torch.ones(2, dtype=torch.uint16)}
@@ -79,7 +79,7 @@ def test_tensors_of_every_kind_are_read_or_refused_by_name(tmp_path):
     kinds = {n: t.dtype for n, t in found.items()}
     assert kinds == {"model.fp8": "F8_E4M3", "model.attribute": "F32", "model.u16": "U16"}
     torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
-    with pytest.raises(FullshardError, match=r"sparse.pt: w is .* of an unknown kind; convert it to a plain tensor"):
+    with pytest.raises(FullshardError, match=r"sparse.pt: w is .* of an unknown class; convert it to a plain tensor"):
         import_weights(str(tmp_path / "sparse.pt"), Local(tmp_path / "out2"))
 
 
@@ -95,7 +95,7 @@ def lying(directory: Path, kind: str) -> None:
             w.size = torch.Size([1 << 30, 1 << 10])
         case "claims in its chunks":
             w.size, w.chunks = torch.Size([1 << 40]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 40]))]
-        case "overlap":  # adds up, and leaves a hole
+        case "overlap":  # the sizes add up, with a gap
             w.chunks = [*w.chunks[:1], ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))]
         case "missing":
             tree.storage_data.popitem()
@@ -111,12 +111,12 @@ def lying(directory: Path, kind: str) -> None:
 
 LIES = {
     "claims": "the chunks of w do not add up to it",
-    "claims in its chunks": "does not say where a chunk of w lies|not what the metadata says",
+    "claims in its chunks": "does not say where a chunk of w is|another shape or dtype than in the metadata",
     "overlap": "chunks of w overlap",
-    "missing": "does not say where a chunk of b lies",
-    "length": "is cut off",
-    "empty": "is no metadata of a DCP checkpoint that is known",
-    "text": "is no metadata of a DCP checkpoint that is known",
+    "missing": "does not say where a chunk of b is",
+    "length": "is truncated",
+    "empty": "is not the metadata of a known version of DCP",
+    "text": "is not the metadata of a known version of DCP",
 }
 
 
@@ -145,11 +145,11 @@ def test_a_zero_checkpoint_without_a_key(tmp_path, missing):
         for table in (tree, tree.get("optimizer_state_dict", {})):
             table.pop(missing, None)
         torch.save([] if missing == "everything" else tree, file)
-    with pytest.raises(FullshardError, match="is no ZeRO checkpoint that is known"):
+    with pytest.raises(FullshardError, match="is not a ZeRO checkpoint of a known version"):
         import_weights(str(tmp_path / "zero"), Local(tmp_path / "out"))
 
 
 def test_latest_that_is_a_directory(tmp_path):
     (tmp_path / "latest").mkdir()
-    with pytest.raises(FullshardError, match="latest: it is no plain file"):
+    with pytest.raises(FullshardError, match="latest: it is not a plain file"):
         import_weights(str(tmp_path), Local(tmp_path / "out"))

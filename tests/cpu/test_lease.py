@@ -1,4 +1,4 @@
-"""One writer a shelf: leases in directories and in an object store, broken when they are stale and only then."""
+"""One writer per directory of checkpoints: leases in directories and object stores, broken only when they are stale."""
 
 import dataclasses
 import importlib
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,14 @@ from typer.testing import CliRunner
 
 from fullshard import FullshardError
 from fullshard.checkpoint import commit, lease
-from fullshard.checkpoint.lease import LeaseLostError, leased, read_leases, take_lease
+from fullshard.checkpoint.lease import Lease, LeaseLostError, read_leases, take_lease
 from fullshard.checkpoint.place import Local, open_place
 from fullshard.checkpoint.verify import problems
 from fullshard.cli import app
 from fullshard.data.pack import pack
 from tests.cpu import checkpoint
 from tests.cpu.test_full_disk import Training, steps
-from tests.cpu.test_s3 import s3, shelf  # noqa: F401
+from tests.cpu.test_s3 import checkpoint_dir, s3  # noqa: F401
 from tests.cpu.test_train import MODEL, RECIPE
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +48,23 @@ except FullshardError as error:
 
 
 def hold(where, dying: float = 0.5, begin: float = 0.0, **variables: str) -> subprocess.Popen:
-    """A process that takes a shelf's lease, and says so or why not."""
+    """A process that takes the lease of a directory, and prints that it did or why not."""
     line = [sys.executable, "-c", HOLD, str(where), str(dying), str(begin)]
     return subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
 
 
+@contextmanager
+def leased(place) -> Iterator[Lease]:
+    taken = take_lease(place)
+    try:
+        yield taken
+    finally:
+        taken.release()
+
+
 @pytest.fixture(params=["directory", "s3"])
 def place(request, tmp_path):
-    return Local(tmp_path / "shelf") if request.param == "directory" else request.getfixturevalue("shelf")
+    return Local(tmp_path / "checkpoint_dir") if request.param == "directory" else request.getfixturevalue("checkpoint_dir")
 
 
 def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkeypatch):
@@ -74,8 +85,8 @@ def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkey
 
 
 def test_of_several_starters_one_wins(place):
-    """Eight at the same moment, over the lease of a process that is gone."""
-    dead = dataclasses.replace(lease._me("gone"), pid=2**22 - 1)
+    """Eight processes at the same time, over the lease of one that has ended."""
+    dead = dataclasses.replace(lease._this_process("gone"), pid=2**22 - 1)
     if isinstance(place, Local):
         place.path.mkdir()
     assert place.create(lease.lease_name(7), dead.to_bytes())
@@ -90,7 +101,7 @@ def test_of_several_starters_one_wins(place):
 
 
 def test_a_process_of_the_same_number_is_not_the_holder(tmp_path):
-    other = dataclasses.replace(lease._me("x"), pid=os.getppid(), started="1")  # which lives, and began later
+    other = dataclasses.replace(lease._this_process("x"), pid=os.getppid(), started="1")  # alive, but started at another time
     Local(tmp_path).create(lease.lease_name(1), other.to_bytes())
     with leased(Local(tmp_path)) as mine:
         assert mine.number == 2
@@ -103,8 +114,8 @@ def quick(monkeypatch):
 
 
 def elsewhere(place, renewed: float) -> lease.Holder:
-    """The lease of a process of another machine."""
-    found = dataclasses.replace(lease._me("runs/b"), boot="another", host="far", renewed=renewed)
+    """A lease held by a process of another machine."""
+    found = dataclasses.replace(lease._this_process("runs/b"), boot="another", host="far", renewed=renewed)
     if isinstance(place, Local):
         place.path.mkdir(exist_ok=True)
     place.create(lease.lease_name(1), found.to_bytes())
@@ -112,7 +123,7 @@ def elsewhere(place, renewed: float) -> lease.Holder:
 
 
 def test_another_machine_is_watched_whatever_its_clock_says(place, quick):
-    """Unchanged: broken, sooner where it is old. Renewed: refused, however old its clock says it is."""
+    """An unchanged lease is broken, an old one sooner. A renewed one is respected, however old it claims to be."""
     for renewed, least in ((time.time() - 100, 0.9), (time.time() + 1000, 3.0)):
         elsewhere(place, renewed)
         began = time.monotonic()
@@ -142,10 +153,10 @@ def test_a_holder_renews_and_one_that_was_replaced_finds_out(place, quick):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         mine.check()
-        place.create(lease.lease_name(mine.number + 1), dataclasses.replace(lease._me("runs/b"), pid=1).to_bytes())
+        place.create(lease.lease_name(mine.number + 1), dataclasses.replace(lease._this_process("runs/b"), pid=1).to_bytes())
         with pytest.raises(LeaseLostError, match=r"was taken over by process 1 on \S+ \(runs/b\)"):
             mine.check()
-    assert [n for n in read_leases(place) if n != mine.number]  # the other's stays
+    assert [n for n in read_leases(place) if n != mine.number]  # the other lease stays
 
 
 def test_half_a_lease_is_no_lease(tmp_path, quick):
@@ -173,15 +184,15 @@ def test_a_store_without_conditions_has_one_winner_too(monkeypatch):
     assert sorted(found) == [False] * 4 + [True]
 
 
-def test_a_writer_whose_shelf_was_taken_over_neither_writes_nor_deletes(ranks, tmp_path):
-    for said in ranks(2).run(checkpoint.taken_over, str(tmp_path / "shelf")):
+def test_a_writer_whose_directory_was_taken_over_neither_writes_nor_deletes(ranks, tmp_path):
+    for said in ranks(2).run(checkpoint.taken_over, str(tmp_path / "checkpoint_dir")):
         assert "was taken over by process 1 on" in said["error"]
         assert said["lost"]
-    assert commit.committed(Local(tmp_path / "shelf")) == ["step-00000001", "step-00000002"]
-    assert not [n for n in os.listdir(tmp_path / "shelf") if n.startswith(".step-00000003") and "removed" in n]
+    assert commit.committed(Local(tmp_path / "checkpoint_dir")) == ["step-00000001", "step-00000002"]
+    assert not [n for n in os.listdir(tmp_path / "checkpoint_dir") if n.startswith(".step-00000003") and "removed" in n]
 
 
-def test_gc_leaves_the_shelf_of_a_live_run_alone(ranks, tmp_path, monkeypatch):
+def test_gc_leaves_the_directory_of_a_live_run_alone(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "DYING", 0.5)
     ranks(2).run(checkpoint.three, str(tmp_path))
     (tmp_path / ".step-00000009.ab.partial").mkdir()

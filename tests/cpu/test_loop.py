@@ -165,7 +165,7 @@ BAD = {
     "plan.strategy=mixed plan.keep_whole=['emb']": "no unit matches 'emb'",
     "plan.sync=last train.global_batch=4": "batch.sync = 'last' has no effect",
     "data.valid=other eval.every=1": "were packed with different tokenizers",
-    "data.path=damaged": "it is damaged; pack the data again",
+    "data.path=damaged": "is damaged: ",
     "sample.every=1 sample.prompts=['a'] sample.tokenizer=none.json": "there is no tokenizer file none.json",
 }
 

@@ -11,7 +11,7 @@ import torch
 
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster, Measured
-from fullshard.cluster.measured import Gemm
+from fullshard.cluster.measured import MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.measuring import timings
 from fullshard.on_torch.measuring.device_presets import device_preset, measured_cluster
@@ -165,7 +165,7 @@ def test_a_device_is_known_by_the_name_its_driver_gives(reported, preset, monkey
 
 def test_a_device_nobody_listed_stands_on_its_own_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 3060")
-    found = Measured("NVIDIA GeForce RTX 3060", "bf16", memory=12 << 30, hbm=3e11, gemms=(Gemm(4096, 4096, 4096, 4e-3),))
+    found = Measured("NVIDIA GeForce RTX 3060", "bf16", memory=12 << 30, hbm=3e11, gemms=(MeasuredGemm(4096, 4096, 4096, 4e-3),))
     cluster = measured_cluster(torch.device("cuda", 0), found)
     assert cluster.name == "1xnvidiageforcertx3060"
     assert cluster.nominal("hbm") == 3e11

@@ -17,7 +17,7 @@ from fullshard.on_torch import loss_chunks
 from fullshard.on_torch.models import Llama
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
-from fullshard.planner.memory import peak, replay
+from fullshard.planner.memory import peak, section_events, tape
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
 from tests.cpu import live
 
@@ -107,22 +107,22 @@ def test_the_peak_is_that_of_the_storages_alive(name, loss, monkeypatch):
     assert abs(_peak(tape) - ran(name, loss).peak) <= 64  # bytes: counters and factors of the step itself
 
 
-def _peak(tape: replay.Tape) -> int:
+def _peak(tape: tape.Tape) -> int:
     return max(accumulate(d if term != "workspace" else 0 for d, term in zip(tape.deltas, tape.terms, strict=True)))
 
 
 def _without_cuda(monkeypatch) -> None:
     """CPU kernels have other temporaries, or none."""
-    for rule in kernel_workspace.HIDDEN:
-        monkeypatch.setitem(kernel_workspace.HIDDEN, rule, lambda *_: ())
-    monkeypatch.setitem(kernel_workspace.HIDDEN, "chunk_cat", lambda *_: (0,))
-    replay._evaluated.cache_clear()
+    for rule in kernel_workspace.WORKSPACES:
+        monkeypatch.setitem(kernel_workspace.WORKSPACES, rule, lambda *_: ())
+    monkeypatch.setitem(kernel_workspace.WORKSPACES, "chunk_cat", lambda *_: (0,))
+    section_events.sized_events.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
     yield
-    replay._evaluated.cache_clear()
+    section_events.sized_events.cache_clear()
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -154,7 +154,7 @@ def _traced_saved(remat: str) -> int:
     found = description("plain").costs.trace("bf16", "chunked", remat)
     alive: dict[str, int] = {}
     for moment in ("enter", "forward", "leave"):
-        for e in found.by_moment[moment, "model.layers.1"].events:
+        for e in found.by_phase[moment, "model.layers.1"].events:
             if e.action == "allocate" and not e.unit:
                 alive[e.tensor] = evaluate(e.size[0], ROWS, TOKENS)
             elif e.action == "free" and not e.unit:

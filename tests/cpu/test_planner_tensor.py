@@ -12,8 +12,8 @@ from fullshard import on_torch
 from fullshard.model.costs import TENSOR_AXIS, evaluate
 from fullshard.model.presets import GPTSize, LlamaSize
 from fullshard.on_torch.models import GPT, Llama
-from fullshard.planner.memory import peak, replay
-from fullshard.planner.search.space import Wanted, strategies
+from fullshard.planner.memory import peak, section_events
+from fullshard.planner.search.space import PlanRequest, strategies
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
 from tests.cpu import live
@@ -56,7 +56,7 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) f
 @pytest.fixture(autouse=True)
 def _fresh():
     yield
-    replay._evaluated.cache_clear()
+    section_events.sized_events.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -91,7 +91,7 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
 
 
 def test_the_search_tries_tensor_axes_that_were_traced():
-    wanted = Wanted(description(50), fs.Cluster.load("4xh100"), TOKENS, 4, loss="plain")
+    wanted = PlanRequest(description(50), fs.Cluster.load("4xh100"), TOKENS, 4, loss="plain")
     assert {plan.mesh.tensor for families in strategies(wanted) for family in families for _, plan in family} == {1, 2}
     chunked = dataclasses.replace(wanted, loss="chunked")  # which a split head cannot have
     assert {plan.mesh.tensor for families in strategies(chunked) for family in families for _, plan in family} == {1}

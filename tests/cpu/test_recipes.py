@@ -48,7 +48,7 @@ def lines(path: Path) -> list[dict]:
 
 def documented_keys() -> set[str]:
     """The keys of a step's line, from the page's table; those of a GPU alone left out."""
-    section = (ROOT / "docs/recipes.md").read_text().split("### metrics.jsonl")[1]
+    section = (ROOT / "docs/reference/run.md").read_text().split("## metrics.jsonl")[1]
     first_table = next(block for block in section.split("\n\n") if block.startswith("|"))
     rows = [row.split("|")[1:3] for row in first_table.splitlines() if row.startswith("| `")]
     return {key for keys, text in rows for key in re.findall(r"`(\w+)`", keys) if "(GPU)" not in text}

@@ -198,10 +198,10 @@ def test_can_resume_says_yes_or_why_not_without_ranks(here, uninterrupted, monke
 
 
 def test_two_runs_in_one_directory_are_refused(tmp_path):
-    second = commit.hold_run(tmp_path, patience=0.3)
-    with commit.hold_run(tmp_path), pytest.raises(FullshardError, match="another process trains into"):
+    second = commit.lock_run(tmp_path, patience=0.3)
+    with commit.lock_run(tmp_path), pytest.raises(FullshardError, match="another process trains into"):
         second.__enter__()
-    with commit.hold_run(tmp_path, patience=0.0):
+    with commit.lock_run(tmp_path, patience=0.0):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on S3 for real: a server that speaks its protocol, on loopback."""
+"""Checkpoints on S3, with a server that implements its protocol on loopback."""
 
 import json
 import secrets
@@ -32,7 +32,7 @@ def s3():
 
 
 @pytest.fixture
-def shelf(s3, monkeypatch):
+def checkpoint_dir(s3, monkeypatch):
     """A directory of checkpoints in a bucket of its own."""
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
@@ -42,33 +42,33 @@ def shelf(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_while_it_saves_to_s3_goes_on_to_the_bit(s3, shelf, tmp_path, kills):
+def test_a_run_that_is_killed_while_it_saves_to_s3_goes_on_to_the_bit(s3, checkpoint_dir, tmp_path, kills):
     """Ranks die by SIGKILL before, within and after each request that a save or retention makes; what must hold then is
     in `tests/cpu/judge.py`."""
     write_recipe(tmp_path, MODEL.replace("layers=2", "layers=1").replace("dim=32", "dim=16"))
-    found = carry_out(tmp_path, kills, 0, 2, [f"checkpoint.path={shelf}", "checkpoint.every=5"], **s3)
+    found = carry_out(tmp_path, kills, 0, 2, [f"checkpoint.path={checkpoint_dir}", "checkpoint.every=5"], **s3)
     assert {m.split(" ", 2)[2] for m in found["met"]} >= {*STORE_PHASES}
-    assert len(commit.committed(shelf)) == 2  # keep = 2
+    assert len(commit.committed(checkpoint_dir)) == 2  # keep = 2
 
 
-def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, shelf, tmp_path, ranks):
+def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, checkpoint_dir, tmp_path, ranks):
     write_recipe(tmp_path, MODEL)
-    options = ["checkpoint.every=2", "train.steps=8", f"checkpoint.path={shelf}"]
+    options = ["checkpoint.every=2", "train.steps=8", f"checkpoint.path={checkpoint_dir}"]
     ranks(2).run(loop.with_environment, s3, "run", str(tmp_path), options, "whole")
     want = [m["loss"] for m in metrics(tmp_path / "runs/whole")]
-    assert commit.committed(shelf) == ["step-00000006", "step-00000008"]  # keep = 2
-    assert all(problems(shelf.child(n)) == [] for n in commit.committed(shelf))
-    shelf.child("step-00000008").write("shard-00000-of-00002.safetensors", b"other")
-    assert problems(shelf.child("step-00000008"))
-    bucket, _, prefix = shelf.path.partition("/")
-    shelf.filesystem.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/step-00000010/shard")
-    assert len(shelf.uploads()) == 1
+    assert commit.committed(checkpoint_dir) == ["step-00000006", "step-00000008"]  # keep = 2
+    assert all(problems(checkpoint_dir.child(n)) == [] for n in commit.committed(checkpoint_dir))
+    checkpoint_dir.child("step-00000008").write("shard-00000-of-00002.safetensors", b"other")
+    assert problems(checkpoint_dir.child("step-00000008"))
+    bucket, _, prefix = checkpoint_dir.path.partition("/")
+    checkpoint_dir.filesystem.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/step-00000010/shard")
+    assert len(checkpoint_dir.uploads()) == 1
     ranks(2).run(loop.with_environment, s3, "resume", str(tmp_path), options, "whole")
     assert [m["loss"] for m in metrics(tmp_path / "runs/whole")] == want
-    assert commit.committed(shelf) == ["step-00000006", "step-00000008"]
-    assert commit.garbage(shelf) == ([], [])
-    assert shelf.uploads() == []
-    assert all(problems(shelf.child(n)) == [] for n in commit.committed(shelf))
+    assert commit.committed(checkpoint_dir) == ["step-00000006", "step-00000008"]
+    assert commit.garbage(checkpoint_dir) == ([], [])
+    assert checkpoint_dir.uploads() == []
+    assert all(problems(checkpoint_dir.child(n)) == [] for n in commit.committed(checkpoint_dir))
 
 
 # -- a store that is not there --------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, shelf, tmp
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """The sentence by which `fullshard checkpoint show` refuses a URL, with these variables of the environment."""
+    """The error of `fullshard checkpoint show` for a URL, with these environment variables."""
 
     def run(url: str, **environment: str) -> str:
         for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
@@ -105,7 +105,7 @@ def test_no_credentials(s3, refused, tmp_path):
 
 
 def test_a_server_that_does_not_answer(s3, refused):
-    """A port of loopback on which nobody listens."""
+    """A port on loopback without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"

@@ -18,8 +18,8 @@ import typer
 from fullshard.checkpoint.importing import import_weights
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, checksum
 from fullshard.checkpoint.place import Local
-from fullshard.checkpoint.safetensors import Files
-from fullshard.checkpoint.writer import Source, write_checkpoint
+from fullshard.checkpoint.safetensors import SafetensorsDirectory
+from fullshard.checkpoint.writer import TensorSource, write_checkpoint
 from fullshard.commands import checkpoint as commands
 from fullshard.errors import FullshardError
 from tests.fuzz import hostile, torch_files
@@ -37,7 +37,7 @@ def seed() -> dict[str, bytes]:
     draw = np.random.default_rng(0)
     shapes = {"base_model.model.a.base_layer.weight": (6, 4), "base_model.model.a.lora_A.default.weight": (2, 4)}
     shapes |= {"base_model.model.a.lora_B.default.weight": (6, 2), "b": (5,), "s": ()}
-    sources = [Source(f"model.{n}", "F32", s, draw.normal(size=s).astype("<f4").tobytes) for n, s in shapes.items()]
+    sources = [TensorSource(f"model.{n}", "F32", s, draw.normal(size=s).astype("<f4").tobytes) for n, s in shapes.items()]
     recipe = {"model": {"name": "llama-nano"}, "lora": {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["a"]}}
     with tempfile.TemporaryDirectory() as directory:
         about = {"recipe": recipe, "plan": {"mesh": {}}, "cursor": 8, "metrics": {"loss": 0.5}, "state": {"extra": {}}}
@@ -172,7 +172,7 @@ def _hostile_header(random: Random, header: dict) -> bytes:
 
 
 def read_safetensors(directory: Path) -> None:
-    files = Files(directory)
+    files = SafetensorsDirectory(directory)
     for name, entry in files.entries.items():
         files.read(name, [(0, n) for n in entry.shape], memoryview(bytearray(entry.nbytes)))
     imported(directory)

@@ -182,7 +182,7 @@ CHATML = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEMPLATES = [
-    chat_templates.PLAIN,
+    chat_templates.CHATML,
     CHATML,
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
     "{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}{{ eos_token }}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from fullshard.checkpoint.place import Local, Place
-from fullshard.checkpoint.writer import Source, write_checkpoint
+from fullshard.checkpoint.writer import TensorSource, write_checkpoint
 
 
 def arrays(seed: int = 0) -> dict[str, np.ndarray]:
@@ -20,7 +20,7 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
 WORDS = {"<f4": "F32", "<i8": "I64", "<f2": "F16"}
 
 
-def make(shelf: Path, step: int = 3, seed: int = 0, found: dict[str, np.ndarray] | None = None, **about) -> Place:
+def make(checkpoint_dir: Path, step: int = 3, seed: int = 0, found: dict[str, np.ndarray] | None = None, **about) -> Place:
     named = found if found is not None else arrays(seed)
-    sources = [Source(n, WORDS[a.dtype.str], a.shape, a.tobytes) for n, a in named.items()]
-    return write_checkpoint(Local(shelf), sources, step=step, limit=40, **about)
+    sources = [TensorSource(n, WORDS[a.dtype.str], a.shape, a.tobytes) for n, a in named.items()]
+    return write_checkpoint(Local(checkpoint_dir), sources, step=step, limit=40, **about)

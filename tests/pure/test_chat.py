@@ -1,4 +1,4 @@
-"""Conversations: against hand-made texts, and against transformers' own rendering and mask of answers."""
+"""Conversations, compared with hand-written texts and with transformers' rendering and mask of answers."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ INSTRUCT = (
     "{% elif message.role == 'assistant' %} {{ message.content | trim }}{{ eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant speak') }}{% endif %}{% endfor %}"
 )
-FORGETFUL = (  # what an earlier answer says is left out once another follows
+FORGETFUL = (  # leaves out an earlier answer once another follows
     "{% for message in messages %}{{ message.role }}: "
     "{% if message.role == 'user' or loop.last %}{{ message.content }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -94,7 +94,7 @@ ASKED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "
     ("record", "field"),
     [
         ({"messages": ASKED}, None),
-        ({"messages": [{**m, "name": None} for m in ASKED], "prompt": None}, None),  # as a table holds it
+        ({"messages": [{**m, "name": None} for m in ASKED], "prompt": None}, None),  # as in a table
         ({"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}, None),
         ({"conversations": ASKED}, None),
         ({"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in ASKED]}, None),
@@ -261,7 +261,7 @@ def test_tools_reach_the_template(tmp_path):
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        (FORGETFUL, "a.jsonl:1: the chat template {} writes message 3 differently with and without what is around it"),
+        (FORGETFUL, "a.jsonl:1: the chat template {} renders message 3 differently depending on the messages around it"),
         (INSTRUCT, "a.jsonl:1: the chat template {} fails: only user and assistant speak"),
         ("{% for %}", "the chat template {} is not Jinja"),
         ("{{ strftime_now('%Y') }}", "a.jsonl:1: the chat template {} fails: 'strftime_now' is undefined"),

@@ -1,4 +1,4 @@
-"""The checkpoint format: what is damaged is found, what is crafted does nothing, what is half is invisible."""
+"""The checkpoint format: damage is found, crafted manifests are refused, unfinished checkpoints are invisible."""
 
 import contextlib
 import dataclasses
@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from fullshard.checkpoint import commit, file_writer
-from fullshard.checkpoint.average import average, narrow_to_bf16
+from fullshard.checkpoint.average import average, cast_to_bf16
 from fullshard.checkpoint.compare import differences, statistics
 from fullshard.checkpoint.manifest import MANIFEST, Chunk, FileRecord, Manifest, ManifestError, TensorRecord, checksum
 from fullshard.checkpoint.place import Local, open_place
-from fullshard.checkpoint.reader import Checkpoint, open_checkpoint, refuse_others
-from fullshard.checkpoint.retention import Candidate, Kept, to_remove
+from fullshard.checkpoint.reader import Checkpoint, open_checkpoint, refuse_mismatch
+from fullshard.checkpoint.retention import CheckpointSummary, Retention, to_remove
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from tests.pure.checkpoints import arrays, make
@@ -53,7 +53,7 @@ def test_a_checkpoint_reads_back_and_any_safetensors_reader_opens_its_files(plac
 
 
 def test_every_flipped_byte_of_every_file_is_found(place):
-    """All files, all offsets: the checkpoint is small enough."""
+    """Every byte of every file: the checkpoint is small."""
     for file in sorted(place.path.iterdir()):
         whole = file.read_bytes()
         for offset in range(len(whole)):
@@ -103,7 +103,7 @@ def test_damage_to_whole_files_is_found(place, kind):
 
 
 def sealed(tree: dict) -> bytes:
-    """A manifest with a right checksum, whatever it says."""
+    """A manifest of any contents, with a valid checksum."""
     body = json.dumps(tree)[1:].encode()
     return f'{{"checksum": "{checksum(body)}",\n'.encode() + body
 
@@ -158,21 +158,21 @@ def crafted(tree: dict, kind: str) -> dict:
 
 
 CRAFTED = {
-    "escape": "is no name for a file of a checkpoint",
-    "absolute": "is no name for a file of a checkpoint",
-    "dot": "is no name for a file of a checkpoint",
-    "manifest": "is no name for a file of a checkpoint",
+    "escape": "is not a valid name for a file of a checkpoint",
+    "absolute": "is not a valid name for a file of a checkpoint",
+    "dot": "is not a valid name for a file of a checkpoint",
+    "manifest": "is not a valid name for a file of a checkpoint",
     "huge": "do not add up to it",
-    "negative": "lies outside",
-    "outside": "lies outside",
+    "negative": "is outside",
+    "outside": "is outside",
     "overlap": "overlap",
     "hole": "do not add up to it",
     "unlisted": "which is not listed",
-    "dtype": "of the unknown dtype",
-    "float": "has an odd shape",
+    "dtype": "has the unknown dtype",
+    "float": "has an invalid shape",
     "newer": "this fullshard reads up to",
-    "null": "makes no sense",
-    "extra": "its extra is no table",
+    "null": "malformed",
+    "extra": "its extra is not a table",
 }
 
 
@@ -195,7 +195,7 @@ def test_a_sealed_manifest_that_changes_two_names_disagrees_with_the_files(tmp_p
 
 @given(st.data())
 def test_no_manifest_whatever_raises_anything_else(data):
-    """Random values in random places of a sealed manifest."""
+    """Random values in random fields of a manifest with a valid checksum."""
     record = TensorRecord((2,), "F32", (Chunk("f", 0, (0,), (2,)),))
     tree = json.loads(Manifest(1, {"a": record}, {"f": FILE}).to_bytes())
     del tree["checksum"]
@@ -241,81 +241,81 @@ def test_any_box_of_a_tensor_in_any_chunks_is_numpys_own_slice(tmp_path_factory,
 def test_strict_keys_list_what_differs(place):
     found = Checkpoint(place).manifest.tensors
     wanted = {n: (t.shape, t.dtype) for n, t in found.items()}
-    refuse_others("here", found, wanted)
+    refuse_mismatch("here", found, wanted)
     with pytest.raises(FullshardError, match=r"it lacks model\.c; it has model\.a besides"):
-        refuse_others("here", found, {("model.c" if n == "model.a" else n): k for n, k in wanted.items()})
+        refuse_mismatch("here", found, {("model.c" if n == "model.a" else n): k for n, k in wanted.items()})
     with pytest.raises(FullshardError, match=r"model\.a \(F32 \[5, 3\] instead of F16 \[5, 3\]\)"):
-        refuse_others("here", found, wanted | {"model.a": ((5, 3), "F16")})
-    refuse_others("here", found, wanted | {"model.new.x": ((1,), "F32")}, ["model.new.*"])
-    with pytest.raises(FullshardError, match="matches nothing"):
-        refuse_others("here", found, wanted, ["model.new.*"])
+        refuse_mismatch("here", found, wanted | {"model.a": ((5, 3), "F16")})
+    refuse_mismatch("here", found, wanted | {"model.new.x": ((1,), "F32")}, ["model.new.*"])
+    with pytest.raises(FullshardError, match="matches no tensor"):
+        refuse_mismatch("here", found, wanted, ["model.new.*"])
 
 
 # -- commit, garbage ----------------------------------------------------------------------------------------
 
 
 def test_a_partial_checkpoint_is_invisible_and_swept_unless_somebody_writes_it(tmp_path):
-    shelf = Local(tmp_path)
+    checkpoint_dir = Local(tmp_path)
     make(tmp_path, 1)
-    made = commit.draft(shelf, 2, commit.new_nonce())
+    made = commit.pending_checkpoint(checkpoint_dir, 2, commit.new_nonce())
     with commit.begin(made):
         made.staging.write("shard.safetensors", b"half")
-        assert commit.committed(shelf) == ["step-00000001"]
-        assert commit.sweep(shelf) == []  # held by us
-        assert commit.garbage(shelf)[1] == [made.staging.path.name]
+        assert commit.committed(checkpoint_dir) == ["step-00000001"]
+        assert commit.sweep(checkpoint_dir) == []  # this process has locked it
+        assert commit.garbage(checkpoint_dir)[1] == [made.staging.path.name]
     (tmp_path / "step-00000009").mkdir()  # a prefix without a manifest
-    assert len(commit.sweep(shelf)) == 2
+    assert len(commit.sweep(checkpoint_dir)) == 2
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 
 def test_replacing_a_checkpoint_leaves_one_whole_and_nothing_else(tmp_path):
     make(tmp_path, 1, seed=0)
     other = make(tmp_path / "other", 1, seed=1)
-    made = commit.draft(Local(tmp_path), 1, "ab")
+    made = commit.pending_checkpoint(Local(tmp_path), 1, "ab")
     shutil.copytree(other.path, made.staging.path)
     commit.commit(made, commit.read_manifest(other).to_bytes())
     assert sorted(os.listdir(tmp_path)) == ["other", "step-00000001"]
     np.testing.assert_array_equal(open_checkpoint(tmp_path).tensor("model.a"), arrays(1)["model.a"])
 
 
-def test_find_takes_a_checkpoint_a_shelf_or_a_run(tmp_path):
+def test_find_takes_a_checkpoint_a_directory_or_a_run(tmp_path):
     make(tmp_path / "checkpoints", 5)
     newest = make(tmp_path / "checkpoints", 40)
     for where in (tmp_path, tmp_path / "checkpoints", newest.path, f"file://{newest.path}"):
         assert str(commit.find(where)) == str(newest)
-    with pytest.raises(FullshardError, match="is no checkpoint"):
+    with pytest.raises(FullshardError, match="is neither a checkpoint"):
         commit.find(tmp_path / "nowhere")
 
 
 def test_memory_of_fsspec_is_a_place_like_any(tmp_path):
-    shelf = open_place("memory://shelf")
+    checkpoint_dir = open_place("memory://checkpoint_dir")
     source = make(tmp_path)
-    target = shelf.child("step-00000003")
+    target = checkpoint_dir.child("step-00000003")
     for name in source.files():
         target.write(name, source.read_whole(name, 1 << 20))
-    assert commit.committed(shelf) == ["step-00000003"]
+    assert commit.committed(checkpoint_dir) == ["step-00000003"]
     assert problems(target) == []
     np.testing.assert_array_equal(Checkpoint(target).tensor("model.a"), arrays()["model.a"])
-    commit.remove(shelf, "step-00000003")
-    assert commit.committed(shelf) == []
+    commit.remove(checkpoint_dir, "step-00000003")
+    assert commit.committed(checkpoint_dir) == []
     with pytest.raises(FullshardError, match="cannot open gopher://x"):
         open_place("gopher://x")
 
 
 # -- retention ----------------------------------------------------------------------------------------------
 
-HISTORY = [Candidate(step, step * 360.0, {"eval_loss": abs(step - 50)}) for step in range(10, 101, 10)]
+HISTORY = [CheckpointSummary(step, step * 360.0, {"eval_loss": abs(step - 50)}) for step in range(10, 101, 10)]
 
 
 @pytest.mark.parametrize(
     ("rules", "stay"),
     [
-        (Kept(), range(10, 101, 10)),
-        (Kept(last=2), [90, 100]),
-        (Kept(last=1, every=40), [40, 80, 100]),
-        (Kept(last=1, best=2, metric="eval_loss"), [40, 50, 100]),
-        (Kept(last=1, best=1, metric="eval_loss", highest=True), [100]),
-        (Kept(last=1, hours=4), [10, 50, 90, 100]),
+        (Retention(), range(10, 101, 10)),
+        (Retention(last=2), [90, 100]),
+        (Retention(last=1, every=40), [40, 80, 100]),
+        (Retention(last=1, best=2, metric="eval_loss"), [40, 50, 100]),
+        (Retention(last=1, best=1, metric="eval_loss", highest=True), [100]),
+        (Retention(last=1, hours=4), [10, 50, 90, 100]),
     ],
 )
 def test_retention(rules, stay):
@@ -363,12 +363,12 @@ def test_bf16_rounds_as_torch_does():
     values = np.random.default_rng(0).normal(size=1000).astype(np.float32) * np.float32(1e3)
     values[:3] = [np.inf, -np.inf, np.nan]
     want = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
-    np.testing.assert_array_equal(np.frombuffer(narrow_to_bf16(values), "<i2")[:2], want[:2])
-    np.testing.assert_array_equal(np.frombuffer(narrow_to_bf16(values), "<i2")[3:], want[3:])
+    np.testing.assert_array_equal(np.frombuffer(cast_to_bf16(values), "<i2")[:2], want[:2])
+    np.testing.assert_array_equal(np.frombuffer(cast_to_bf16(values), "<i2")[3:], want[3:])
 
 
 def test_files_of_others_are_not_touched(tmp_path):
-    """A shelf may hold other things."""
+    """A directory of checkpoints may hold other things."""
     save_file({"a": np.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "step-abc").mkdir()
     (tmp_path / "notes").mkdir()
@@ -379,7 +379,7 @@ def test_files_of_others_are_not_touched(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 65536 * 3, 65536 * 9 + 5])
 def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
-    monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that memory is used again
+    monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that buffers are reused
     monkeypatch.setattr("fullshard.checkpoint.place.PUT", 65536)
     whole = random.Random(length).randbytes(length)
     for place in (Local(tmp_path), open_place("memory://made")):

@@ -1,4 +1,4 @@
-"""`fullshard checkpoint`, as a person uses it: no torch, no ranks, one sentence when something is wrong."""
+"""`fullshard checkpoint` on the command line: no torch, no ranks, one sentence for every error."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from fullshard.checkpoint.commit import hold_run
+from fullshard.checkpoint.commit import lock_run
 from fullshard.cli import app
 from fullshard.errors import FullshardError
 from tests.pure.checkpoints import arrays, make
@@ -50,16 +50,16 @@ def test_verify_says_what_is_wrong_and_exits_with_1(run):
     assert invoke("verify", str(run), "--all") == (0, "".join(f"{run}/checkpoints/step-0000000{i}: whole\n" for i in (1, 2, 3)))
     file = next((run / "checkpoints/step-00000002").glob("shard*"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert invoke("verify", str(run))[0] == 0  # the newest is another
+    assert invoke("verify", str(run))[0] == 0  # the newest is undamaged
     code, out = invoke("verify", str(run), "--all")
     assert code == 1
     assert f"{file} is damaged: its checksum does not match" in out
 
 
 def test_diff(run):
-    shelf = run / "checkpoints"
-    assert invoke("diff", str(shelf / "step-00000001"), str(shelf / "step-00000001"))[0] == 0
-    code, out = invoke("diff", str(shelf / "step-00000001"), str(shelf / "step-00000002"), "--json")
+    checkpoint_dir = run / "checkpoints"
+    assert invoke("diff", str(checkpoint_dir / "step-00000001"), str(checkpoint_dir / "step-00000001"))[0] == 0
+    code, out = invoke("diff", str(checkpoint_dir / "step-00000001"), str(checkpoint_dir / "step-00000002"), "--json")
     assert code == 1
     found = {d["name"]: d for d in json.loads(out)}
     gap = np.abs(arrays(1)["model.a"].astype(float) - arrays(2)["model.a"]).max()
@@ -68,19 +68,21 @@ def test_diff(run):
 
 
 def test_gc_removes_garbage_and_old_ones_on_request(run):
-    shelf = run / "checkpoints"
-    (shelf / ".step-00000009.abcd.partial").mkdir()
+    checkpoint_dir = run / "checkpoints"
+    (checkpoint_dir / ".step-00000009.abcd.partial").mkdir()
     assert invoke("gc", str(run), "--dry-run") == (0, ".step-00000009.abcd.partial\n")
     assert invoke("gc", str(run)) == (0, ".step-00000009.abcd.partial\n")
-    assert sorted(os.listdir(shelf)) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(os.listdir(checkpoint_dir)) == ["step-00000001", "step-00000002", "step-00000003"]
     invoke("gc", str(run), "--keep", "1")
-    assert os.listdir(shelf) == ["step-00000003"]
+    assert os.listdir(checkpoint_dir) == ["step-00000003"]
 
 
 def test_average_export_and_import(run, tmp_path):
-    shelf = run / "checkpoints"
-    with pytest.raises(FullshardError, match="there is no mean of it"):  # integers that differ
-        invoke("average", str(shelf / "step-00000001"), str(shelf / "step-00000002"), "-o", str(tmp_path / "mean"))
+    checkpoint_dir = run / "checkpoints"
+    with pytest.raises(FullshardError, match="it cannot be averaged"):  # integers that differ
+        invoke(
+            "average", str(checkpoint_dir / "step-00000001"), str(checkpoint_dir / "step-00000002"), "-o", str(tmp_path / "mean")
+        )
     assert not list((tmp_path / "mean").glob("*"))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text('{"model_type": "x"}')
@@ -106,7 +108,7 @@ def test_gc_takes_what_a_kill_left_in_the_runs_directory_unless_the_run_lives(ru
     (run / ".export.0a1b2c3d.partial").mkdir()
     (run / ".export.0a1b2c3d.partial/model.safetensors").write_bytes(b"half")
     (run / ".mine.partial").write_text("a file of the user's own")
-    with hold_run(run):
+    with lock_run(run):
         assert invoke("gc", str(run)) == (0, "")
     said = ".metrics.jsonl.partial\n.export.0a1b2c3d.partial\n"
     assert invoke("gc", str(run), "--dry-run") == (0, said)

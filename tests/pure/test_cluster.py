@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.cluster.cluster import Cluster, ClusterError, Measured, Quantity
 from fullshard.cluster.hardware import DEVICES, NETWORKS, NODES
-from fullshard.cluster.measured import Attention, Collective, Gemm
+from fullshard.cluster.measured import MeasuredAttention, MeasuredCollective, MeasuredGemm
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 # Dense bf16 TFLOP/s and HBM TB/s from the makers' datasheets, memory as labelled (GB).
@@ -33,9 +33,9 @@ MEASURED = Measured(
     dtype="bf16",
     hbm=4.2e12,
     pcie_up=53e9,
-    gemms=(Gemm(16, 4096, 4096, 12e-6), Gemm(2048, 2048, 2048, 25e-6), Gemm(8192, 8192, 8192, 1.5e-3)),
-    attention=(Attention(128, 1024, 4e14, 3e14), Attention(128, 4096, 5e14, 4e14)),
-    collectives=(Collective("all_gather", 8, 1, 3e-5, 3.6e11),),
+    gemms=(MeasuredGemm(16, 4096, 4096, 12e-6), MeasuredGemm(2048, 2048, 2048, 25e-6), MeasuredGemm(8192, 8192, 8192, 1.5e-3)),
+    attention=(MeasuredAttention(128, 1024, 4e14, 3e14), MeasuredAttention(128, 4096, 5e14, 4e14)),
+    collectives=(MeasuredCollective("all_gather", 8, 1, 3e-5, 3.6e11),),
     notes=("disk was left out: no space",),
 )
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fullshard.cluster.cluster import Cluster, ClusterError, Measured
 from fullshard.cluster.hardware import Link
-from fullshard.cluster.measured import Collective
+from fullshard.cluster.measured import MeasuredCollective
 from fullshard.plan import Mesh
 from fullshard.planner.time.collectives import KINDS, Spread, axis, collective_seconds, collective_source, spread_of
 
@@ -153,23 +153,23 @@ def test_a_faster_network_never_takes_more_time(nodes, nbytes, faster):
 # -- measured -----------------------------------------------------------------------------------------
 
 
-def timed(devices: int, *collectives: Collective) -> Cluster:
+def timed(devices: int, *collectives: MeasuredCollective) -> Cluster:
     return dataclasses.replace(bench(devices), measured=Measured("a bench", "bf16", collectives=collectives))
 
 
 def test_a_measured_collective_is_used_as_it_was_timed():
-    cluster = timed(4, Collective("all_gather", 4, 1, 30e-6, 75e9))
+    cluster = timed(4, MeasuredCollective("all_gather", 4, 1, 30e-6, 75e9))
     assert collective_seconds("all_gather", 400e6, 4, cluster) == pytest.approx(30e-6 + 300e6 / 75e9)
     assert collective_source("all_gather", 4, cluster) == "measured"
     assert collective_source("all_reduce", 4, cluster) == "nominal"
 
 
-def test_it_tells_of_other_groups_on_the_same_links_and_of_no_others():
-    cluster = timed(16, Collective("all_gather", 4, 1, 16e-6, 75e9))
+def test_a_measured_collective_serves_other_groups_on_the_same_links_only():
+    cluster = timed(16, MeasuredCollective("all_gather", 4, 1, 16e-6, 75e9))
     # two ranks travel one hop, not three: nominally 6 µs in place of 8
     assert collective_seconds("all_gather", 400e6, 2, cluster) == pytest.approx(16e-6 * 6 / 8 + 200e6 / 75e9)
     assert collective_source("all_gather", 8, cluster) == "nominal"  # crosses nodes
-    across = timed(16, Collective("all_gather", 8, 2, 50e-6, 35e9))
+    across = timed(16, MeasuredCollective("all_gather", 8, 2, 50e-6, 35e9))
     assert collective_source("all_gather", 16, across) == "measured"  # four ranks a node, as timed
     assert collective_source("all_gather", 4, across, stride=4) == "nominal"  # one rank a node
 

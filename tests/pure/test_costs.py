@@ -19,7 +19,7 @@ def test_six_points_give_the_polynomial_back(p):
     assert fit({point: evaluate(p, *point) for point in GRID}) == p
 
 
-def test_what_is_no_polynomial_with_whole_coefficients_is_none():
+def test_a_fit_without_integer_coefficients_is_none():
     assert fit({(b, t): b * t // 7 for b, t in GRID}) is None
 
 
@@ -38,7 +38,7 @@ def test_traces_survive_json():
     assert {k: list(t) for k, t in back.items()} == {k: list(t) for k, t in traces.items()}
 
 
-def test_traces_from_before_calls_were_counted_have_none():
+def test_sections_without_calls_have_none():
     old = {"sizes": [], "sections": [[[], []]], "traces": {"bf16/plain/full": {"moments": [["start", ""]], "template": [0]}}}
     assert from_json(old)["bf16", "plain", "full"].sections[0].calls == Calls(0, 0, 0)
 
@@ -67,4 +67,4 @@ def test_what_was_not_traced_is_said():
     ],
 )
 def test_kernels_allocate_what_was_measured(rule, arguments, measured):
-    assert list(kernel_workspace.HIDDEN[rule](*arguments)) == measured
+    assert list(kernel_workspace.WORKSPACES[rule](*arguments)) == measured

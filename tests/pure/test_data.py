@@ -1,4 +1,4 @@
-"""Token files and the global order: against plain Python and numpy."""
+"""Token files and the global order of samples, compared with plain Python and numpy."""
 
 import collections
 import hashlib
@@ -27,7 +27,7 @@ def test_permute_is_a_permutation(n, key):
 
 
 def test_the_order_is_the_same_for_ever():
-    """A checkpoint holds nothing but the cursor: if these numbers change, every resumed run changes its data."""
+    """A checkpoint stores only the cursor: if these numbers change, resumed runs train on other data."""
     assert [Order(1000, seed=7)[i] for i in range(6)] == GOLDEN
     assert Order(10**15, seed=7)[3] == GOLDEN_LARGE
 
@@ -94,7 +94,7 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
 
 
 def marked(path, documents, **options) -> TokenFile:
-    """Of every document, the tokens that are divisible by three are answers."""
+    """Write documents in which tokens divisible by three are answers."""
     with TokenWriter(path, 300, "test", **options) as writer:
         for document in documents:
             writer.add(document, [t % 3 == 0 for t in document])
@@ -136,7 +136,7 @@ def test_answers_that_do_not_fit(tmp_path, second, sentence):
 
 
 def rewrite(file, change) -> None:
-    """Damage that a checksum does not see: the index is made to agree."""
+    """Damage that the checksum does not show, because the index is changed too."""
     data = change(np.frombuffer(file.read_bytes(), {".tokens": "<u2", ".ends": "<u8", ".answers": "u1"}[file.suffix]).copy())
     file.write_bytes(data.tobytes())
     index = json.loads((file.parent / "index.json").read_text())
@@ -161,23 +161,29 @@ def reindex(path, change) -> None:
 
 
 DAMAGE = {
-    "truncated": (lambda p: (p / "00000.tokens").write_bytes(b"123"), "has 3 bytes, the index says 14: it is damaged"),
-    "truncated ends": (lambda p: (p / "00000.ends").write_bytes(b"123"), "00000.ends has 3 bytes, the index says 24"),
-    "truncated answers": (lambda p: (p / "00000.answers").write_bytes(b""), "00000.answers has 0 bytes, the index says 7"),
+    "truncated": (lambda p: (p / "00000.tokens").write_bytes(b"123"), "is damaged: it has 3 bytes, the index says 14"),
+    "truncated ends": (
+        lambda p: (p / "00000.ends").write_bytes(b"123"),
+        "00000.ends is damaged: it has 3 bytes, the index says 24",
+    ),
+    "truncated answers": (
+        lambda p: (p / "00000.answers").write_bytes(b""),
+        "00000.answers is damaged: it has 0 bytes, the index says 7",
+    ),
     "missing": (lambda p: (p / "00000.tokens").unlink(), "00000.tokens is missing; pack the data again"),
     "missing answers": (lambda p: (p / "00000.answers").unlink(), "00000.answers is missing; pack the data again"),
     "index": (lambda p: (p / "index.json").write_text("{"), "index.json is damaged"),
-    "version": (lambda p: (p / "index.json").write_text('{"version": 9}'), "is of version 9; this fullshard reads version 1"),
+    "version": (lambda p: (p / "index.json").write_text('{"version": 9}'), "has version 9; this fullshard reads version 1"),
     "no shards": (lambda p: reindex(p, lambda i: i.update(shards=[])), "entries are missing or contradict each other"),
     "no name": (lambda p: reindex(p, lambda i: i["shards"][0].pop("name")), "entries are missing or contradict each other"),
     "answers not in the index": (lambda p: reindex(p, lambda i: i["shards"][0].pop("answers")), "contradict each other"),
-    "flipped": (lambda p: flip(p / "00000.tokens"), "00000.tokens is damaged: its checksum is not the index's"),
-    "flipped ends": (lambda p: flip(p / "00000.ends"), "00000.ends is damaged: its checksum is not the index's"),
-    "flipped answers": (lambda p: flip(p / "00000.answers"), "00000.answers is damaged: its checksum is not the index's"),
-    "falling ends": (lambda p: rewrite(p / "00000.ends", put(1, 1)), "ends is damaged: the ends do not rise"),
-    "empty document": (lambda p: rewrite(p / "00000.ends", put(0, 0)), "ends is damaged: the ends do not rise"),
-    "ends too early": (lambda p: rewrite(p / "00000.ends", put(2, 6)), "ends is damaged: the ends do not rise"),
-    "outside": (lambda p: rewrite(p / "00000.tokens", put(2, 400)), "holds the token 400, outside its vocabulary of 300"),
+    "flipped": (lambda p: flip(p / "00000.tokens"), "00000.tokens is damaged: its checksum does not match the index"),
+    "flipped ends": (lambda p: flip(p / "00000.ends"), "00000.ends is damaged: its checksum does not match the index"),
+    "flipped answers": (lambda p: flip(p / "00000.answers"), "00000.answers is damaged: its checksum does not match the index"),
+    "falling ends": (lambda p: rewrite(p / "00000.ends", put(1, 1)), "ends is damaged: document ends do not increase"),
+    "empty document": (lambda p: rewrite(p / "00000.ends", put(0, 0)), "ends is damaged: document ends do not increase"),
+    "ends too early": (lambda p: rewrite(p / "00000.ends", put(2, 6)), "ends is damaged: document ends do not increase"),
+    "outside": (lambda p: rewrite(p / "00000.tokens", put(2, 400)), "is damaged: token 400 is outside its vocabulary of 300"),
     "no answer": (lambda p: rewrite(p / "00000.answers", put(2, 7)), "an answer is neither 0 nor 1"),
 }
 
@@ -194,13 +200,13 @@ def test_damage_is_found(tmp_path, kind):
 
 
 def test_training_does_not_take_what_only_verify_would_refuse(tmp_path):
-    """Out-of-vocabulary tokens crash an embedding on a GPU without a word; reading says it first."""
+    """Out-of-vocabulary tokens crash an embedding on a GPU without a message; reading refuses them first."""
     marked(tmp_path / "x", [[1, 2], [3, 4], [5, 6, 7]])
     rewrite(tmp_path / "x" / "00000.tokens", put(2, 400))
     rewrite(tmp_path / "x" / "00000.ends", put(1, 1))
-    with pytest.raises(FullshardError, match="holds the token 400"):
+    with pytest.raises(FullshardError, match="token 400 is outside"):
         Batches(TokenFile(tmp_path / "x"), 6, 1).sample(0)
-    with pytest.raises(FullshardError, match="do not rise"):
+    with pytest.raises(FullshardError, match="do not increase"):
         Batches(TokenFile(tmp_path / "x"), 6, 1, boundaries="labels")
 
 
@@ -215,7 +221,7 @@ def test_a_model_with_another_tokenizer_is_refused(tmp_path):
         with TokenWriter(tmp_path / name, 300, name) as writer:
             writer.add([1])
         made[name] = TokenFile(tmp_path / name)
-        refuse_other_tokenizer(made[name], model)  # a model without a tokenizer says nothing
+        refuse_other_tokenizer(made[name], model)  # the model has no tokenizer to compare with
     (model / "tokenizer.json").write_text("{}")
     refuse_other_tokenizer(made[name], model)
     refuse_other_tokenizer(made["mine"], model)
@@ -319,7 +325,7 @@ def test_only_answers_are_labels(tmp_path):
 
 
 def by_hand(documents: list[list[int]], sequence: int) -> list[dict[str, list[int]]]:
-    """Whole documents in rows, the slow way."""
+    """Rows of whole documents, by a slow reference implementation."""
     rows, row = [], []
 
     def close() -> None:
@@ -357,7 +363,7 @@ def test_whole_documents_lie_side_by_side(tmp_path_factory, lengths, sequence, s
 
 
 def test_a_row_of_whole_documents(tmp_path):
-    """By eye: two fit, the third would not, the fourth is cut, and its rest shares a row with the fifth."""
+    """Checked by hand: two documents fit into a row, the third does not; the rest of the fourth shares the fifth's row."""
     documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [*range(10, 18)], [20, 21]]
     batches = Batches(write(tmp_path / "x", documents), 6, 1, shuffle=False, boundaries="attention", packing="whole")
     assert [batches.sample(i)["input_ids"].tolist() for i in range(batches.samples)] == [

@@ -1,4 +1,4 @@
-"""Files that lie: each gets one sentence and exit code 2, takes no memory on its word, and leaves nothing behind."""
+"""Hostile files: each is refused in one sentence with exit code 2, allocates no large memory and leaves nothing behind."""
 
 import json
 import os
@@ -20,7 +20,10 @@ from fullshard.checkpoint.importing import import_weights
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.reader import open_checkpoint
-from fullshard.checkpoint.torch_pickles import number, numbers, state_dict_pickle, text
+from fullshard.checkpoint.torch_pickles import pickled_int as number
+from fullshard.checkpoint.torch_pickles import pickled_ints as numbers
+from fullshard.checkpoint.torch_pickles import pickled_text as text
+from fullshard.checkpoint.torch_pickles import state_dict_pickle
 from fullshard.cli import main
 from tests.pure.checkpoints import make
 from tests.pure.test_checkpoint import sealed, tree_of
@@ -30,7 +33,7 @@ MiB = 1 << 20
 
 @contextmanager
 def at_most(bound: int) -> Iterator[None]:
-    """Memory of Python's, at once."""
+    """Assert that Python allocates less than `bound` bytes at any time."""
     tracemalloc.start(1)
     try:
         yield
@@ -41,7 +44,7 @@ def at_most(bound: int) -> Iterator[None]:
 
 @pytest.fixture
 def refused(monkeypatch, capsys) -> Callable[..., str]:
-    """The sentence by which a command line is refused."""
+    """Run a command line that must be refused; return the sentence."""
 
     def run(*line: object, code: int = 2) -> str:
         monkeypatch.setattr(sys, "argv", ["fullshard", "checkpoint", *map(str, line)])
@@ -85,8 +88,8 @@ PICKLES = {
         table(text("w") + tensor((1024,), (1,)) + b"q\x01", *(text(f"v{i}") + b"h\x01" for i in range(1 << 12))),
         "claims tensors of",
     ),
-    "beyond its bytes": (table(text("w") + tensor((1 << 40,), (1,))), "reaches beyond its bytes"),
-    "beyond 64 bits": (table(text("w") + tensor((1 << 64,), (1,))), "makes no sense"),
+    "beyond its bytes": (table(text("w") + tensor((1 << 40,), (1,))), "reaches beyond its storage"),
+    "beyond 64 bits": (table(text("w") + tensor((1 << 64,), (1,))), "malformed"),
     "holds itself": (b"\x80\x02}q\x01" + text("a") + b"h\x01s.", "tables that hold themselves"),
     "doubled 40 times": (b"\x80\x02}q\x00(" + SMALL + b"u" + DOUBLED + b".", "one table many times"),
     "deep": (b"\x80\x02" + (b"}" + text("a")) * 400 + b"N" + b"s" * 400 + b".", "tables that hold themselves"),
@@ -95,15 +98,15 @@ PICKLES = {
         table(text("x" * 300_000) + b"N)" + b"\x85" * 150_000 + b"N"),
         "keys that are neither text nor numbers",
     ),
-    "a text as integer": (table(text("x") + b"cbuiltins\nint\n(" + text("9" * 10**6) + b"tR"), "makes no sense"),
+    "a text as integer": (table(text("x") + b"cbuiltins\nint\n(" + text("9" * 10**6) + b"tR"), "malformed"),
     "an integer": (table(text("x") + b"\x8b" + struct.pack("<I", 10**6) + b"\x11" * 10**6), "an integer of 1000000 bytes"),
     "a text that is not there": (b"\x80\x02\x8d" + struct.pack("<Q", 1 << 60) + b".", "ends early"),
     "copies": (
         b"\x80\x02(" + b"N" * 10**5 + b"tq\x01cbuiltins\nlist\nq\x02" + b"h\x02h\x01\x85R" * 10**5 + b".",
-        "more objects than a pickle of its size holds",
+        "more objects than a pickle of its size can hold",
     ),
-    "sets": (b"\x80\x02" + b"\x8f" * 10**5 + b".", "more objects than a pickle of its size holds"),
-    "attributes of an integer": (table(text("x") + b"cbuiltins\nint\n)R}b"), "gives attributes to what has none"),
+    "sets": (b"\x80\x02" + b"\x8f" * 10**5 + b".", "more objects than a pickle of its size can hold"),
+    "attributes of an integer": (table(text("x") + b"cbuiltins\nint\n)R}b"), "sets attributes of an object that has none"),
     "a name that moves the cursor": (table(text("\x1b[2J") + tensor((4,), (1,))), r"a tensor called '\x1b[2J'"),
     "a name that is long": (b"\x80\x02c" + b"o" * 10**6 + b"\nx\n.", "which no checkpoint needs"),
     "two of one name": (table(text("m"), b"}(", SMALL, b"u", text("m.w") + tensor((4,), (1,))), None),
@@ -114,7 +117,7 @@ PICKLES = {
 def test_a_pickle_that_lies_gets_a_sentence(tmp_path, refused, kind):
     pickle, sentence = PICKLES[kind]
     path = archive(tmp_path / "model.pt", pickle, storage=bytes(4096))
-    if sentence is None:  # the last one of its name counts, as in any table
+    if sentence is None:  # the last value of a key counts, as in any dict
         import_weights(str(path), Local(tmp_path / "out"))
         return
     said = refused("import", path, "-o", tmp_path / "out/deeper")
@@ -132,7 +135,7 @@ def test_a_memo_index_takes_no_memory(tmp_path):
 
 
 def deflated(path: Path, name: str) -> Path:
-    """A member of 6 GiB of zeros in 6 MB."""
+    """A compressed member: 6 GiB of zeros in 6 MB."""
     squeezer = zlib.compressobj(1, wbits=-15)
     data = squeezer.compress(bytes(1 << 26)) + squeezer.flush()
     archive(path, table(SMALL), **{name: data})
@@ -167,7 +170,7 @@ def test_a_flipped_bit_of_a_tensor_is_found(tmp_path, refused):
 
 
 def test_a_storage_is_compared_once_and_piece_by_piece(tmp_path, monkeypatch):
-    """64 MiB that eight tensors share a part of: its checksum takes a piece of memory, and is made once."""
+    """Eight tensors in one storage of 64 MiB: its checksum is computed once, piece by piece."""
     views = [text(f"w{i}") + tensor((4,), (1,)) for i in range(8)]
     path = archive(tmp_path / "model.pt", table(*views), storage=bytes(64 * MiB))
     read = []
@@ -216,7 +219,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path, refused, name, kind)
     save_file({"a": np.zeros(2)}, where / ("other.safetensors" if name.endswith(("json", "safetensors")) else "other"))
     unreadable(where / name, kind)
     said = refused("import", where, "-o", tmp_path / "out")
-    assert any(words in said for words in ("cannot read", "cannot import", "is neither DCP"))
+    assert any(words in said for words in ("cannot read", "cannot import", "has no checkpoint of"))
     assert not (tmp_path / "out").exists()
 
 
@@ -233,9 +236,9 @@ def test_where_nothing_can_be_written(tmp_path, refused):
     assert "Not a directory" in refused("import", path, "-o", tmp_path / "file/out")
     assert "File name too long" in refused("import", path, "-o", tmp_path / ("x" * 300))
     assert "greater than or equal to 0" in refused("import", path, "-o", tmp_path / "out", "--step", "-1")
-    make(tmp_path / "shelf")
-    assert "cannot write" in refused("export", tmp_path / "shelf", "-o", tmp_path / "file/out", "--format", "torch")
-    assert "is no checkpoint" in refused("show", tmp_path / "file")
+    make(tmp_path / "checkpoint_dir")
+    assert "cannot write" in refused("export", tmp_path / "checkpoint_dir", "-o", tmp_path / "file/out", "--format", "torch")
+    assert "is neither a checkpoint" in refused("show", tmp_path / "file")
     assert "File name too long" in refused("show", tmp_path / ("x" * 300))
 
 
@@ -245,18 +248,18 @@ ONE = '"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 TWO = '"b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}'
 HEADERS = {
     "a key twice": (f"{{{ONE}, {TWO}, {ONE}}}", "has a key twice"),
-    "an overlap": (f"{{{ONE}, {TWO.replace('[8, 16]', '[4, 12]')}}}", "overlap, or bytes of it belong to none"),
-    "a gap": (f"{{{TWO}}}", "overlap, or bytes of it belong to none"),
-    "too short": (f"{{{ONE}}}", "its header is of a file of"),
-    "a huge shape": (f"{{{ONE.replace('[2]', '[' + '1, ' * 10**5 + '2]')}, {TWO}}}", "makes no sense about 'a'"),
+    "an overlap": (f"{{{ONE}, {TWO.replace('[8, 16]', '[4, 12]')}}}", "overlap, or have gaps"),
+    "a gap": (f"{{{TWO}}}", "overlap, or have gaps"),
+    "too short": (f"{{{ONE}}}", "its header describes"),
+    "a huge shape": (f"{{{ONE.replace('[2]', '[' + '1, ' * 10**5 + '2]')}, {TWO}}}", "has a malformed entry 'a'"),
     "a huge integer": (f"{{{ONE.replace('[2]', '[' + '9' * 10**5 + ']')}, {TWO}}}", "is not JSON"),
-    "a shape that is none": (f"{{{ONE.replace('[2]', '2')}, {TWO}}}", "makes no sense about 'a'"),
-    "true": (f"{{{ONE.replace('[2]', '[2, true]')}, {TWO}}}", "makes no sense about 'a'"),
-    "an offset below zero": (f"{{{ONE.replace('[0, 8]', '[-8, 0]')}, {TWO}}}", "makes no sense about 'a'"),
+    "a shape that is none": (f"{{{ONE.replace('[2]', '2')}, {TWO}}}", "has a malformed entry 'a'"),
+    "true": (f"{{{ONE.replace('[2]', '[2, true]')}, {TWO}}}", "has a malformed entry 'a'"),
+    "an offset below zero": (f"{{{ONE.replace('[0, 8]', '[-8, 0]')}, {TWO}}}", "has a malformed entry 'a'"),
     "deep": ("[" * 10**6, "is not JSON"),
-    "a list": ("[]", "is no table"),
-    "a name": (f"{{{ONE}, {TWO.replace('b', 'b' * 10**5)}}}", "makes no sense about 'bbb"),
-    "half a surrogate": (f"{{{ONE}, {TWO.replace('b', chr(92) + 'ud800')}}}", "makes no sense about '\\ud800'"),
+    "a list": ("[]", "is not a table"),
+    "a name": (f"{{{ONE}, {TWO.replace('b', 'b' * 10**5)}}}", "has a malformed entry 'bbb"),
+    "half a surrogate": (f"{{{ONE}, {TWO.replace('b', chr(92) + 'ud800')}}}", "has a malformed entry '\\ud800'"),
 }
 
 
@@ -270,7 +273,7 @@ def test_a_safetensors_header_that_lies(tmp_path, refused, kind):
     said = refused("import", where, "-o", tmp_path / "out")
     assert said.startswith(f"error: {file}")
     assert sentence in said
-    if kind not in ("a name", "a key twice"):  # which the library of that name reads
+    if kind not in ("a name", "a key twice"):  # these the safetensors library accepts
         with pytest.raises((SafetensorError, ValueError)):
             load_file(file)
 
@@ -291,6 +294,22 @@ def test_an_index_of_shards_that_lies(tmp_path, refused, index, sentence):
     save_file({"a": np.zeros(2)}, where / "model.safetensors")
     (where / "model.safetensors.index.json").write_text(index)
     assert sentence in refused("import", where, "-o", tmp_path / "out")
+
+
+def test_a_tensor_in_two_files_needs_an_index_that_names_one(tmp_path, refused):
+    """Without an index it is unknown which of the two counts."""
+    where = tmp_path / "in"
+    where.mkdir()
+    for value, file in enumerate(("first.safetensors", "second.safetensors")):
+        save_file({"a": np.full(2, value, np.float32), file: np.zeros(1)}, where / file)
+    said = refused("import", where, "-o", tmp_path / "out")
+    first = where / "first.safetensors"
+    assert said == f"error: {first} and second.safetensors both hold a; remove the file that is not the model's"
+    assert not (tmp_path / "out").exists()
+    index = {"weight_map": {"a": "first.safetensors", "second.safetensors": "second.safetensors"}}
+    (where / "model.safetensors.index.json").write_text(json.dumps(index))
+    place = import_weights(str(where), Local(tmp_path / "out"))
+    assert open_checkpoint(str(place)).tensor("model.a").tolist() == [0.0, 0.0]
 
 
 # -- manifests ----------------------------------------------------------------------------------------------
@@ -317,22 +336,22 @@ def aliases(tree: dict) -> None:
 
 
 FORGED = {
-    "a date of 400 digits": (lambda t: t.update(created=10**400), "its date is none"),
-    "no date": (lambda t: t.update(created=float("nan")), "its date is none"),
-    "a date before 1970": (lambda t: t.update(created=-1), "its date is none"),
-    "a date that is text": (lambda t: t.update(created="1"), "its date is none"),
-    "a metric of 400 digits": (lambda t: t.update(metrics={"x": 10**400}), "its metrics are no numbers"),
-    "a metric that is text": (lambda t: t.update(metrics={"x": "y"}), "its metrics are no numbers"),
-    "a metric that is a list": (lambda t: t.update(metrics={"x\n": 1.0}), "its metrics are no numbers"),
-    "NaN inside": (lambda t: t.update(recipe={"x": [float("nan")]}), "makes no sense"),
+    "a date of 400 digits": (lambda t: t.update(created=10**400), "its date is not valid"),
+    "no date": (lambda t: t.update(created=float("nan")), "its date is not valid"),
+    "a date before 1970": (lambda t: t.update(created=-1), "its date is not valid"),
+    "a date that is text": (lambda t: t.update(created="1"), "its date is not valid"),
+    "a metric of 400 digits": (lambda t: t.update(metrics={"x": 10**400}), "its metrics are not numbers"),
+    "a metric that is text": (lambda t: t.update(metrics={"x": "y"}), "its metrics are not numbers"),
+    "a metric that is a list": (lambda t: t.update(metrics={"x\n": 1.0}), "its metrics are not numbers"),
+    "NaN inside": (lambda t: t.update(recipe={"x": [float("nan")]}), "malformed"),
     "a name that moves the cursor": (
         lambda t: t["tensors"].update({"\x1b[2J": t["tensors"]["model.a"]}),
-        r"'\x1b[2J' is no name",
+        r"'\x1b[2J' is not a valid name",
     ),
-    "bytes of two tensors": (lambda t: t["tensors"].update({"model.z": t["tensors"]["model.a"]}), "in the same bytes"),
-    "bytes of many chunks": (aliases, "in the same bytes"),
+    "bytes of two tensors": (lambda t: t["tensors"].update({"model.z": t["tensors"]["model.a"]}), "share bytes of a file"),
+    "bytes of many chunks": (aliases, "share bytes of a file"),
     "a checksum that is none": (lambda t: next(iter(t["files"].values())).update(xxh3_128="none"), "has no checksum"),
-    "a step of 400 digits": (lambda t: t.update(step=10**400), "its step is no count"),
+    "a step of 400 digits": (lambda t: t.update(step=10**400), "its step is not a count"),
     "a version of 400 digits": (lambda t: t.update(version=10**400), "this fullshard reads up to"),
     "4 GiB that are not there": (lambda t: claims(t, 1 << 30), "bytes instead of 4294971392"),
     "4 EiB that are not there": (lambda t: claims(t, 1 << 59), "bytes instead of"),
@@ -381,7 +400,7 @@ def test_a_recipe_in_a_manifest_that_makes_no_sense(tmp_path, refused):
 def test_a_config_that_is_none(tmp_path, refused, config):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text(config)
-    place = make(tmp_path / "shelf")
+    place = make(tmp_path / "checkpoint_dir")
     said = refused("export", place, "-o", tmp_path / "out/x", "--config", tmp_path / "hf", "--dtype", "bf16")
     assert said.startswith(f"error: {tmp_path / 'hf/config.json'} is")
     assert not (tmp_path / "out").exists()
@@ -389,7 +408,7 @@ def test_a_config_that_is_none(tmp_path, refused, config):
 
 def test_two_tensors_that_would_share_a_name_are_not_exported(tmp_path, refused):
     found = {"model.a.base_layer.weight": np.ones((2, 2), "<f4"), "model.a.weight": np.zeros((2, 2), "<f4")}
-    assert "several of one name" in refused("export", make(tmp_path / "a", found=found), "-o", tmp_path / "out")
+    assert "two of one name" in refused("export", make(tmp_path / "a", found=found), "-o", tmp_path / "out")
     place = make(tmp_path / "b", found={"model.__metadata__": np.ones(2, "<f4")})
     assert "'__metadata__'" in refused("export", place, "-o", tmp_path / "out", "--config", config_in(tmp_path))
     assert not (tmp_path / "out").exists()

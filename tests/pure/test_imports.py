@@ -20,7 +20,7 @@ SHOWN = {"fullshard.runs.loop", "fullshard.planner.estimate", "fullshard.planner
 FACE = 4  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
     {
-        *("errors", "text", "reading", "plan", "strategies", "optimizer", "engine"),
+        *("errors", "text", "reading", "plan", "plan_parts", "plan_json", "plan_text", "strategies", "optimizer", "engine"),
         *("model", "cluster", "direct_io", "update_pieces", "slurm"),
     },
     {"planner", "storage", "checkpoint", "data"},

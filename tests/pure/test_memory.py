@@ -10,8 +10,8 @@ import pytest
 import fullshard as fs
 import fullshard.model.presets
 from fullshard.planner.memory.allocator import Allocator, replay
-from fullshard.planner.memory.peak import highest, predict
-from fullshard.planner.search.reduced_model import Thin, thinned
+from fullshard.planner.memory.peak import peak_bytes, predict
+from fullshard.planner.search.reduced_model import ReducedModel, reduced_description
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20
@@ -61,7 +61,7 @@ def test_a_few_blocks_lose_no_more_to_the_allocator_than_all_of_them():
             home=home,
         )
         whole = predict(one, description)
-        assert 0 < Thin(description, where).slack(one) <= whole.reserved - whole.allocated
+        assert 0 < ReducedModel(description, where).slack(one) <= whole.reserved - whole.allocated
 
 
 def test_there_are_rows_to_hold_predictions_against():
@@ -107,12 +107,12 @@ def _peak(d: fs.Description, devices: int = 8, batch: fs.Batch = fs.Batch(1, 409
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 @pytest.mark.parametrize("loss", ["chunked", "plain"])
 def test_the_searchs_quick_peak_is_the_peak(strategy, remat, loss):
-    description = thinned(fs.presets.describe("llama3-8b"), 3)
+    description = reduced_description(fs.presets.describe("llama3-8b"), 3)
     for batch, compiled in ((fs.Batch(2, 256), False), (fs.Batch(1, 512, 3), True)):
         made = fs.strategy(strategy, description, devices=4, batch=batch, remat=remat, compile=compiled)
         for one in (made, made.change("*", home=fs.Home("host", "host"))):
             peak = predict(one, description, loss=loss, reserved=False)
-            level = highest(one, description, loss=loss)
+            level = peak_bytes(one, description, loss=loss)
             assert (level.device, level.host) == (peak.allocated, peak.host)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of plans whose parameters, state or activations rest away from the device, counted by hand."""
+"""Bytes of plans whose parameters, state or activations rest off the device, counted by hand."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 import fullshard as fs
 from fullshard import Home
 from fullshard.model import presets
-from fullshard.planner.memory.peak import Peak, predict
+from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
 from fullshard.update_pieces import PIECE
@@ -25,7 +25,7 @@ def plan(home: Home = Home(), *, devices: int = 1, batch: fs.Batch = fs.Batch(2,
     return fs.zero3(MODEL, devices=devices, precision=bf16, batch=batch, remat=remat).change("*", home=home)
 
 
-def peak(made: fs.Plan, **more) -> Peak:
+def peak(made: fs.Plan, **more) -> PeakMemory:
     return predict(made, MODEL, reserved=False, **more)
 
 
@@ -149,7 +149,7 @@ def test_parameters_beside_their_state_on_the_host_leave_the_device_and_take_not
     assert by_cores.host == {"optimizer": 12 * MODEL.numel, "staging": 6 * 2 * LARGEST}  # gradients; no parameters go up
 
 
-def test_parameters_on_the_host_that_no_master_there_tells_are_two_bytes_or_four():
+def test_parameters_on_the_host_without_a_packed_master_are_two_bytes_or_four():
     apart = peak(plan(Home(params="host")))
     assert apart.terms["optimizer"] == rounded(*[12 * n for n in UNITS.values()])
     assert apart.host == {"params": 2 * MODEL.numel}
@@ -206,12 +206,12 @@ def test_copies_of_units_that_lie_apart_have_the_time_between_them():
     for i in range(0, SIZE.layers, 4):
         made = made.change(f"*layers.{i}", home=Home(activations="host"))
     operations = schedule(made, MODEL)
-    forward = [op for op in operations if op.moment == "forward" or (op.kind in ("spill", "forget") and op.what == "activations")]
+    forward = [op for op in operations if op.phase == "forward" or (op.kind in ("spill", "forget") and op.what == "activations")]
     at = {(op.kind, op.unit.rpartition(".")[2]): i for i, op in enumerate(forward)}
     for i in range(0, SIZE.layers, 4):
         assert at["compute", str(i)] < at["spill", str(i)]
         assert at["forget", str(i)] > at["compute", str(min(i + 4, SIZE.layers - 1))]
-    backward = [(op.kind, op.unit.rpartition(".")[2]) for op in operations if op.moment == "backward" or op.kind == "fetch"]
+    backward = [(op.kind, op.unit.rpartition(".")[2]) for op in operations if op.phase == "backward" or op.kind == "fetch"]
     assert backward.index(("fetch", "4")) == backward.index(("compute", "8")) - 1
 
 

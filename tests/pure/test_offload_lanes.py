@@ -1,4 +1,4 @@
-"""Seconds of what rests away: lanes by hand, floors that nothing passes, the rough prototype's times."""
+"""Step times of plans with offload: lanes computed by hand, lower bounds, and measured steps."""
 
 import dataclasses
 import itertools
@@ -15,9 +15,10 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.planner.step.offload_bytes import pieces
 from fullshard.planner.step.schedule import schedule
-from fullshard.planner.step.unit_sizes import groups
+from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.offload_lanes import Calendar, balance
-from fullshard.planner.time.timeline import Timeline, timeline
+from fullshard.planner.time.step_lanes import Timeline
+from fullshard.planner.time.timeline import timeline
 
 MODEL = presets.describe("llama-3.6b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-time-h200.json"
@@ -94,12 +95,12 @@ def with_disk(**rates) -> Cluster:
     return dataclasses.replace(Cluster.named("1xh200"), measured=Measured("by hand", "bf16", **rates))
 
 
-def test_a_disk_that_is_quicker_at_both_at_once_is_where_it_does_both():
+def test_a_disk_uses_its_rate_of_both_at_once_while_it_does_both():
     """As on an H200's machine: 2.08 GB/s read, 1.55 written, 2.6 together. Of N pieces, 4 are read and 4 written alone."""
     alone = {"disk_read": 2.08e9, "disk_write": 1.55e9}
     made = plan(Home(optimizer="disk"))
     in_turn, at_once = (run(made, with_disk(**alone, **more)) for more in ({}, {"disk_both": 2.6e9}))
-    sizes = [12 * p.elements for p in pieces(groups(made, MODEL), 0.5)]
+    sizes = [12 * p.elements for p in pieces(unit_sizes(made, MODEL), 0.5)]
     pair = 1 / 2.08e9 + 1 / 1.55e9
     assert in_turn.busy["disk"] == pytest.approx(sum(sizes) * pair, rel=1e-9)
     assert at_once.busy["disk"] == pytest.approx(
@@ -158,7 +159,7 @@ def test_a_slow_link_bounds_the_step(clip):
 
 
 def test_backward_waits_for_the_lanes_where_few_gradients_may_wait():
-    """Links so slow that all is waiting: updates then hold up backward rather than the next forward, for as long."""
+    """With very slow links updates delay backward instead of the next forward, by the same seconds."""
     made, where = plan(HOST), cluster(**SLOW)
     free, bound = (run(dataclasses.replace(made, backlog=b), where, clip=False, cpu_share=0) for b in (None, 8))
     assert bound.busy == pytest.approx(free.busy)
@@ -203,7 +204,7 @@ def test_state_that_waits_for_the_norm_comes_up_under_all_micro_batches():
     assert run(single, measured(), cpu_share=0).seconds > 1.1 * alone
 
 
-def test_more_units_away_and_slower_links_are_never_faster():
+def test_more_offloaded_units_and_slower_links_are_never_faster():
     names = [u.name for u in MODEL.units]
     seconds = []
     for k in range(0, len(names) + 1, 8):
@@ -235,7 +236,7 @@ RATES_LATER = {"pcie_both": 97.4e9, "pcie_beside": 79.6e9, "adamw": 0.390e-9, "a
 @pytest.mark.parametrize(
     ("seconds", "how", "changed", "rates"), [(*s, RATES) for s in SEEN] + [(*s, RATES_LATER) for s in SEEN_LATER]
 )
-def test_steps_as_they_were_seen_are_predicted_within_a_tenth(seconds, how, changed, rates):
+def test_measured_steps_are_predicted_within_a_tenth(seconds, how, changed, rates):
     where = measured()
     assert where.measured is not None
     where = dataclasses.replace(where, measured=dataclasses.replace(where.measured, **rates))
@@ -266,7 +267,7 @@ def test_lanes_that_work_at_once_have_the_rates_that_were_measured_at_once():
     timed = Measured("here", "bf16", pcie_both=94e9, adamw=0.20e-9, pcie_beside=78e9, adamw_beside=0.22e-9)
     where = dataclasses.replace(cluster(), measured=timed)
     mixed, streamed = (run(plan(HOST), where, cpu_share=share, clip=False) for share in (0.5, 0.0))
-    by_cores = sum(p.elements for p in pieces(groups(plan(HOST), MODEL), 0.5) if p.lane == "cpu")
+    by_cores = sum(p.elements for p in pieces(unit_sizes(plan(HOST), MODEL), 0.5) if p.lane == "cpu")
     assert mixed.busy["cpu"] == pytest.approx(by_cores * 0.22e-9, rel=1e-9)
     assert mixed.busy["pcie_up"] == pytest.approx((10 * (MODEL.numel - by_cores) + 2 * by_cores) / 39e9, rel=1e-9)
     assert streamed.busy["pcie_up"] == pytest.approx(10 * MODEL.numel / 47e9, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Packing text: against plain Python, the tokenizer itself, and what the datasets library saved."""
+"""Packing text, compared with plain Python, the tokenizers library and the datasets library."""
 
 import hashlib
 import json
@@ -143,7 +143,7 @@ def test_the_end_is_the_one_that_the_tokenizer_s_own_config_names(tmp_path, corp
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The same texts as the datasets library keeps them: alone, and in splits."""
+    """The same texts saved by the datasets library, with and without splits."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     folder = tmp_path_factory.mktemp("datasets")
@@ -190,7 +190,7 @@ def test_a_dataset_that_cannot_be_read(tmp_path, saved, name, options, field, se
 
 
 def told(*arguments: str) -> str:
-    """What the command prints, or its refusal."""
+    """What the command prints, or its error."""
     done = CliRunner().invoke(app, ["data", *arguments])
     assert done.exception is None or isinstance(done.exception, FullshardError | SystemExit), done.exception
     return str(done.exception) if isinstance(done.exception, FullshardError) else done.output

@@ -1,4 +1,4 @@
-"""Files and documents by somebody else: each fault is planted, and its one sentence is read."""
+"""Untrusted files and documents: every kind of damage gives one sentence."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_file_that_may_not_be_read(what, tmp_path):
 
 def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path):
     with (tmp_path / "a.toml").open("wb") as file:
-        file.truncate(1 << 40)  # a terabyte of zeros that takes no room
+        file.truncate(1 << 40)  # a sparse file of a terabyte
     tracemalloc.start()
     said = sentence(load_recipe, tmp_path / "a.toml", [])
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
@@ -190,7 +190,7 @@ def test_an_index_names_no_file_outside_its_directory(name, tmp_path):
     index = tokens(tmp_path / "mine")
     index["shards"][0]["name"] = name
     (tmp_path / "mine" / "index.json").write_text(json.dumps(index))
-    assert "which is no file there; pack the data again" in sentence(TokenFile, tmp_path / "mine")
+    assert "which is not a file there; pack the data again" in sentence(TokenFile, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_an_index_that_contradicts_itself(key, value, tmp_path):
     [
         ([1, 256], "token 256 does not fit a vocabulary of 256"),
         ([1, -3], "token -3 does not fit a vocabulary of 256"),
-        ([1.5], "are a row of whole numbers"),
-        (["a"], "are a row of whole numbers"),
-        ([10**30], "are a row of whole numbers"),
-        ([[1], [2, 3]], "are a row of whole numbers"),
-        (np.ones((2, 2), int), "are a row of whole numbers"),
+        ([1.5], "are a list of integers"),
+        (["a"], "are a list of integers"),
+        ([10**30], "are a list of integers"),
+        ([[1], [2, 3]], "are a list of integers"),
+        (np.ones((2, 2), int), "are a list of integers"),
     ],
 )
 def test_tokens_that_are_none(document, says, tmp_path):

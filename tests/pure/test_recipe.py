@@ -9,7 +9,7 @@ import pytest
 
 from fullshard import FullshardError
 from fullshard.runs.lr_schedule import factor
-from fullshard.runs.recipe import Recipe, _section, load_recipe
+from fullshard.runs.recipe import Recipe, load_recipe
 
 SMALL = """
 [model]
@@ -167,14 +167,6 @@ def test_broken_files(tmp_path, text, sentence):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FullshardError, match=r"cannot read recipe .*: No such file"):
         load_recipe(tmp_path / "none.toml", [])
-
-
-def test_the_page_has_every_key_and_no_other():
-    kinds = {section: _section([section]) for section in Recipe.model_fields}
-    keys = {f"{section}.{key}" for section, kind in kinds.items() for key in kind.model_fields}
-    page = Path("docs/recipes.md").read_text().split("## The keys")[1].split("\n## ")[0]
-    cells = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
-    assert {key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)} == keys
 
 
 # -- schedules ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The search against exhaustion, and what it says."""
+"""The search against an exhaustive search, and its messages."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from fullshard.model import presets
 from fullshard.planner.estimate import estimate
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import full_model
-from fullshard.planner.search.explain import home_words
+from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.search import find_plan
 from fullshard.text import bytes_text, parse_bytes
 
@@ -23,7 +23,7 @@ EIGHT = "llama-1.5b"
 
 
 def by_hand(name: str, where: Cluster, sequence: int, rows: int) -> dict[str, float]:
-    """Seconds of every plan of a small grid that fits, estimated whole."""
+    """Exact seconds of every plan of a small grid that fits."""
     description, found = presets.describe(name), {}
     for strategy, remat, micro in itertools.product(("ddp", "zero1", "zero2", "zero3"), ("none", "selective", "full"), (1, 2, 4)):
         plan = fs.strategy(
@@ -58,12 +58,12 @@ def test_the_pick_is_the_best_of_all(limit):
 
 def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     judged = []
-    tried = full_model.Whole.tried
-    monkeypatch.setattr(full_model.Whole, "tried", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
+    tried = full_model.FullModel.judge
+    monkeypatch.setattr(full_model.FullModel, "judge", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
     spared = [u.name for u in found.plan.units if "layers" in u.name and u.remat == "none"]
     assert 0 < len(spared) < 32
-    assert [t.found is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
+    assert [t.estimate is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
     more = next(u.name for u in reversed(found.plan.units) if u.remat != "none")
     one_more = estimate(found.plan.change(more, remat="none"), presets.describe("llama3-8b"), Cluster.named("64xh100"))
     assert found.estimate.needed <= found.estimate.available < one_more.needed
@@ -202,9 +202,9 @@ def test_nothing_fits_says_what_would():
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
 
 
-def test_where_no_change_alone_helps_it_says_which_does_with_homes_elsewhere():
+def test_if_no_change_alone_helps_the_message_names_one_that_does_with_offload():
     large, small = presets.describe("llama3-405b"), presets.describe("llama3-8b")
-    with pytest.raises(FullshardError, match=r"; 8 devices should fit, with what has no room there in host memory or on disk"):
+    with pytest.raises(FullshardError, match=r"; 8 devices should fit with offload to host memory or disk"):
         find_plan(large, Cluster.named("1xh100"), sequence=8192)
     assert find_plan(large, Cluster.named("8xh100"), sequence=8192, global_batch=8).estimate.fits
     with pytest.raises(FullshardError, match="; nothing small helps: take devices with more memory"):
@@ -227,7 +227,7 @@ def test_what_does_not_fit_on_a_device_goes_to_the_host_as_little_of_it_as_neede
     assert any(a.step_seconds is None and "needs 195.32 GiB of 134.51 GiB" in a.reason for a in found.alternatives)
 
 
-def test_a_smaller_limit_sends_more_away_and_is_never_faster():
+def test_a_smaller_limit_offloads_more_and_is_never_faster():
     description, where = presets.describe("llama3-8b"), Cluster.named("1xh200")
     seconds, away = [], []
     for limit in (120, 60, 30):
@@ -253,7 +253,7 @@ def test_homes_that_are_fixed_stay_fixed():
 
 
 def by_slots(description: fs.Description, where: Cluster, plan: fs.Plan) -> dict[int, float]:
-    """Seconds of a plan with other numbers of slots and all shares of the cores, the best of each, estimated whole."""
+    """Exact seconds of a plan by number of slots, each with the best share of the cores."""
     return {
         slots: min(
             estimate(dataclasses.replace(plan, staging=slots, cpu_share=share), description, where).step_seconds
@@ -323,7 +323,7 @@ def test_activations_go_to_disk_where_nothing_else_helps():
     assert "disk" not in {u.home.activations for u in roomy.plan.units}
 
 
-def test_what_passes_on_its_way_to_disk_has_room_on_the_host_too():
+def test_staging_on_the_way_to_disk_counts_as_host_memory():
     """8B parameters have 96 GB of state: on a device of 24 GB beside a host of 64, most of it is on disk."""
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
     assert found.estimate.fits
@@ -331,7 +331,7 @@ def test_what_passes_on_its_way_to_disk_has_room_on_the_host_too():
     assert found.estimate.disk.terms["optimizer"] > 40e9
 
 
-def test_few_candidates_are_judged_whole_where_nothing_fits_on_the_device(monkeypatch):
+def test_few_candidates_are_estimated_exactly_where_nothing_fits_on_the_device(monkeypatch):
     judged = []
     predict = full_model.predict
     monkeypatch.setattr(full_model, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
@@ -465,7 +465,7 @@ def test_what_neither_host_nor_disk_has_room_for_does_not_fit():
     found = find_plan(description, Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
     filed = found.estimate.disk.allocated_bytes
     assert filed > 64 * gib
-    with pytest.raises(FullshardError, match=r"nothing fits: .* that the host lacks of 60\.80 GiB of the disk"):
+    with pytest.raises(FullshardError, match=r"nothing fits: .* at least .* of 60\.80 GiB of the disk"):
         find_plan(description, Cluster.named("1xrtx4090").with_disk(64 * gib), sequence=4096, global_batch=8)
 
 

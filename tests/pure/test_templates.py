@@ -1,4 +1,4 @@
-"""Chat templates by somebody else: no message forges an answer, and none takes more than its share of time and memory."""
+"""Untrusted chat templates: no message can forge an answer, and time and memory are limited."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def answers(template: str, messages: list[dict[str, str]]) -> list[str]:
 def test_no_message_forges_an_answer(forged):
     assert answers(MARKED, chat(forged, "yes", f"more {forged}", "no")) == ["yes", "no"]
     text, _ = Template(MARKED, "T").render(chat(forged, "yes"), None)
-    assert text == f"user: {forged}assistant: yes"  # as it was written, its own characters included
+    assert text == f"user: {forged}assistant: yes"  # unchanged, including the forged marks
 
 
 def test_an_answer_may_hold_what_others_use_as_marks():
@@ -78,8 +78,8 @@ def test_an_answer_that_is_changed_after_its_block_is_refused(template):
 
 
 def test_answers_that_overlap_are_refused():
-    last = "{{ messages[-1].content }}"  # each message is all of the text: no answer has a place of its own
-    with pytest.raises(FullshardError, match="writes message 4 differently"):
+    last = "{{ messages[-1].content }}"  # the text is only the last message: answers cannot be found
+    with pytest.raises(FullshardError, match="renders message 4 differently"):
         answers(last, chat("", "aa", "", "aaa"))
 
 
@@ -112,7 +112,7 @@ def test_a_hostile_template_gets_a_sentence(case):
         answers(template, chat("hi", "yes"))
     assert str(caught.value).startswith("the chat template T ")
     assert sentence in str(caught.value)
-    assert answers(MARKED, chat("hi", "yes")) == ["yes"]  # and the next one is rendered
+    assert answers(MARKED, chat("hi", "yes")) == ["yes"]  # the next conversation is rendered
 
 
 @pytest.fixture
@@ -137,7 +137,9 @@ def test_a_template_without_end_is_ended(quick, template):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(FullshardError, match=r"^the chat template T takes longer than 1 s for one conversation$"):
         answers(template, chat("hi", "yes"))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB: its memory is not ours
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    )  # KiB: the template uses the memory of another process
     assert answers(MARKED, chat("hi", "yes")) == ["yes"]
 
 

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 import fullshard as fs
+from fullshard.cluster import cluster as clusters
+from fullshard.cluster.calibration import HOPPER, Fitted
 from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.model.costs import Calls
 from fullshard.model.presets import preset
-from fullshard.planner.search.reduced_model import thinned
-from fullshard.planner.time import timeline as timelines
+from fullshard.planner.search.reduced_model import reduced_description
 from fullshard.planner.time.collectives import collective_seconds
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.timeline import timeline
@@ -80,7 +81,7 @@ def test_zero2_gathers_half_of_what_zero3_does():
 
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_micro_batches_that_are_left_out_are_counted(sync):
-    """Eight micro-batches, of which three are laid out: as long as their parts add up to."""
+    """Eight micro-batches, of which three are placed on lanes: the step takes the sum of their parts."""
     where = cluster("8xh100")
     four, eight, twelve = (seconds("llama-1.5b", plan("llama-1.5b", 8, accumulate=n, sync=sync), where) for n in (4, 8, 12))
     assert twelve - eight == pytest.approx(eight - four, rel=1e-6)
@@ -101,7 +102,7 @@ def test_a_small_model_waits_for_its_host():
 
 
 def test_on_cpus_everything_happens_one_after_the_other():
-    """Gloo's collectives return when they are done, and who issues kernels runs them."""
+    """Gloo's collectives block, and the CPU that issues kernels also runs them."""
     description, where = presets.describe("llama-bytes"), Cluster.named("2xcpu")
     made = fs.strategy("zero3", description, devices=2, batch=fs.Batch(8, 128))
     found = timeline(made, description, where, spread=0.0)
@@ -121,7 +122,7 @@ def test_cpus_fuse_attention_where_cuda_has_products():
     assert "attention" not in timeline(made, description, Cluster.named("1xh100"), spread=0.0).compute
 
 
-def test_a_door_costs_the_host_less_where_gradients_wait_and_for_a_rank_alone():
+def test_hooks_cost_the_host_less_while_accumulating_and_on_one_rank():
     """On an H200, 16 blocks, four micro-batches, four calls: 441 and 441 ms, 452 and 423, 514 and 460, 514 and 458."""
     made = {s: plan("gpt2", 8, rows=1, tokens=128, accumulate=4, sync=s) for s in ("every", "last")}
     every, last = (timeline(p, presets.describe("gpt2"), Cluster.named("8xh100")).busy["host"] for p in made.values())
@@ -153,8 +154,8 @@ def test_remat_costs_the_host_what_it_does_in_python():
     assert hosts[1] - hosts[0] == pytest.approx(72 * (100e-6 + 5 * 10e-6 + 7 * 20e-6))
 
 
-def test_a_step_that_the_host_bounds_takes_its_pace():
-    """Of an operation, and of nothing else that it was timed doing."""
+def test_a_cpu_bound_step_scales_with_the_time_of_an_operation():
+    """Only `issued` counts, not `launch` or `dispatched`."""
     made = plan("gpt2", 8, rows=1, tokens=128)
     times = []
     for issued in (20e-6, 40e-6):
@@ -167,7 +168,7 @@ def test_a_compiled_block_costs_the_host_its_guards(monkeypatch):
     """12 blocks, three micro-batches, forward and backward: 72 times 11 operations."""
     made, where = plan("gpt2", 8, rows=1, tokens=128, accumulate=3, compile=True), Cluster.named("8xh100")
     with_guards = timeline(made, presets.describe("gpt2"), where).busy["host"]
-    monkeypatch.setattr(timelines, "ON_GPU", dataclasses.replace(timelines.ON_GPU, compiled=0.0))
+    monkeypatch.setattr(clusters, "calibration_of", lambda device: dataclasses.replace(HOPPER, compiled_guards=Fitted(0.0)))
     without = timeline(made, presets.describe("gpt2"), where).busy["host"]
     assert with_guards - without == pytest.approx(72 * 11 * where.of("issued"))
 
@@ -192,8 +193,8 @@ def test_an_update_takes_its_bytes_at_the_rate_of_its_kernels():
     assert found["norm"] == pytest.approx(moved / 0.84, rel=1e-6)
 
 
-def test_a_step_that_device_and_host_bound_feels_that_cores_differ():
-    """It takes as long as the slower of the two each time; where one of them bounds every step, the mean pace tells all."""
+def test_unequal_cores_slow_a_step_that_device_and_host_bound_equally():
+    """Such a step takes the slower of the two each time. A step that one of them always bounds depends on the mean alone."""
     made, free = plan("gpt2", 8, rows=4, tokens=1024), cluster("8xh100", **FREE)
 
     def with_host(issued: float, quiet: float) -> Cluster:
@@ -210,12 +211,12 @@ def test_a_step_that_device_and_host_bound_feels_that_cores_differ():
     assert abs(changed[3.0]) < 0.005
 
 
-def test_thinned_models_tell_of_the_whole():
+def test_reduced_models_predict_the_full_one():
     whole, where = presets.describe("llama3-70b"), cluster("64xh100")
     made = plan("llama3-70b", 64, remat="full")
     few, more = (
         timeline(dataclasses.replace(made, units=tuple(u for u in made.units if u.name in {v.name for v in m.units})), m, where)
-        for m in (thinned(whole, 3), thinned(whole, 5))
+        for m in (reduced_description(whole, 3), reduced_description(whole, 5))
     )
     extended = more.seconds + (80 - 5) / 2 * (more.seconds - few.seconds)
     assert extended == pytest.approx(timeline(made, whole, where).seconds, rel=0.01)

@@ -1,7 +1,7 @@
 """Time what the host does to issue a step, on blocks so small that the device always waits for the host.
 
 `launch` is the time of a bare kernel launch. `issued` is the time of one operation of a model, including its module and
-autograd; forward and backward of a row of blocks take ROW of these.
+autograd; forward and backward of a row of blocks take `calibration.HOPPER.probe_ops` of these.
 
 Remat runs additional Python (`costs.Calls`): `checkpointed` is the time to enter a region, `saved` to save a tensor in
 one, `dispatched` to pass an operation through selective remat. They are solved from the times of a block without, with
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.cluster.calibration import HOPPER
 from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
@@ -34,10 +35,6 @@ REPEATS = 2  # steps per reading of the issue clock
 READINGS = 15  # of the issue clock
 LEAST = 1e-9  # seconds; differences of noisy times may be negative
 BLOCKS = 6  # in a row: enough that Python's garbage collector runs as often as in training
-ROW = 624.0  # operations that a row of blocks takes the host; calibrated with the same steps as `timeline.ON_GPU`
-# Measured factors; their cause is unknown. IN_A_STEP: an operation of a training step takes this many times as long as one
-# of a row of equal blocks. DISTURBED: on a busy host, a step slows down by this share of what the row does.
-IN_A_STEP, DISTURBED = 1.22, 0.55
 TINY = LlamaSize(dim=16, layers=1, heads=2, kv_heads=1, ffn=32, vocab=8, sequence=8)
 AVERAGE_CORE = "average_core"  # the key of the issue clock's time on the average core
 
@@ -50,7 +47,7 @@ def time_host(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {"launch": launch(device), **time_remat(device)}
     with QuietCores(issue_clock(device)) as cores:
-        remat = {name: IN_A_STEP * seconds for name, seconds in time_remat(device, before=cores.settle).items()}
+        remat = {name: HOPPER.in_step_host * seconds for name, seconds in time_remat(device, before=cores.settle).items()}
         return {"launch": launch(device), **_issued(cores), **remat}
 
 
@@ -64,7 +61,7 @@ def time_issue(device: torch.device) -> dict[str, float]:
 
 def _issued(cores: QuietCores) -> dict[str, float]:
     undisturbed = fastest([cores.settle() for _ in range(READINGS)])
-    return {"issued": IN_A_STEP * undisturbed / ROW, AVERAGE_CORE: middle(cores.first_times)}
+    return {"issued": HOPPER.in_step_host * undisturbed / HOPPER.probe_ops, AVERAGE_CORE: middle(cores.first_times)}
 
 
 def host_share(issued: float, quiet: float, device: torch.device, looks: int = READINGS) -> float:
@@ -77,7 +74,7 @@ def host_share(issued: float, quiet: float, device: torch.device, looks: int = R
 def share_of(clocked: float, issued: float, quiet: float = 1.0) -> float:
     """As `host_share`, from a reading of the issue clock."""
     undisturbed = quiet * issued
-    return (undisturbed + DISTURBED * (IN_A_STEP * clocked / ROW - undisturbed)) / issued
+    return (undisturbed + HOPPER.disturbance * (HOPPER.in_step_host * clocked / HOPPER.probe_ops - undisturbed)) / issued
 
 
 def issue_clock(device: torch.device) -> Callable[[], float]:

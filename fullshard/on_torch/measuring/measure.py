@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.cluster.cluster import PACES, Cluster, Measured
-from fullshard.cluster.measured import Attention, Collective, CollectiveKind, Gemm
+from fullshard.cluster.measured import CollectiveKind, MeasuredAttention, MeasuredCollective, MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, gather_results, release_group
 from fullshard.on_torch.measuring import host_pace, pointwise, timings
@@ -158,7 +158,7 @@ def _memory(device: torch.device) -> dict[str, Any]:
 
 def _gemms(device: torch.device, budget: float) -> dict[str, Any]:
     shapes = CUDA_GEMMS if device.type == "cuda" else CPU_GEMMS
-    return {"gemms": tuple(Gemm(*s, timings.gemm(*s, device, _dtype(device), budget)) for s in shapes)}
+    return {"gemms": tuple(MeasuredGemm(*s, timings.gemm(*s, device, _dtype(device), budget)) for s in shapes)}
 
 
 def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _attention(device: torch.device, budget: float, quick: bool) -> dict[str, An
     else:
         shapes = [(4, 4, s, width) for width in (32, 64, 128) for s in ((128, 512) if quick else (128, 256, 512))]
     rates = [(s[3], s[2], *timings.attention(s, device, _dtype(device), budget)) for s in shapes]
-    return {"attention": tuple(Attention(*r) for r in rates)}
+    return {"attention": tuple(MeasuredAttention(*r) for r in rates)}
 
 
 def _pointwise(device: torch.device, budget: float) -> float:
@@ -202,13 +202,13 @@ def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:
     return {"collectives": tuple(_line(kind, sizes, device, 5 if quick else 15) for kind in KINDS)}
 
 
-def _line(kind: CollectiveKind, sizes: list[int], device: torch.device, repeats: int) -> Collective:
+def _line(kind: CollectiveKind, sizes: list[int], device: torch.device, repeats: int) -> MeasuredCollective:
     """The latency and bandwidth of one collective, from its times at several sizes."""
     world = world_size()
     share = {"all_reduce": 2 * (world - 1) / world, "broadcast": 1.0}.get(kind, (world - 1) / world)
     points = [(share * size, timings.collective(kind, size, device, repeats)) for size in sizes]
     latency, slope = fit(points)
-    return Collective(kind, world, -(-world // local_world_size()), latency, 1 / slope)
+    return MeasuredCollective(kind, world, -(-world // local_world_size()), latency, 1 / slope)
 
 
 def fit(points: list[tuple[float, float]]) -> tuple[float, float]:

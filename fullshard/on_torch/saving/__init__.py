@@ -1,1 +1,1 @@
-"""A sharded state as files, and back."""
+"""Saves a sharded state as a checkpoint, and loads it again on any number of ranks."""

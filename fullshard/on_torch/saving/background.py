@@ -1,4 +1,4 @@
-"""A thread that does one thing after another beside training."""
+"""A background thread that runs one task after another beside training."""
 
 import os
 import threading
@@ -9,45 +9,47 @@ from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
-NICE = 10  # a tenth of a core that somebody else wants
-Patience = Literal["none", "nice", "idle"]
+NICE = 10  # on a contended core this gives about a tenth of the time
+Priority = Literal["normal", "nice", "idle"]
 
-Queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+TaskQueue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class Background:
-    """How the thread, and those that it starts, give way where others want a core. `nice`: they get little of it. `idle`:
-    next to nothing, and they interrupt nobody: for a machine whose cores do the training. Ranks wait for each other many
-    times in a step, which leaves room, and where they wait for the thread itself, all of it.
+    """Runs submitted tasks in order, in a daemon thread that lives until `close`.
 
-    It is a daemon, and lives until `close`: starting one for each piece of work would make training wait for it, and
-    waiting for one at the end would keep a process that failed, and whose other ranks are gone.
+    `priority` decides how much of a contended core the thread gets, and the threads that it starts: `nice` a tenth, `idle`
+    almost nothing. `idle` is for machines whose CPU does the training: the thread then uses the time in which ranks wait
+    for each other.
+
+    One thread serves all tasks, because starting a thread for each would delay training. It is a daemon so that a process
+    can end after a failure without waiting for collectives whose other ranks are gone.
     """
 
-    def __init__(self, name: str, *, patience: Patience = "none"):
-        self._queue: Queue = SimpleQueue()
-        threading.Thread(target=_work, args=(self._queue, patience), daemon=True, name=name).start()
+    def __init__(self, name: str, *, priority: Priority = "normal"):
+        self._queue: TaskQueue = SimpleQueue()
+        threading.Thread(target=_run, args=(self._queue, priority), daemon=True, name=name).start()
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, task: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._queue.put((work, future))
+        self._queue.put((task, future))
         return future
 
     def close(self) -> None:
-        """No more work comes."""
+        """End the thread after the tasks that were submitted."""
         self._queue.put(None)
 
 
-def _work(queue: Queue, patience: Patience) -> None:
-    with suppress(OSError, AttributeError):  # on Linux it is each thread's own
-        if patience == "idle":
+def _run(queue: TaskQueue, priority: Priority) -> None:
+    with suppress(OSError, AttributeError):  # on Linux, each thread has its own priority
+        if priority == "idle":
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        elif patience == "nice":
+        elif priority == "nice":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     while (found := queue.get()) is not None:
-        work, future = found
+        task, future = found
         try:
-            future.set_result(work())
+            future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
-        del work, future, found  # nothing of it is kept alive by a thread that waits
+        del task, future, found  # while it waits, the thread keeps no memory of the last task alive

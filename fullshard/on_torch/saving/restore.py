@@ -1,36 +1,37 @@
-"""A sharded state filled from a checkpoint of any plan: every rank reads its own part, and all agree on the end.
+"""Loads a checkpoint of any plan into a sharded state. Every rank reads its own parts.
 
-Nothing of the state changes before the checkpoint is verified and its tensors are found to be the ones that are wanted.
+The state changes only after the checkpoint is verified and its tensors match the state's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from fullshard.checkpoint import commit, verify
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.place import Place, open_place
-from fullshard.checkpoint.reader import Checkpoint, refuse_others
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, attempt, gather, gather_results, release_group
-from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
+from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.saving import state_tensors
-from fullshard.on_torch.saving.dcp_storage import Reader
-from fullshard.on_torch.saving.nodes import Nodes, find_nodes_read
+from fullshard.on_torch.saving.nodes import Nodes, find_nodes_by_listing
 from fullshard.on_torch.state import State
 
 
 def load_checkpoint(
     where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verified: bool = False
 ) -> Manifest:
-    """Fill the state, in place, from a checkpoint of any plan; what the manifest says. Collective.
+    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective.
 
-    `verified`: the caller has compared the checksums already.
+    `verified`: the caller has already compared the checksums.
     """
     group = acquire_group()
     try:
@@ -42,38 +43,39 @@ def load_checkpoint(
 def _load(
     group: dist.ProcessGroup, where: str | Path | Place, state: State, allow_missing: Sequence[str], verified: bool
 ) -> Manifest:
-    place = where if isinstance(where, Place) else find_everywhere(where, group)
+    place = where if isinstance(where, Place) else find_on_all_ranks(where, group)
     if not verified:
-        nodes = find_nodes_read(place, group)
-        if wrong := damage(place, group, nodes):
-            raise FullshardError(f"{wrong[0]}; use another checkpoint")
+        nodes = find_nodes_by_listing(place, group)
+        if found := find_damage(place, group, nodes):
+            raise FullshardError(f"{found[0]}; use another checkpoint")
     return gather_results(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
 
 
-def find_everywhere(where: str | Path, group: dist.ProcessGroup) -> Place:
-    """The checkpoint that is meant, which every rank must see: nodes with disks of their own may differ in the newest."""
+def find_on_all_ranks(where: str | Path, group: dist.ProcessGroup) -> Place:
+    """The checkpoint at `where`, or the newest there that every rank sees. Without a shared disk, nodes may differ in
+    their newest one. Collective."""
     place = open_place(where)
     if all(gather(group, commit.is_checkpoint(place))):
         return place
-    shelf = commit.find_shelf(where)
-    seen = gather(group, commit.committed(shelf))
+    checkpoint_dir = commit.find_checkpoint_dir(where)
+    seen = gather(group, commit.committed(checkpoint_dir))
     common = [n for n in seen[0] if all(n in names for names in seen)]
     if not common:
-        raise FullshardError(f"{where} is no checkpoint, and no directory of checkpoints")
-    return shelf.child(common[-1])
+        raise FullshardError(f"{where} is neither a checkpoint nor a directory of checkpoints")
+    return checkpoint_dir.child(common[-1])
 
 
-def damage(place: Place, group: dist.ProcessGroup, nodes: Nodes) -> list[str]:
-    """What is wrong with a checkpoint, found by all ranks together: each reads its share of the files it sees."""
+def find_damage(place: Place, group: dist.ProcessGroup, nodes: Nodes) -> list[str]:
+    """Everything that is wrong with a checkpoint, a sentence each. The ranks of a node share the reading. Collective."""
     rank = dist.get_rank()
-    beside = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[rank]]
-    worked, found = attempt(lambda: verify.problems(place, share=(beside.index(rank), len(beside))))
-    return [p for wrong in gather(group, found if worked else [found]) for p in wrong]
+    same_node = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[rank]]
+    worked, found = attempt(lambda: verify.problems(place, share=(same_node.index(rank), len(same_node))))
+    return [p for of_rank in gather(group, found if worked else [found]) for p in of_rank]
 
 
 def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    state_tensors.refuse_odd_numbers(saved)
+    state_tensors.refuse_bad_numbers(saved)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
@@ -81,7 +83,7 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
-    free_gathered(state.model)  # units that a forward left whole would keep the old values
+    free_gathered(state.model)  # a unit that a forward left gathered would keep the old values
     return manifest
 
 
@@ -93,34 +95,50 @@ def _fill_tensors(
     allow_missing: Sequence[str],
 ) -> None:
     saved = checkpoint.manifest.state
-    own = state_tensors.model_tensors(state.model, values)
-    wanted = state_tensors.described(own)
-    wanted |= {
-        n: (tuple(s), SAFETENSORS_NAMES[d])
-        for n, (s, d) in state_tensors.wanted_slots(state, saved.get("without_slots", [])).items()
-    }
+    targets = state_tensors.model_tensors(state.model, values)
+    expected = state_tensors.shapes_and_dtypes(targets)
+    slots = state_tensors.expected_slots(state, saved.get("without_slots", []))
+    expected |= {n: (tuple(shape), SAFETENSORS_NAMES[dtype]) for n, (shape, dtype) in slots.items()}
     if state.optimizer is None:  # to evaluate or export, the weights are enough
         tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
-    refuse_others(str(checkpoint.place), tensors, wanted, allow_missing)
-    made = state_tensors.make_slots(state, tensors)
-    own |= {f"optimizer.{name}.{key}": t for name, keys in made.items() for key, t in keys.items()}
+    refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
+    new_slots = state_tensors.make_slots(state, tensors)
+    targets |= {f"optimizer.{name}.{key}": t for name, keys in new_slots.items() for key, t in keys.items()}
     with torch.no_grad():
-        _read(checkpoint, {n: t for n, t in own.items() if n in tensors})
-    state_tensors.set_slots(state, made, saved.get("slots", {}))
+        _read(checkpoint, {n: t for n, t in targets.items() if n in tensors})
+    state_tensors.set_slots(state, new_slots, saved.get("slots", {}))
 
 
-def _read(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+def _read(checkpoint: Checkpoint, targets: dict[str, Tensor]) -> None:
+    """Fill this rank's parts of the tensors. DCP's planner decides which ranges of the files they need."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = Reader(checkpoint)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(tensors, metadata, False)
-    reader.set_up_storage_reader(metadata, False)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    planner.set_up_planner(targets, _dcp_metadata(checkpoint.manifest.tensors), False)
+    chunks = {MetadataIndex(n, c.start): (t, c) for n, t in checkpoint.manifest.tensors.items() for c in t.chunks}
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        record, chunk = chunks[item.storage_index]
+        first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]
+        box = [(a, a + n) for a, n in zip(first, item.lengths, strict=True)]
+        part = torch.empty(tuple(item.lengths), dtype=SAFETENSORS_DTYPES[record.dtype])
+        checkpoint.read_chunk(chunk, box, record.item_bytes, part.reshape(-1).view(torch.uint8).numpy().data)
+        target = planner.resolve_tensor(item)
+        target.detach().copy_(part)
+        planner.commit_tensor(item, target)
+
+
+def _dcp_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
+    """The manifest's tensors as DCP's load planner expects them."""
+    found: dict[str, Any] = {}
+    for name, record in tensors.items():
+        if record.dtype not in SAFETENSORS_DTYPES:
+            raise FullshardError(f"{name} is {record.dtype}, which torch has no dtype for")
+        chunks = [ChunkStorageMetadata(torch.Size(c.start), torch.Size(c.shape)) for c in record.chunks]
+        properties = TensorProperties(dtype=SAFETENSORS_DTYPES[record.dtype])
+        found[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+    return Metadata(found)
 
 
 def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
-    """Each rank's generators as they were. At another number of ranks there are no such; then they are seeded anew
-    from the step and the rank, the same way at every resume."""
+    """Restore each rank's generators. On another number of ranks, seed them from step and rank instead."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if checkpoint.manifest.state.get("world") != world:
         torch.manual_seed(checkpoint.manifest.step * 1_000_003 + rank)

@@ -1,8 +1,10 @@
-"""A state as tensors by name: what a checkpoint of it holds, whatever the plan.
+"""The tensors of a state by name, as a checkpoint holds them. The names do not depend on the plan.
 
-model.NAME              parameters (once, however tied) and persistent buffers
-optimizer.NAME.KEY      an optimizer's tensors by the parameter they belong to, never by group
-rng.RANK.cpu, .cuda     the generators of each rank, as bytes
+model.NAME              parameters (tied ones once) and persistent buffers
+optimizer.NAME.KEY      the optimizer's tensors, by parameter and never by group
+rng.RANK.cpu, .cuda     the random generators of each rank, as bytes
+
+An optimizer's state for one parameter is called its slots: `exp_avg`, `exp_avg_sq`, `step` and so on.
 """
 
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ from fullshard.plan import Plan
 
 
 def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """`values`: the parameters, where they are not the model's own (`State.values`)."""
+    """Parameters and persistent buffers. `values`: the parameters of `State.values`, if not those of the model."""
     buffers = dict(model.named_buffers())
     persistent = persistent_buffers(model) if buffers else ()
     parameters = dict(model.named_parameters()) if values is None else values
@@ -28,34 +30,34 @@ def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) 
     return {f"model.{name}": tensor for name, tensor in named.items()}
 
 
-Slots = Mapping[str, Mapping[str, Any]]  # by the parameter's name: what an optimizer keeps of it, tensors and numbers
+ParameterSlots = Mapping[str, Mapping[str, Any]]  # parameter name: slot: tensor or number
 
 
-def optimizer_tensors(state: State, held: Slots | None = None) -> dict[str, Tensor]:
-    """`held`: `all_slots`, where they are known."""
+def optimizer_tensors(state: State, slots: ParameterSlots | None = None) -> dict[str, Tensor]:
+    """The tensors among the slots. `slots`: the result of `all_slots`, if the caller has it."""
     found: dict[str, Tensor] = {}
-    for name, entries in (all_slots(state) if held is None else held).items():
+    for name, entries in (all_slots(state) if slots is None else slots).items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{name}.{key}"] = value
     return found
 
 
-def all_slots(state: State, values: Mapping[str, Tensor] | None = None) -> Slots:
-    """Of each parameter that the optimizer holds. `values`: `State.values`, of whom they were asked already."""
+def all_slots(state: State, values: Mapping[str, Tensor] | None = None) -> ParameterSlots:
+    """The slots of each parameter that the optimizer updates. `values`: the result of `State.values`, if the caller has it."""
     own = values if values is not None and not state.tiers else None
-    return {name: slots(state, p) for name, p in _trained(state, own).items()}
+    return {name: slots_of(state, p) for name, p in _trained(state, own).items()}
 
 
 def _trained(state: State, values: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """The parameters that the optimizer holds, by name. `values`: the model's own, to save a walk through it."""
-    held = {id(p) for g in state.optimizer.param_groups for p in g["params"]} if state.optimizer else set()
+    """The parameters that the optimizer updates, by name. `values`: the model's parameters, to save a walk through it."""
+    trained = {id(p) for g in state.optimizer.param_groups for p in g["params"]} if state.optimizer else set()
     named = dict(state.model.named_parameters()) if values is None else values
-    return {n: p for n, p in named.items() if id(p) in held}
+    return {n: p for n, p in named.items() if id(p) in trained}
 
 
-def slots(state: State, p: nn.Parameter) -> dict[str, Any]:
-    # `state` is a defaultdict: `[]` would make an entry
+def slots_of(state: State, p: nn.Parameter) -> dict[str, Any]:
+    # `state` is a defaultdict: `[]` would add an entry
     return state.optimizer.state.get(p, {}) if state.optimizer else {}
 
 
@@ -66,44 +68,44 @@ def rng_tensors(state: State, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def numbers_of(state: State, held: Slots) -> dict[str, Any]:
-    """What of a state, with these slots, is small: JSON."""
-    other = {}
-    for name, entries in held.items():
+def numbers_of(state: State, slots: ParameterSlots) -> dict[str, Any]:
+    """The parts of a state that are not tensors, as JSON for the manifest."""
+    numbers = {}
+    for name, entries in slots.items():
         plain = {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
         if plain:
-            other[name] = plain
+            numbers[name] = plain
     scale = state.loss_scale
     return {
         "world": torch.distributed.get_world_size(),
         "optimizer": type(state.optimizer).__name__ if state.optimizer else None,
-        "without_slots": [n for n, entries in held.items() if not entries],
-        "slots": other,
+        "without_slots": [n for n, entries in slots.items() if not entries],
+        "slots": numbers,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
     }
 
 
-def refuse_odd_numbers(saved: Mapping[str, Any]) -> None:
-    """What `numbers_of` made comes back from a file: nothing is believed."""
+def refuse_bad_numbers(saved: Mapping[str, Any]) -> None:
+    """Raise unless `saved`, read from a manifest, has the types that `numbers_of` writes."""
     slots, scale = saved.get("slots", {}), saved.get("loss_scale")
     plain = isinstance(slots, dict) and all(isinstance(s, dict) and all(map(_is_number, s.values())) for s in slots.values())
     names = saved.get("without_slots", [])
     named = names == "all" or (isinstance(names, list) and all(isinstance(n, str) for n in names))
     scaled = scale is None or (isinstance(scale, dict) and all(isinstance(scale.get(k), int | float) for k in ("value", "quiet")))
     if not (plain and named and scaled):
-        raise FullshardError("the state in its manifest makes no sense; use another checkpoint")
+        raise FullshardError("the `state` of its manifest is malformed; use another checkpoint")
 
 
 def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, int | float)  # torch's SGD keeps a None
 
 
-# -- what a state expects -----------------------------------------------------------------------------------
+# -- the tensors that a state expects -----------------------------------------------------------------------
 
 
-def expected_slots(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dict[str, tuple[bool, torch.dtype | None]]:
-    """For each key of the optimizer's state whether it is as large as its parameter, and its dtype if it is a
-    tensor: found out by one step on a parameter of two elements."""
+def slot_types(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dict[str, tuple[bool, torch.dtype | None]]:
+    """For each slot, whether it has its parameter's shape, and its dtype (None if it is not a tensor). Found by one step
+    of such an optimizer on a parameter of two elements."""
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     probe = nn.Parameter(torch.zeros(2, dtype=master))
     settings |= {"fused": False} if "fused" in settings else {}
@@ -113,52 +115,51 @@ def expected_slots(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dic
         trial.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise FullshardError(
-            f"what {type(optimizer).__name__} keeps of a parameter cannot be found out ({str(error).splitlines()[0]}); "
-            "an optimizer of your own must be made from parameter groups alone"
+            f"the state of {type(optimizer).__name__} cannot be determined ({str(error).splitlines()[0]}); "
+            "an optimizer of your own must be constructible from parameter groups alone"
         ) from None
     found = dict(trial.state[probe])
     return {k: (isinstance(v, Tensor) and v.ndim == 1, v.dtype if isinstance(v, Tensor) else None) for k, v in found.items()}
 
 
-def wanted_slots(state: State, without: list[str] | str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The optimizer's tensors as they will be after a step, without those of the parameters `without`: names, or `all`."""
+def expected_slots(state: State, without: list[str] | str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the optimizer's tensors after a step. `without`: parameters that have none, or `all`."""
     if state.optimizer is None or without == "all":
         return {}
-    kinds = expected_slots(state.optimizer, PLAN_DTYPES[state.plan.precision.master])
+    types = slot_types(state.optimizer, PLAN_DTYPES[state.plan.precision.master])
     found = {}
     for name, p in _trained(state).items():
-        for key, (as_large, dtype) in kinds.items() if name not in without else ():
+        for key, (like_parameter, dtype) in types.items() if name not in without else ():
             if dtype is not None:
-                found[f"optimizer.{name}.{key}"] = (p.shape if as_large else torch.Size(()), dtype)
+                found[f"optimizer.{name}.{key}"] = (p.shape if like_parameter else torch.Size(()), dtype)
     return found
 
 
-def needed_bytes(state: State) -> int:
-    """The bytes of a whole checkpoint of this state, but for headers and the manifest."""
-    wide = PLAN_DTYPES[state.plan.precision.master].itemsize
-    sizes = [t.numel() * (wide if isinstance(t, nn.Parameter) else t.element_size()) for t in model_tensors(state.model).values()]
-    return sum(sizes) + sum(shape.numel() * dtype.itemsize for shape, dtype in wanted_slots(state, []).values())
+def checkpoint_bytes(state: State) -> int:
+    """The size of a checkpoint of this state, without headers and manifest."""
+    master = PLAN_DTYPES[state.plan.precision.master].itemsize
+    tensors = model_tensors(state.model).values()
+    weights = sum(t.numel() * (master if isinstance(t, nn.Parameter) else t.element_size()) for t in tensors)
+    return weights + sum(shape.numel() * dtype.itemsize for shape, dtype in expected_slots(state, []).values())
 
 
-def described(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+def shapes_and_dtypes(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {n: (tuple(t.shape), SAFETENSORS_NAMES[t.dtype]) for n, t in tensors.items()}
 
 
 def weights_of(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of the weights that a checkpoint of this model under this plan has; the model may be on meta."""
+    """Shape and dtype of each weight in a checkpoint of this model under this plan. The model may be on meta."""
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
-    found = described(model_tensors(model))
-    return {
-        n: (shape, SAFETENSORS_NAMES[PLAN_DTYPES[plan.precision.master]] if n in parameters else dtype)
-        for n, (shape, dtype) in found.items()
-    }
+    master = SAFETENSORS_NAMES[PLAN_DTYPES[plan.precision.master]]
+    found = shapes_and_dtypes(model_tensors(model))
+    return {n: (shape, master if n in parameters else dtype) for n, (shape, dtype) in found.items()}
 
 
-# -- filling ------------------------------------------------------------------------------------------------
+# -- loading ------------------------------------------------------------------------------------------------
 
 
 def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, dict[str, Tensor]]:
-    """Empty optimizer tensors, shaped and sharded for this state, for all that a checkpoint has; by parameter."""
+    """Zeroed slots for the optimizer tensors of a checkpoint, sharded as this state is; by parameter and slot."""
     trained = _trained(state)
     made: dict[str, dict[str, Tensor]] = {}
     for full, record in tensors.items():
@@ -170,25 +171,26 @@ def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, d
 
 def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tensor:
     assert state.optimizer is not None
-    if state.tiers and state.tiers.holds(p):  # its moments have their place already
-        shown = slots(state, p).get(key)
-        return shown if isinstance(shown, Tensor) else torch.zeros(record.shape, dtype=SAFETENSORS_DTYPES[record.dtype])
+    dtype = SAFETENSORS_DTYPES[record.dtype]
+    if state.tiers and state.tiers.holds(p):  # offloaded state has its memory already
+        existing = slots_of(state, p).get(key)
+        return existing if isinstance(existing, Tensor) else torch.zeros(record.shape, dtype=dtype)
     if tuple(record.shape) == tuple(p.shape) and p.ndim:
-        return torch.zeros_like(p, dtype=SAFETENSORS_DTYPES[record.dtype], requires_grad=False)
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     group = next(g for g in state.optimizer.param_groups if any(q is p for q in g["params"]))
-    on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
-    return torch.zeros(record.shape, dtype=SAFETENSORS_DTYPES[record.dtype], device=state.device if on_device else "cpu")
+    on_device = group.get("fused") or group.get("capturable")  # torch then keeps the step count on the device
+    return torch.zeros(record.shape, dtype=dtype, device=state.device if on_device else "cpu")
 
 
-def set_slots(state: State, made: Mapping[str, dict[str, Tensor]], other: Mapping[str, dict[str, Any]]) -> None:
-    """Give the optimizer these tensors, and the plain numbers beside them."""
+def set_slots(state: State, tensors: Mapping[str, dict[str, Tensor]], numbers: Mapping[str, dict[str, Any]]) -> None:
+    """Replace the optimizer's state by these tensors and numbers, both by parameter and slot."""
     if state.optimizer is None:
         return
     for name, p in _trained(state).items():
-        if state.tiers and state.tiers.holds(p) and name not in made:  # they start from nothing
-            for value in slots(state, p).values():
+        if state.tiers and state.tiers.holds(p) and name not in tensors:  # offloaded state starts from zero
+            for value in slots_of(state, p).values():
                 value.zero_()
     state.optimizer.state.clear()
     for name, p in _trained(state).items():
-        if name in made or name in other:
-            state.optimizer.state[p] = {**made.get(name, {}), **other.get(name, {})}
+        if name in tensors or name in numbers:
+            state.optimizer.state[p] = {**tensors.get(name, {}), **numbers.get(name, {})}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fullshard.model.costs import Action, Moment, OpKind
+from fullshard.model.costs import Action, OpKind, Phase
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
 from fullshard.on_torch.tracing.cuda_kernels import KernelWork, kernel_work, launch_count, workspace
 from fullshard.on_torch.tracing.meta_values import MetaValues
@@ -25,9 +25,9 @@ EXISTING = -1  # the number of all tensors that existed before the trace
 
 @dataclass
 class RawSection:
-    """The allocations and kernels between one moment and the next."""
+    """The allocations and kernels between one phase and the next."""
 
-    moment: Moment
+    phase: Phase
     unit: str
     events: list[RawEvent] = field(default_factory=list)
     ops: list[KernelWork] = field(default_factory=list)
@@ -58,9 +58,9 @@ class Recorder(TorchDispatchMode):
         self.closed = self.in_backward = False
         self.values = MetaValues()
 
-    def mark(self, moment: Moment, unit: str) -> None:
+    def mark(self, phase: Phase, unit: str) -> None:
         """Begin a new section."""
-        self.sections.append(RawSection(moment, unit))
+        self.sections.append(RawSection(phase, unit))
 
     def add_existing(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
         """Register a tensor that existed before the trace, so that it is no allocation. `value`: its values, if the model

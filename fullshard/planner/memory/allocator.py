@@ -1,23 +1,23 @@
-"""A model of CUDA's caching allocator with its default settings: which segments it reserves for a tape.
+"""A model of CUDA's caching allocator with its default settings: the segments that it reserves for a tape.
 
 Requests are rounded to 512 bytes; those up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from segments of their own size; a free block is the best fit of its stream,
 split when enough is left, merged with its free neighbours. (CUDACachingAllocator.cpp)
 
 Of free blocks that fit equally well it takes the one at the lowest address. The driver maps each new segment below the
-last; above it only where memory that was given back has left a hole, as in a process that trained another model before.
+last one. It maps a segment above only into a hole of returned memory, which a process has that trained another model before.
 """
 
 from bisect import bisect_left, insort
 
-GRAIN = 512
+GRAIN = 512  # bytes: sizes are rounded up to multiples
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
 LARGE, LARGE_SEGMENT = 10 << 20, 20 << 20
 ROUND = 2 << 20
 
 
 class _Block:
-    """A piece of a segment."""
+    """A part of a segment, free or allocated."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
@@ -29,12 +29,12 @@ class _Block:
 
 
 class Allocator:
-    """Bytes allocated and reserved, now and at most."""
+    """Bytes allocated and reserved, now and at their highest."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak = self.peak_reserved = 0
         self.lowest = 1 << 60
-        self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # stream and smallness to free (size, address)
+        self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # (stream, small) to free (size, address)
         self.blocks: dict[int, _Block] = {}  # free blocks by address
 
     def allocate(self, nbytes: int, stream: int) -> _Block:
@@ -71,11 +71,11 @@ class Allocator:
         return block
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
-        whole = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
-        self.reserved += whole
+        segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
+        self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.lowest -= whole + ROUND  # segments never touch
-        return _Block(self.lowest, whole, pool)
+        self.lowest -= segment + ROUND  # segments never touch
+        return _Block(self.lowest, segment, pool)
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)
@@ -109,8 +109,10 @@ class Allocator:
 def replay(
     deltas: list[int], tensors: list[int], streams: list[int], starts: list[int], *, alike: bool = False
 ) -> list[tuple[int, int]]:
-    """Peaks of (allocated, reserved) of each stretch of a tape; stretches begin at `starts`. `alike`: the last stretch repeats
-    the one before it, and is not played where the allocator was left as that one found it."""
+    """Peaks of (allocated, reserved) for each stretch of a tape. Stretches begin at `starts`.
+
+    `alike`: the last stretch repeats the one before. It is skipped if that one left the allocator as it found it.
+    """
     allocator = Allocator()
     blocks: dict[int, _Block] = {}
     found: list[tuple[int, int]] = []
@@ -131,6 +133,6 @@ def replay(
 
 
 def _layout(allocator: Allocator, blocks: dict[int, _Block]) -> tuple[object, ...]:
-    """Where everything lies, in the order in which it came: what the allocator will do depends on nothing else."""
+    """The allocator's state: all that its further behaviour depends on."""
     pools = {pool: list(free) for pool, free in allocator.pools.items() if free}
     return pools, [(b.address, b.size) for _, b in sorted(blocks.items())], allocator.reserved

@@ -1,4 +1,4 @@
-"""The peak of a step: what is allocated, when, and of what; what the allocator reserves for it."""
+"""Peak memory of a step: the bytes allocated, when and of what kinds, and the bytes that the allocator reserves."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -7,20 +7,21 @@ from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.memory.allocator import GRAIN, replay
-from fullshard.planner.memory.replay import Replay, Tape, Term
+from fullshard.planner.memory.replay import Replay
+from fullshard.planner.memory.tape import PeakGauge, Tape, Term
 from fullshard.planner.step.offload_bytes import SHARE, Away, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
-from fullshard.planner.step.unit_sizes import groups
+from fullshard.planner.step.unit_sizes import unit_sizes
 
 Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most that is allocated at once in a steady step, in bytes. `moment`: when; `terms`: of what.
+class PeakMemory:
+    """Peak bytes of a steady step. `moment`: when the peak occurs; `terms`: its bytes by kind.
 
-    `reserved`: what the allocator has taken from the device by then, if it was asked for. `at_rest`: what stays between
-    steps, by tier and kind. `host` and `disk`: bytes there by term, all of them at once.
+    `reserved`: bytes that the allocator takes from the device; None if that was not asked for. `at_rest`: bytes that stay
+    between steps, by tier and kind. `host` and `disk`: peak bytes there by kind.
     """
 
     allocated: int
@@ -33,8 +34,8 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Level:
-    """Bytes of a device at their highest, of the host by term, and of the device slots that state passes."""
+class PeakBytes:
+    """Peak bytes only: of the device, of the host by kind, and of the device's staging slots."""
 
     device: int
     host: dict[str, int]
@@ -50,13 +51,13 @@ def predict(
     reserved: bool = True,
     clip: bool = True,
     cpu_share: float = SHARE,
-) -> Peak:
-    """What a steady step of `plan` takes on a rank's device, in its host's memory and on disk.
+) -> PeakMemory:
+    """Predict the peak of a steady step of `plan` on a rank's device, in its host's memory and on disk.
 
-    Without `reserved`, the allocator is left out: ten times as fast, and `allocated` then lacks the ends of
-    blocks that were not worth splitting, a few MiB. `clip` and `cpu_share`, the part of the pieces that the CPU updates,
-    matter to units whose optimizer state rests away; their gradients count until the unit's next forward, which is later
-    than they go where updates are quicker than the device.
+    `reserved = False` leaves the allocator out. That is ten times as fast, and `allocated` is then a few MiB too low, as
+    it lacks the ends of blocks that the allocator does not split. `clip` and `cpu_share` (the share of pieces that the
+    CPU updates) matter only with offload. Gradients of offloaded units count until the unit's next forward, which is an
+    upper bound.
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
@@ -70,7 +71,7 @@ def predict(
     else:
         allocated, where = _highest(_steady(player, description, operations).tape)
         terms = _terms(player.tape, 0, where, {})
-    return Peak(
+    return PeakMemory(
         allocated,
         taken,
         _moment(operations, player.tape.operations[where]),
@@ -81,7 +82,7 @@ def predict(
     )
 
 
-def highest(
+def peak_bytes(
     plan: Plan,
     description: Description,
     *,
@@ -89,48 +90,23 @@ def highest(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     cpu_share: float = SHARE,
-) -> Level:
-    """Only the bytes of `predict(…, reserved=False)`: for a search, which asks by the hundred."""
+) -> PeakBytes:
+    """The bytes of `predict(…, reserved=False)` alone. Faster: a search asks for hundreds of plans."""
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
     player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
-    player.tape = gauge = _Gauge()
+    player.tape = gauge = PeakGauge()
     _steady(player, description, operations)
-    return Level(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
-
-
-class _Gauge(Tape):
-    """A tape that remembers nothing but how much there is, and was at most."""
-
-    now = highest = 0
-    folds = True
-
-    def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
-        if nbytes <= 0:
-            return
-        self.free(owner, tensor, operation)
-        self.alive[owner, tensor] = (0, nbytes, term, stream)
-        self.now += nbytes // -GRAIN * -GRAIN
-        if self.now > self.highest:
-            self.highest = self.now
-
-    def rise(self, nbytes: int) -> None:
-        if self.now + nbytes > self.highest:
-            self.highest = self.now + nbytes
-
-    def free(self, owner: str, tensor: str, operation: int) -> None:
-        found = self.alive.pop((owner, tensor), None)
-        if found is not None:
-            self.now -= found[1] // -GRAIN * -GRAIN
+    return PeakBytes(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
 
 
 def _different(plan: Plan) -> tuple[int, ...]:
-    """Micro-batches that can have a peak of their own: the first, the second and the last."""
+    """Indices of the micro-batches that can differ in their peak: the first, the second and the last."""
     last = plan.batch.accumulate - 1
     return tuple(sorted({0, min(1, last), last}))
 
 
 def steady(plan: Plan, description: Description, operations: tuple[Operation, ...], slots: int) -> Tape:
-    """The tape of a step that is not the first."""
+    """The tape of a steady step: one that is not the first."""
     return _steady(Replay(plan, description, slots), description, operations).tape
 
 
@@ -144,8 +120,8 @@ def _steady(player: Replay, description: Description, operations: tuple[Operatio
 
 
 def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool, Alive]:
-    """Where they begin on the tape, whether the last repeats the one before, and what was alive when it began. Three, since
-    the allocator remembers how it began."""
+    """Play three steps, after which the allocator is in its steady state. Return where each begins on the tape, whether the
+    last repeats the one before, and what was alive when it began."""
     player.rest(description)
     tape, starts = player.tape, [0]
     alive: Alive | None = None
@@ -154,7 +130,7 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
         before, alive = alive, {**tape.alive}
         alike = before is not None and _sizes(before) == _sizes(alive)
         starts.append(len(tape.deltas))
-        if before is not None and alike:  # the last step left all as it found it: this one does the same
+        if before is not None and alike:  # the last step left everything as it found it, so this one repeats it
             tape.repeat(starts[-2], {entry[0]: alive[key][0] for key, entry in before.items()})
         else:
             player.play(operations)
@@ -163,7 +139,7 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
 
 
 def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
-    """What is alive, by everything but the numbers that a step gives anew."""
+    """What is alive, without the numbers, which differ from step to step."""
     return {key: entry[1:] for key, entry in alive.items()}
 
 
@@ -174,14 +150,14 @@ def _with_allocator(tape: Tape, starts: list[int], alike: bool) -> tuple[int, in
 
 
 def _highest(tape: Tape, begin: int = 0) -> tuple[int, int]:
-    """How far the sum of rounded sizes rises from entry `begin` on, and the entry that brings it there."""
+    """The highest sum of rounded sizes from entry `begin` on, and the entry that reaches it."""
     sums = list(accumulate(d // -GRAIN * -GRAIN if d > 0 else -(-d // -GRAIN * -GRAIN) for d in tape.deltas[begin:]))
     highest = max(sums)
     return highest, begin + sums.index(highest)
 
 
 def _terms(tape: Tape, begin: int, where: int, before: Alive) -> dict[str, int]:
-    """What there is at entry `where`, of what was there `before` entry `begin` and came and went since."""
+    """Bytes by kind at entry `where`: what was alive `before` entry `begin`, and what came and went since."""
     found: dict[str, int] = {}
     for _, nbytes, term, _ in before.values():
         found[term] = found.get(term, 0) + -(-nbytes // GRAIN) * GRAIN
@@ -193,21 +169,21 @@ def _terms(tape: Tape, begin: int, where: int, before: Alive) -> dict[str, int]:
 
 def _moment(operations: tuple[Operation, ...], index: int) -> str:
     op = operations[min(index, len(operations) - 1)]
-    what = op.moment if op.kind == "compute" else op.kind
+    what = op.phase if op.kind == "compute" else op.kind
     return f"{what} of {op.unit or 'the step'}, micro-batch {op.micro}"
 
 
 def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[str, int]]:
-    """Bytes between steps, by tier and kind."""
-    held = groups(plan, description)
-    away = Away(plan, held, slots)
+    """Bytes that stay between steps, by tier and kind."""
+    units = unit_sizes(plan, description)
+    away = Away(plan, units, slots)
     found: dict[str, dict[str, int]] = {}
-    for group in held.values():
-        shard = away.apart(group) if group.away else sum(group.shards) * away.master
-        state = away.resting(group) if group.away else slots * group.moving * away.master
+    for sizes in units.values():
+        shard = away.apart(sizes) if sizes.away else sum(sizes.shards) * away.master
+        state = away.resting(sizes) if sizes.away else slots * sizes.moving * away.master
         for kind, place, nbytes in (
-            ("params", group.home.params, shard),
-            ("optimizer", group.home.optimizer, state),
+            ("params", sizes.home.params, shard),
+            ("optimizer", sizes.home.optimizer, state),
         ):
             tier = found.setdefault(place, {})
             tier[kind] = tier.get(kind, 0) + nbytes

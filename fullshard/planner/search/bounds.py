@@ -1,128 +1,136 @@
-"""Candidates of a search, the one that promises most always looked at first.
+"""The candidates of a search that keep everything on the device, judged in order of their lower bounds.
 
-Of each strategy and micro-batch one plan counts: the first of its family, which differ in remat alone, that fits. What a
-plan costs is found out in three goes, and only as far as it takes: what it needs and takes at least, by what is known of
-others; the bytes that it needs; its seconds.
+Plans of a family differ in remat alone, and only the first that fits counts. What a plan costs is found in three stages,
+each only if the one before does not rule the plan out: lower bounds from plans that are known already, then the bytes
+that it needs, then its seconds.
 """
 
 from dataclasses import dataclass, field
 
 from fullshard.plan import Plan
-from fullshard.planner.search.offload import Ladder
-from fullshard.planner.search.reduced_model import Thin
-from fullshard.planner.search.space import Family, Wanted, strategies
+from fullshard.planner.search.offload import OffloadLevels
+from fullshard.planner.search.reduced_model import ReducedModel
+from fullshard.planner.search.space import Family, PlanRequest, strategies
 from fullshard.planner.step.schedule import largest_chunk
 
-SURE = 0.99  # of bytes that follow from others: sizes are rounded, and some kernels' own memory grows in steps
+# Extrapolated bytes count with this share: sizes are rounded, and the workspaces of some kernels grow in steps.
+BOUND_SHARE = 0.99
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A plan under consideration, with what a thinned model says of it."""
+    """A plan under consideration, with its bytes and seconds by the reduced model."""
 
     label: str
     plan: Plan
     needed: int
     seconds: float
     exposed: dict[str, float] = field(default_factory=dict)
-    ladder: Ladder | None = None  # if parts of it have to leave the device
-    height: float = 0.0
-    sure: bool = False  # whether its height knows of the allocator
+    offload: OffloadLevels | None = None  # set if parts of it have to leave the device
+    level: float = 0.0  # how much leaves
+    with_slack: bool = False  # True if `level` allows for what the allocator adds
 
 
-class Entry(Candidate):
-    """A candidate that stays on the device: the first of its family of which nothing says that it does not fit. `judged`: whether
-    the bytes that it needs are known; `timed`: whether its seconds are, which else are those of its kernels alone."""
+class DeviceCandidate(Candidate):
+    """A candidate with everything on the device: the first plan of its family that may fit.
 
-    def __init__(self, family: Family, rising: "Rising"):
+    `judged`: True if `needed` is known, else it is a lower bound. `timed`: the same of `seconds`.
+    """
+
+    def __init__(self, family: Family, growth: "MemoryGrowth"):
         super().__init__(*family[0], needed=0, seconds=0.0)
-        self.family, self.rising, self.place = family, rising, -1
+        self.family, self.growth, self.place = family, growth, -1
         self.judged = self.timed = False
 
     @property
     def leaner(self) -> int:
-        """Plans of the family that are."""
+        """Number of plans of the family that need less memory."""
         return len(self.family) - 1 - self.place
 
     def advance(self, room: int) -> bool:
-        """To the next of the family that may fit; if there is none, to the last."""
+        """Go to the next plan of the family that may fit; return False if there is none."""
         while self.leaner:
             self.place += 1
             self.label, self.plan = self.family[self.place]
             self.judged = self.timed = False
-            self.needed = self.rising.least(self.plan, self.leaner, room)
-            if SURE * self.needed <= room:
-                self.seconds = self.rising.thin.least(self.plan)
+            self.needed = self.growth.least(self.plan, self.leaner, room)
+            if BOUND_SHARE * self.needed <= room:
+                self.seconds = self.growth.reduced.least_seconds(self.plan)
                 return True
         self.seconds = float("inf")
         return False
 
     def judge(self) -> None:
-        self.needed, self.judged = self.rising.thin.needed(self.plan), True
+        self.needed, self.judged = self.growth.reduced.needed(self.plan), True
 
     def time(self) -> None:
-        found = self.rising.thin.timeline(self.plan)
+        found = self.growth.reduced.timeline(self.plan)
         self.seconds, self.exposed, self.timed = found.seconds, found.exposed, True
 
 
-class Rising:
-    """Bytes of a strategy's plans while their micro-batches grow.
+class MemoryGrowth:
+    """Lower bounds of the bytes of a strategy's plans, from plans with smaller micro-batches.
 
-    Each moment of a step holds bytes that grow evenly with the micro-batch, once there are tokens enough for a whole chunk of
-    the loss. The highest of them therefore grows as fast from one to the next, or faster, and two that are known say what a
-    third needs at least. `zero3`: the same of that strategy, for those that gather as it does and keep more. Plans are told
-    apart by their batch and by how many of a family are leaner.
+    At each phase of a step the bytes grow linearly with the micro-batch, once it fills a chunk of the loss. The peak is the
+    largest of them, so it is convex: two known micro-batches bound every larger one from below.
+    `zero3`: the same of zero3, which bounds strategies that gather like it and keep more. A plan is identified by its batch
+    and by the number of leaner plans in its family.
     """
 
-    def __init__(self, thin: Thin, families: list[Family], zero3: "Rising | None" = None):
-        self.thin, self.zero3 = thin, zero3
+    def __init__(self, reduced: ReducedModel, families: list[Family], zero3: "MemoryGrowth | None" = None):
+        self.reduced, self.zero3 = reduced, zero3
         self.plans = {(plan.batch, len(f) - 1 - i): plan for f in families for i, (_, plan) in enumerate(f)}
-        costs = thin.description.costs
-        self.chunk = largest_chunk(costs.vocabulary) if costs and costs.vocabulary and thin.common["loss"] == "chunked" else 0
+        costs = reduced.description.costs
+        chunked = costs and costs.vocabulary and reduced.arguments["loss"] == "chunked"
+        self.chunk = largest_chunk(costs.vocabulary) if costs and chunked else 0
 
-    def firm(self, plan: Plan, leaner: int, room: int) -> int:
-        """Bytes that a plan needs; at least so many, where that is too much."""
+    def needed(self, plan: Plan, leaner: int, room: int) -> int:
+        """Bytes that a plan needs; a lower bound if that alone does not fit."""
         least = self.least(plan, leaner, room)
-        return least if SURE * least > room else self.thin.needed(plan)
+        return least if BOUND_SHARE * least > room else self.reduced.needed(plan)
 
     def least(self, plan: Plan, leaner: int, room: int) -> int:
-        """Bytes that a plan needs at least, by what smaller ones of its kind do."""
+        """A lower bound of the bytes that a plan needs."""
         if self.zero3 and (same := self.zero3.plans.get((plan.batch, leaner))):
-            return self.zero3.firm(same, leaner, room)
+            return self.zero3.needed(same, leaner, room)
         smaller = self._smaller(plan, leaner)
         if not smaller:
             return 0
         if len(smaller) == 1:
-            return self.thin.needed(smaller[0])
-        first, second = (self.thin.needed(p) for p in smaller)
+            return self.reduced.needed(smaller[0])
+        first, second = (self.reduced.needed(p) for p in smaller)
         one, two = (p.batch.micro_batch for p in smaller)
         return second + (second - first) * (plan.batch.micro_batch - two) // (two - one)
 
     def _smaller(self, plan: Plan, leaner: int) -> list[Plan]:
-        """The smallest two, if they are smaller, or the smallest alone where chunks still grow. One micro-batch alone keeps no
-        sums of gradients, and is of another kind."""
+        """The two smallest micro-batches below the plan's that fill a chunk of the loss, else the smallest alone.
+
+        Plans without accumulation keep no sums of gradients, so they are never compared with others.
+        """
         alike = [p for (b, n), p in self.plans.items() if n == leaner and b.accumulate > 1 and plan.batch.accumulate > 1]
         smaller = [p for p in alike if p.batch.micro_batch < plan.batch.micro_batch]
         even = [p for p in smaller if p.batch.micro_batch * p.batch.sequence >= self.chunk]
         return even[:2] if len(even) > 1 else smaller[:1]
 
 
-class Contest:
-    """Every strategy and micro-batch on the device alone. `left`: those that may fit; `failed`: those that do not."""
+class CandidatePool:
+    """A candidate for every strategy and micro-batch. `left`: those that may fit; `failed`: those that do not."""
 
-    def __init__(self, wanted: Wanted, thin: Thin, room: int):
+    def __init__(self, request: PlanRequest, reduced: ReducedModel, room: int):
         self.room = room
         self.families: list[Family] = []
         self.left: list[Candidate] = []
         self.failed: list[Candidate] = []
-        every = [families for families in strategies(wanted) if families]
-        zero3 = {_first(families).mesh.tensor: Rising(thin, families) for families in every if _is_zero3(_first(families))}
+        every = [families for families in strategies(request) if families]
+        zero3 = {
+            _first(families).mesh.tensor: MemoryGrowth(reduced, families) for families in every if _is_zero3(_first(families))
+        }
         for families in every:
             plan = _first(families)
             below = zero3.get(plan.mesh.tensor) if plan.units[0].layout == "sharded" else None
-            rising = below if below and _is_zero3(plan) else Rising(thin, families, below)
-            for entry in (Entry(family, rising) for family in families):
-                (self.left if entry.advance(room) else self.failed).append(entry)
+            growth = below if below and _is_zero3(plan) else MemoryGrowth(reduced, families, below)
+            for candidate in (DeviceCandidate(family, growth) for family in families):
+                (self.left if candidate.advance(room) else self.failed).append(candidate)
             self.families += families
 
     @property
@@ -130,11 +138,11 @@ class Contest:
         return [*self.left, *self.failed]
 
     def fastest(self, among: list[Candidate]) -> Candidate | None:
-        """Of these, by thinned models, if any fits."""
-        among = [c for c in among if c not in self.failed and (isinstance(c, Entry) or c.needed <= self.room)]
+        """The fastest of these that fits by the reduced model, or None."""
+        among = [c for c in among if c not in self.failed and (isinstance(c, DeviceCandidate) or c.needed <= self.room)]
         while among:
             best = min(among, key=lambda c: c.seconds)
-            if not isinstance(best, Entry) or best.timed:
+            if not isinstance(best, DeviceCandidate) or best.timed:
                 return best
             if best.judged:
                 best.time()
@@ -145,8 +153,8 @@ class Contest:
         return None
 
     def advance(self, candidate: Candidate) -> bool:
-        """From a plan that does not fit to the next of its family, if another may."""
-        if isinstance(candidate, Entry) and candidate.advance(self.room):
+        """Replace a plan that does not fit by the next of its family; return False if none may fit."""
+        if isinstance(candidate, DeviceCandidate) and candidate.advance(self.room):
             return True
         self.left.remove(candidate)
         self.failed.append(candidate)
@@ -154,8 +162,8 @@ class Contest:
 
     @staticmethod
     def leanest(among: list[Candidate]) -> Candidate:
-        """Of these, the one that needs the fewest bytes."""
-        while isinstance(best := min(among, key=lambda c: c.needed), Entry) and not best.judged:
+        """The one of these that needs the fewest bytes."""
+        while isinstance(best := min(among, key=lambda c: c.needed), DeviceCandidate) and not best.judged:
             best.judge()
         return best
 

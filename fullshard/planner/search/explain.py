@@ -1,32 +1,206 @@
-"""What of a plan rests away from the device, in words."""
+"""Why the other plans of a search lost; if none fits, what is missing and which changes would help."""
 
-from fullshard.plan import Plan, Unit
-from fullshard.update_pieces import STAGING
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
+from fullshard.plan import Batch, Plan
+from fullshard.planner.estimate import WAIT_WORDS, disk_available, host_available
+from fullshard.planner.memory.peak import predict
+from fullshard.planner.search.bounds import Candidate, CandidatePool
+from fullshard.planner.search.full_model import FullModel
+from fullshard.planner.search.labels import home_words
+from fullshard.planner.search.offload import OffloadLevels
+from fullshard.planner.search.pick import exact_result, offload_modes, offloaded_candidates, pick, reduced_model, with_slack
+from fullshard.planner.search.reduced_model import ReducedModel, blocks_of
+from fullshard.planner.search.space import PlanRequest, precision_of
+from fullshard.strategies import choose
+from fullshard.text import bytes_text, seconds_text
 
-def home_words(plan: Plan) -> str:
-    """What rests away, in a few words: `optimizer of the last 12 units on host`; who updates it, how much of it is on the
-    device for that at a time, and how many gradients wait, where the plan says it."""
-    found: dict[tuple[str, str], list[str]] = {}  # kinds by which units and which place
-    for place in ("host", "disk"):
-        for kind in ("optimizer", "params", "activations"):
-            there = [u for u in plan.units if getattr(u.home, kind) == place]
-            if there:
-                found.setdefault((_which(plan, there, kind), place), []).append(kind)
-    words = [f"{_listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
-    words += [] if plan.cpu_share is None else [f"{plan.cpu_share:.0%} of the updates by the cores"]
-    words += [] if plan.staging == STAGING else [f"{plan.staging} pieces of state on the device at a time"]
-    return ", ".join(words if plan.backlog is None else [*words, f"a backlog of {plan.backlog} pieces"])
+SAFE_ROOM = 0.88  # of memory: offloaded plans whose reduced-model estimate is below this always fit
 
-
-def _which(plan: Plan, there: list[Unit], kind: str) -> str:
-    """Of all units; of activations, those that leave the device."""
-    every = [u for u in plan.units if kind != "activations" or u.home.activations != "device"]
-    if len(there) == len(every):
-        return ""
-    end = "the last " if every[-len(there) :] == there else "the first " if every[: len(there)] == there else ""
-    return f" of {end}{len(there)} unit{'s' if len(there) > 1 else ''}"
+Change = tuple[str, PlanRequest, Plan]  # in words; the changed request; its leanest plan
 
 
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen, and why. `label`: its choices in a few words."""
+
+    label: str
+    plan: Plan
+    needed: int  # bytes
+    step_seconds: float | None  # None if it does not fit
+    reason: str
+
+
+def alternatives(best: Candidate, pool: CandidatePool, offloaded: list[Candidate], room: int) -> list[Alternative]:
+    """The best candidate of each other strategy, and why it lost: first those that fit, the fastest first."""
+    shown: dict[str, Alternative] = {}
+    others: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in (c for c in [*pool.all, *offloaded] if _strategy(c) != _strategy(best)):
+        others[_strategy(candidate)].append(candidate)
+    fitting = [pool.fastest(alike) for alike in others.values()]
+    for candidate in sorted((c for c in fitting if c), key=lambda c: c.seconds):
+        reason = _why_slower(candidate, best)
+        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
+    leanest = [pool.leanest(alike) for name, alike in others.items() if name not in shown]
+    for candidate in sorted(leanest, key=lambda c: c.needed):
+        reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
+        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
+    return list(shown.values())
+
+
+def _why_slower(candidate: Candidate, best: Candidate) -> str:
+    """By how much it is slower, and what it waits for longer than the best does."""
+    slower = candidate.seconds / best.seconds - 1
+    if slower < 0.005:
+        return "as fast"
+    more = {k: s - best.exposed.get(k, 0.0) for k, s in candidate.exposed.items() if k != "others"}
+    cause, seconds = max(more.items(), key=lambda item: item[1], default=("", 0.0))
+    if seconds > 0.3 * (candidate.seconds - best.seconds):
+        return f"{slower:.1%} slower: {seconds_text(seconds)} more {WAIT_WORDS[cause]}"
+    return f"{slower:.1%} slower: more to compute"
+
+
+def _strategy(candidate: Candidate) -> str:
+    """What is shown once: a strategy, and the same strategy with offload."""
+    return candidate.label.split(",")[0] + (" away" if candidate.offload else "")
+
+
+# -- nothing fits --------------------------------------------------------------------------------------------
+
+
+def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Candidate], room: int) -> str:
+    """What the leanest plan lacks, and the smallest change that would do."""
+    leanest = CandidatePool.leanest(failing)
+    larger, shorter = _more_devices(request), _shorter_sequences(request, leanest)
+    ways = [
+        _other_homes(request, reduced, leanest, room),
+        _unpinned(request, room),
+        _first_to_fit(larger, room),
+        _first_to_fit(shorter, room),
+    ]
+    helps = f"{' or '.join(w for w in ways if w)} would fit"
+    if not any(ways):
+        ways = [_first_to_fit_offloaded(larger, room), _first_to_fit_offloaded(shorter, room)]
+        there = "host memory or disk" if request.disk else "host memory"
+        helps = f"{' or '.join(w for w in ways if w)} should fit with offload to {there}"
+    if not any(ways):
+        helps = "nothing small helps: take devices with more memory"
+    return f"nothing fits: the leanest plan ({leanest.label}) needs {_leanest_needs(request, reduced, leanest, room)}; {helps}"
+
+
+def _leanest_needs(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> str:
+    """The bytes that the leanest plan needs, as it is and with everything that may leave the device on the host."""
+    fixed = "cpu_share" in request.fix
+    offload = OffloadLevels.of(leanest.plan, request.description, request.fixed_homes, all_cores=not fixed)
+    if not offload.top or request.fix.get("tensor", 1) > 1:
+        return _needs(request, reduced, leanest.plan, leanest.needed, room)
+    top = offload.at(offload.top)
+    needs_at_top = _needs(request, reduced, top, reduced.reserved(top), room)
+    if leanest.offload is not None:
+        return needs_at_top
+    return f"{_needs(request, reduced, leanest.plan, leanest.needed, room)}, and with {home_words(top)} {needs_at_top}"
+
+
+def _needs(request: PlanRequest, reduced: ReducedModel, plan: Plan, needed: int, room: int) -> str:
+    """Bytes of device, host and disk that a plan needs, of those that there are."""
+    there, on_disk, most = host_available(request.cluster, needed), _on_disk(request, plan), disk_available(request.cluster)
+    shortage = max(0, reduced.host(plan) - there) if request.to_disk else 0
+    parts = [f"{bytes_text(needed)} of {bytes_text(room)} a device"]
+    parts += [f"{bytes_text(reduced.host(plan))} of {bytes_text(there)} of the host"] if reduced.host(plan) else []
+    parts += [f"{bytes_text(on_disk)} of {bytes_text(most)} of the disk"] if on_disk else []
+    parts += [f"at least {bytes_text(shortage)} of {bytes_text(most)} of the disk"] if shortage else []
+    return " and ".join(parts)
+
+
+def _on_disk(request: PlanRequest, plan: Plan) -> int:
+    """Bytes of a plan's files."""
+    if not any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units):
+        return 0
+    found = predict(plan, request.description, loss=request.loss, optimizer=request.optimizer, reserved=False, clip=request.clip)
+    return sum(found.disk.values())
+
+
+# -- changes that would help ---------------------------------------------------------------------------------
+
+
+def _other_homes(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> str | None:
+    """Homes with which the leanest plan fits, if the request fixes homes."""
+    if not request.fixed_homes:
+        return None
+    free = replace(request, fix={k: v for k, v in request.fix.items() if not k.startswith("home.")})
+    for candidate in offloaded_candidates(free, reduced, [(leanest.label, leanest.plan)], room, all_cores=False):
+        result = exact_result(free, reduced, candidate, room, float("inf"))
+        if result.estimate:
+            return f"{home_words(result.plan)} ({bytes_text(result.estimate.host.allocated_bytes)} of the host)"
+    return None
+
+
+def _unpinned(request: PlanRequest, room: int) -> str | None:
+    """A fixed choice without which something fits."""
+    for name in ("remat", "micro_batch", "strategy"):
+        if name in request.fix:
+            free = replace(request, fix={k: v for k, v in request.fix.items() if k != name})
+            final, _, _ = pick(free, reduced_model(free), room)
+            if final:
+                return f"another {name} than {request.fix[name]!r} ({final[0].label})"
+    return None
+
+
+def _more_devices(request: PlanRequest) -> list[Change]:
+    """Twice as many devices, four times as many and so on, each with the leanest plan."""
+    found: list[Change] = []
+    devices = request.cluster.devices
+    while (devices := 2 * devices) <= 16384:
+        more = replace(
+            request, cluster=replace(request.cluster, devices=devices), global_batch=max(request.global_batch, devices), fix={}
+        )
+        plan = choose(
+            "zero3",
+            request.description,
+            devices=devices,
+            precision=precision_of(more),
+            batch=Batch(1, request.sequence),
+            remat="full" if blocks_of(request.description) else "none",
+        )
+        found.append((f"{devices} devices", more, plan))
+    return found
+
+
+def _shorter_sequences(request: PlanRequest, leanest: Candidate) -> list[Change]:
+    """Half the sequence, a quarter and so on; none if the model was traced for one shape only."""
+    assert request.description.costs is not None
+    if request.description.costs.shape is not None:
+        return []
+    found: list[Change] = []
+    length = request.sequence
+    while (length := length // 2) >= 256:
+        plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
+        found.append((f"a sequence of {length}", request, plan))
+    return found
+
+
+def _first_to_fit(changes: list[Change], room: int) -> str | None:
+    return next((words for words, request, plan in changes if _would_fit(request, reduced_model(request), plan, room)), None)
+
+
+def _would_fit(request: PlanRequest, reduced: ReducedModel, plan: Plan, room: int) -> bool:
+    if reduced.needed(plan) > room or reduced.reserved(plan) > room:
+        return False
+    return FullModel(request).judge(plan).estimate is not None
+
+
+def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
+    """The smallest change that fits with offload, by the reduced model alone. Larger changes never need more memory."""
+    at = bisect_left(changes, True, key=lambda change: _fits_offloaded(change[1], change[2], int(SAFE_ROOM * room)))
+    return changes[at][0] if at < len(changes) else None
+
+
+def _fits_offloaded(request: PlanRequest, plan: Plan, room: int) -> bool:
+    reduced = reduced_model(request)
+    for activations, all_cores in offload_modes(request):
+        asked = replace(request, disk_activations=activations)
+        if any(with_slack(asked, reduced, c, room) for c in offloaded_candidates(asked, reduced, [("", plan)], room, all_cores)):
+            return True
+    return False

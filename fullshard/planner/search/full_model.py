@@ -1,5 +1,8 @@
-"""Plans of a search estimated whole, only as far as it takes to see that one does not fit: first what is allocated and
-what the host holds, then what the allocator reserves, last the seconds of a step."""
+"""Exact estimates of a search's plans, with all blocks of the model.
+
+An estimate stops at the first thing that does not fit: allocated bytes and host memory, then what the allocator
+reserves, then the seconds of a step.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,69 +10,70 @@ from typing import Any
 
 from fullshard.plan import Plan
 from fullshard.planner.estimate import Estimate, available, cores_share, estimate, host_available
-from fullshard.planner.memory.peak import Level, highest, predict
-from fullshard.planner.search.space import Wanted
+from fullshard.planner.memory.peak import PeakBytes, peak_bytes, predict
+from fullshard.planner.search.space import PlanRequest
 from fullshard.planner.step.offload_bytes import Away, slots_of
-from fullshard.planner.step.unit_sizes import groups
+from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.timeline import timeline
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A plan, the bytes of a device that it needs as far as was looked, and what it costs if it fits. `host`: whether it
-    has room there."""
+class FullResult:
+    """A plan and the bytes of a device that it needs. `estimate`: what it costs; None if it does not fit. `fits_host`: False
+    if it needs too much host memory."""
 
     plan: Plan
     needed: int
-    found: Estimate | None = None
-    host: bool = True
+    estimate: Estimate | None = None
+    fits_host: bool = True
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What is wanted, for a model with all its blocks."""
+class FullModel:
+    """Answers about plans for the model of a request with all its blocks."""
 
-    wanted: Wanted
+    request: PlanRequest
 
     @cached_property
     def room(self) -> int:
-        return available(self.wanted.cluster, self.wanted.limit)
+        """Bytes of a device that a plan may reserve."""
+        return available(self.request.cluster, self.request.limit)
 
-    def level(self, plan: Plan) -> Level:
-        return highest(plan, self.wanted.description, **self._common(plan))
+    def peak(self, plan: Plan) -> PeakBytes:
+        return peak_bytes(plan, self.request.description, **self._arguments(plan))
 
-    def moved(self, plan: Plan, level: Level) -> Level:
-        """The level of a plan that differs from one of that level in what rests on disk."""
+    def peak_after_move(self, plan: Plan, before: PeakBytes) -> PeakBytes:
+        """The peak of a plan that differs from one with peak `before` only in what rests on disk."""
         if any(u.home.activations == "disk" for u in plan.units):
-            return self.level(plan)
-        w = self.wanted
-        share = cores_share(plan, w.cluster, w.optimizer)
-        away = Away(plan, groups(plan, w.description), slots_of(w.optimizer), clip=w.clip, cpu_share=share)
+            return self.peak(plan)
+        r = self.request
+        share = cores_share(plan, r.cluster, r.optimizer)
+        away = Away(plan, unit_sizes(plan, r.description), slots_of(r.optimizer), clip=r.clip, cpu_share=share)
         staging = sum(away.staging())
-        return Level(level.device + staging - level.staging, away.host(level.host.get("activations", 0)), staging)
+        return PeakBytes(before.device + staging - before.staging, away.host(before.host.get("activations", 0)), staging)
 
     def seconds(self, plan: Plan) -> float:
-        """Of a step."""
-        return timeline(plan, self.wanted.description, self.wanted.cluster, **self._common(plan)).seconds
+        """Seconds of a step."""
+        return timeline(plan, self.request.description, self.request.cluster, **self._arguments(plan)).seconds
 
-    def lacking(self, level: Level) -> int:
-        """Bytes that the host has too few."""
-        return sum(level.host.values()) - host_available(self.wanted.cluster, level.device)
+    def host_shortage(self, peak: PeakBytes) -> int:
+        """Bytes by which host memory is too small; negative if there is room."""
+        return sum(peak.host.values()) - host_available(self.request.cluster, peak.device)
 
-    def tried(self, plan: Plan, level: Level | None = None, slack: int = 0) -> Tried:
-        """Whether a plan fits. `level`: if it is known; `slack`: what the allocator is likely to add to it."""
-        if level is not None and (level.device > self.room or self.lacking(level) > 0):
-            return Tried(plan, level.device + slack, host=self.lacking(level) <= 0)
-        w, common = self.wanted, self._common(plan)
-        peak = predict(plan, w.description, **common, reserved=w.cluster.device.kind == "cuda")
-        needed = peak.allocated if peak.reserved is None else peak.reserved
+    def judge(self, plan: Plan, peak: PeakBytes | None = None, slack: int = 0) -> FullResult:
+        """Estimate a plan if it fits. `peak`: if it is known; `slack`: bytes that the allocator is likely to add to it."""
+        if peak is not None and (peak.device > self.room or self.host_shortage(peak) > 0):
+            return FullResult(plan, peak.device + slack, fits_host=self.host_shortage(peak) <= 0)
+        r, arguments = self.request, self._arguments(plan)
+        predicted = predict(plan, r.description, **arguments, reserved=r.cluster.device.kind == "cuda")
+        needed = predicted.allocated if predicted.reserved is None else predicted.reserved
         if needed > self.room:
-            return Tried(plan, needed)
-        del common["cpu_share"]  # which is estimate's to find
-        found = estimate(plan, w.description, w.cluster, **common, limit=w.limit, peak=peak)
-        return Tried(plan, needed, found if found.fits else None, host=found.fits)
+            return FullResult(plan, needed)
+        del arguments["cpu_share"]  # `estimate` finds it itself
+        found = estimate(plan, r.description, r.cluster, **arguments, limit=r.limit, peak=predicted)
+        return FullResult(plan, needed, found if found.fits else None, fits_host=found.fits)
 
-    def _common(self, plan: Plan) -> dict[str, Any]:
-        w = self.wanted
-        share = cores_share(plan, w.cluster, w.optimizer)
-        return {"loss": w.loss, "optimizer": w.optimizer, "clip": w.clip, "cpu_share": share}
+    def _arguments(self, plan: Plan) -> dict[str, Any]:
+        r = self.request
+        share = cores_share(plan, r.cluster, r.optimizer)
+        return {"loss": r.loss, "optimizer": r.optimizer, "clip": r.clip, "cpu_share": share}

@@ -1,4 +1,7 @@
-"""Models thinned to a few of their equal blocks: quick answers about plans, extended to the whole in proportion."""
+"""Quick answers about plans from reduced models: the model with three and with five of its equal blocks.
+
+Bytes and seconds grow evenly with the number of blocks, so two reduced models give those of the full one.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,51 +10,58 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.model.costs import Costs, Trace
 from fullshard.model.description import Description
 from fullshard.plan import Plan
-from fullshard.planner.memory.peak import highest, predict
-from fullshard.planner.time.timeline import Timeline, kernels_seconds, timeline
+from fullshard.planner.memory.peak import peak_bytes, predict
+from fullshard.planner.time.step_lanes import Timeline
+from fullshard.planner.time.timeline import kernels_seconds, timeline
 
-FEW, MORE = 3, 5  # blocks of a thinned model
-SURE = 0.8  # of what the allocator loses with a few blocks: it may be that much less with all of them
+FEW, MORE = 3, 5  # blocks of the two reduced models
+# The full model's allocator loses at least this share of what it loses with MORE blocks.
+SLACK_SHARE = 0.8
 
 
-class Thin:
-    """Quick answers about plans: from two thinned models, extended to the whole."""
+class ReducedModel:
+    """Bytes and seconds of plans, extrapolated from two reduced models to the full one. Answers are remembered."""
 
-    def __init__(self, description: Description, cluster: Cluster, **common: Any):
-        self.description, self.cluster, self.common = description, cluster, common
+    def __init__(self, description: Description, cluster: Cluster, **arguments: Any):
+        self.description, self.cluster, self.arguments = description, cluster, arguments
         # By identity: hashing a plan takes longer than asking twice.
         self.known: dict[int, tuple[Plan, tuple[int, dict[str, int]]]] = {}
-        self.lost: dict[int, tuple[Plan, int]] = {}
+        self.slacks: dict[int, tuple[Plan, int]] = {}
         self.times: dict[int, tuple[Plan, Timeline]] = {}
         self.kernels: dict[tuple[Any, ...], float] = {}
-        self.models = [thinned(description, n) for n in (FEW, MORE)]
-        counts = [len(blocks_of(m)) for m in self.models]
-        self.step = 0.0 if counts[0] == counts[1] else (len(blocks_of(description)) - counts[1]) / (counts[1] - counts[0])
+        self.models = [reduced_description(description, n) for n in (FEW, MORE)]
+        few, more = (len(blocks_of(m)) for m in self.models)
+        # How many times the difference between the two comes on top of the larger.
+        self.steps = 0.0 if few == more else (len(blocks_of(description)) - more) / (more - few)
 
     def needed(self, plan: Plan) -> int:
-        """Bytes allocated at the peak; for plans that cannot fit, what rests alone."""
+        """Bytes allocated on the device at the peak."""
         return self._bytes(plan)[0]
 
     def host(self, plan: Plan) -> int:
-        """Bytes of the host."""
+        """Bytes of host memory."""
         return sum(self._bytes(plan)[1].values())
 
-    def stuck(self, plan: Plan, onward: tuple[str, ...]) -> int:
-        """Bytes of the host that cannot go on to disk, as `onward` can."""
-        return sum(nbytes for term, nbytes in self._bytes(plan)[1].items() if term not in onward)
+    def host_only(self, plan: Plan, to_disk: tuple[str, ...]) -> int:
+        """Bytes of host memory that are not of a kind in `to_disk`, and so cannot go on to disk."""
+        return sum(nbytes for term, nbytes in self._bytes(plan)[1].items() if term not in to_disk)
 
     def slack(self, plan: Plan) -> int:
-        """Bytes that the allocator is likely to reserve beside what is allocated: nearly all of a thinned model's. What lies
-        between the tensors of a few blocks is what is lost, and with more blocks it is seldom less."""
-        if id(plan) not in self.lost:
-            self.lost[id(plan)] = (plan, int(SURE * self._lost(plan)))
-        return self.lost[id(plan)][1]
+        """Bytes that the allocator is likely to reserve beside what is allocated; 0 where there is no such allocator."""
+        if id(plan) not in self.slacks:
+            self.slacks[id(plan)] = (plan, int(SLACK_SHARE * self._fragmentation(plan)))
+        return self.slacks[id(plan)][1]
 
-    def _lost(self, plan: Plan) -> int:
+    def reserved(self, plan: Plan) -> int:
+        """Bytes that a plan is likely to need, with what the allocator adds."""
+        return self.needed(plan) + self.slack(plan)
+
+    def _fragmentation(self, plan: Plan) -> int:
+        """Bytes reserved but not allocated with MORE blocks: more blocks seldom fragment memory less."""
         if self.cluster.device.kind != "cuda":
             return 0
         model = self.models[1]
-        peak = predict(thin_plan(_lean(plan), model), model, **self.common)
+        peak = predict(reduced_plan(_few_micro_batches(plan), model), model, **self.arguments)
         assert peak.reserved is not None
         return peak.reserved - peak.allocated
 
@@ -61,44 +71,46 @@ class Thin:
         return self.known[id(plan)][1]
 
     def _predicted(self, plan: Plan) -> tuple[int, dict[str, int]]:
+        # Token ids and labels of the micro-batches that are left out, two int64 a token.
         ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
-        lean = _lean(plan)
-        few, more = (highest(thin_plan(lean, m), m, **self.common) for m in self.models)
+        short = _few_micro_batches(plan)
+        few, more = (peak_bytes(reduced_plan(short, m), m, **self.arguments) for m in self.models)
         host = {term: self._extended(few.host.get(term, 0), nbytes) for term, nbytes in more.host.items()}
         return self._extended(few.device, more.device) + ids, host
 
     def _extended(self, few: int, more: int) -> int:
-        return int(more + self.step * (more - few))
+        return int(more + self.steps * (more - few))
 
-    def least(self, plan: Plan) -> float:
-        """Seconds that no step of this batch and remat is below, whatever its strategy: its kernels, one after the other."""
+    def least_seconds(self, plan: Plan) -> float:
+        """A lower bound of step time that holds for every strategy with this batch and remat: the kernels alone."""
         key = (plan.batch, plan.mesh.tensor, plan.precision, plan.compile, tuple(u.remat for u in plan.units))
         if key not in self.kernels:
-            few, more = (kernels_seconds(thin_plan(plan, m), m, self.cluster, self.common["loss"]) for m in self.models)
-            self.kernels[key] = more + self.step * (more - few)
+            few, more = (kernels_seconds(reduced_plan(plan, m), m, self.cluster, self.arguments["loss"]) for m in self.models)
+            self.kernels[key] = more + self.steps * (more - few)
         return self.kernels[key]
 
     def timeline(self, plan: Plan) -> Timeline:
+        """Seconds of a step and what it waits for; lanes and kinds of compute are left out."""
         if id(plan) not in self.times:
             self.times[id(plan)] = (plan, self._timed(plan))
         return self.times[id(plan)][1]
 
     def _timed(self, plan: Plan) -> Timeline:
-        few, more = (timeline(thin_plan(plan, m), m, self.cluster, **self.common) for m in self.models)
-        seconds = more.seconds + self.step * (more.seconds - few.seconds)
-        # What bounds a few blocks need not bound many: no step is shorter than the busiest lane's work.
-        busiest = max(busy + self.step * (busy - few.busy.get(lane, 0.0)) for lane, busy in more.busy.items())
-        extended = {k: more.exposed[k] + self.step * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
+        few, more = (timeline(reduced_plan(plan, m), m, self.cluster, **self.arguments) for m in self.models)
+        seconds = more.seconds + self.steps * (more.seconds - few.seconds)
+        # Few blocks and many can have different bottlenecks: no step is shorter than the work of its busiest lane.
+        busiest = max(busy + self.steps * (busy - few.busy.get(lane, 0.0)) for lane, busy in more.busy.items())
+        extended = {k: more.exposed[k] + self.steps * (more.exposed[k] - few.exposed.get(k, 0.0)) for k in more.exposed}
         return Timeline(max(seconds, busiest), exposed=extended)
 
 
-def _lean(plan: Plan) -> Plan:
-    """With two micro-batches at most: the others are alike."""
+def _few_micro_batches(plan: Plan) -> Plan:
+    """The plan with two micro-batches at most: the others have the same peak."""
     return replace(plan, batch=replace(plan.batch, accumulate=min(plan.batch.accumulate, 2)))
 
 
-def thinned(description: Description, count: int) -> Description:
-    """The model with only the first `count` of its blocks, if they are all alike."""
+def reduced_description(description: Description, count: int) -> Description:
+    """The model with the first `count` of its blocks; the model itself if its blocks differ."""
     blocks = blocks_of(description)
     assert description.costs is not None
     alike = {tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units if u.kind == "block"}
@@ -106,24 +118,26 @@ def thinned(description: Description, count: int) -> Description:
         return description
     dropped = set(blocks[count:])
     units = tuple(u for u in description.units if u.name not in dropped)
-    return replace(description, units=units, costs=_thin_costs(description.costs, dropped))
+    return replace(description, units=units, costs=_reduced_costs(description.costs, dropped))
 
 
-def _thin_costs(costs: Costs, dropped: set[str]) -> Costs:
+def _reduced_costs(costs: Costs, dropped: set[str]) -> Costs:
     traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
-    return replace(costs, traces=traces, split={ranks: _thin_costs(c, dropped) for ranks, c in costs.split.items()})
+    return replace(costs, traces=traces, split={ranks: _reduced_costs(c, dropped) for ranks, c in costs.split.items()})
 
 
 def _without(trace: Trace, dropped: set[str]) -> Trace:
-    kept = [i for i, (_, unit) in enumerate(trace.moments) if unit not in dropped]
-    return Trace(tuple(trace.moments[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
+    kept = [i for i, (_, unit) in enumerate(trace.phases) if unit not in dropped]
+    return Trace(tuple(trace.phases[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
 
 
 def blocks_of(description: Description) -> list[str]:
+    """The names of the units that are blocks."""
     return [u.name for u in description.units if u.kind == "block"]
 
 
-def thin_plan(plan: Plan, model: Description) -> Plan:
+def reduced_plan(plan: Plan, model: Description) -> Plan:
+    """The plan with the units of a reduced model only."""
     names = {u.name for u in model.units}
     if len(names) == len(plan.units):
         return plan

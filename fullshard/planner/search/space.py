@@ -1,6 +1,6 @@
-"""What a search is asked for, and every plan that might answer: strategies, meshes, micro-batches, remat choices.
+"""What a search is asked for, and the space of plans that it considers: strategies, meshes, micro-batches, remat choices.
 
-Makes plans and says nothing of what they cost; homes elsewhere come later, where a plan does not fit.
+Only makes plans: what they cost is found elsewhere, and so are homes away from the device.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from fullshard.errors import FullshardError, nearest
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
-from fullshard.planner.search.explain import home_words
+from fullshard.planner.search.labels import plan_label
 from fullshard.strategies import STRATEGIES, choose
 
 REMATS = ("none", "selective", "full")  # from the fastest to the leanest
-# Plans, each after what it is called, that differ in remat alone, the fastest first: one that fits makes the others pointless.
+# (label, plan) pairs that differ in remat alone, the fastest first: only the first that fits counts.
 Family = list[tuple[str, Plan]]
 
 FIXABLE = {
@@ -24,13 +24,13 @@ FIXABLE = {
     "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
-OWN = {"replicate": "hybrid", "reshard": "hpz"}  # choices of one strategy, which they fix with them
-OF_UPDATES = ("staging", "cpu_share", "backlog")  # of the whole plan; recipes have them under home, as they may be here
+STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
+UPDATE_CHOICES = ("staging", "cpu_share", "backlog")  # accepted with the prefix `home.` too, as recipes write them
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be planned for."""
+class PlanRequest:
+    """What a search is asked for. `fix`: choices that are pinned, by name."""
 
     description: Description
     cluster: Cluster
@@ -41,22 +41,22 @@ class Wanted:
     loss: str = "chunked"
     optimizer: Optimizer = field(default_factory=AdamW)
     clip: bool = True
-    disk: bool = True  # whether state and parameters may go there
-    spill: bool = False  # and activations
+    disk: bool = True  # whether optimizer state and parameters may go to disk
+    disk_activations: bool = False  # whether activations may, too
 
     @property
-    def homes(self) -> dict[str, Any]:
-        """Homes that are fixed."""
+    def fixed_homes(self) -> dict[str, Any]:
+        """The homes that `fix` pins, by kind of bytes."""
         return {key.removeprefix("home."): value for key, value in self.fix.items() if key.startswith("home.")}
 
     @property
-    def onward(self) -> tuple[str, ...]:
-        """What may go on from the host to disk, the cheapest to miss first; not what is fixed to be elsewhere."""
-        may = {"optimizer": self.disk, "params": self.disk, "activations": self.disk and self.spill}
-        return tuple(kind for kind, so in may.items() if so and kind not in self.homes)
+    def to_disk(self) -> tuple[str, ...]:
+        """The kinds of bytes that may go on from host to disk, what costs least time first; never what `fix` pins."""
+        may = {"optimizer": self.disk, "params": self.disk, "activations": self.disk and self.disk_activations}
+        return tuple(kind for kind, allowed in may.items() if allowed and kind not in self.fixed_homes)
 
 
-def want(
+def plan_request(
     description: Description,
     cluster: Cluster,
     sequence: int | None,
@@ -65,7 +65,8 @@ def want(
     limit: int | None,
     loss: str,
     optimizer: Optimizer,
-) -> Wanted:
+) -> PlanRequest:
+    """Check what was asked for and fill in what the description has; raise one sentence for anything unknown."""
     shape = description.costs.shape if description.costs else None
     sequence = shape[1] if sequence is None and shape else sequence
     if sequence is None:
@@ -74,7 +75,12 @@ def want(
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
-    fix = {name.removeprefix("home.") if name.removeprefix("home.") in OF_UPDATES else name: v for name, v in fix.items()}
+    return PlanRequest(description, cluster, sequence, global_batch, _checked_choices(fix), limit, loss, optimizer)
+
+
+def _checked_choices(fix: dict[str, Any]) -> dict[str, Any]:
+    """The pinned choices by their own names, with the strategy that they imply. Raise for unknown ones and wrong types."""
+    fix = {name.removeprefix("home.") if name.removeprefix("home.") in UPDATE_CHOICES else name: v for name, v in fix.items()}
     fix = {name: float(value) if FIXABLE.get(name) is float and type(value) is int else value for name, value in fix.items()}
     for name, value in fix.items():
         if name not in FIXABLE:
@@ -86,109 +92,117 @@ def want(
     if fix.get("remat", "none") not in REMATS:
         known = ", ".join(REMATS)
         raise FullshardError(f"unknown remat {fix['remat']!r}{nearest(fix['remat'], list(REMATS))} (known: {known})")
-    for name, owner in OWN.items():
+    for name, owner in STRATEGY_OF.items():
         if name in fix and fix.setdefault("strategy", owner) != owner:
             given = fix["strategy"]
             raise FullshardError(f"{name} = {fix[name]} has no effect with strategy = {given!r}; leave it out, or fix {owner!r}")
-    return Wanted(description, cluster, sequence, global_batch, fix, limit, loss, optimizer)
+    return fix
 
 
-def refuse_idle_backlog(wanted: Wanted) -> None:
-    if "backlog" in wanted.fix and (wanted.clip or precision_of(wanted).compute == "fp16"):
-        why = "with clipping" if wanted.clip else "with compute = 'fp16'"
+def refuse_idle_backlog(request: PlanRequest) -> None:
+    """Raise if a backlog is pinned where gradients wait for their norm anyway."""
+    if "backlog" in request.fix and (request.clip or precision_of(request).compute == "fp16"):
+        why = "with clipping" if request.clip else "with compute = 'fp16'"
         raise FullshardError(
-            f"backlog = {wanted.fix['backlog']} has no effect {why}: all gradients wait for their norm; leave one of them out"
+            f"backlog = {request.fix['backlog']} has no effect {why}: all gradients wait for their norm; leave one of them out"
         )
 
 
-def strategies(wanted: Wanted) -> Iterator[list[Family]]:
-    """A strategy's families, whose micro-batches grow."""
-    axes = {tensor: list(_shapes(wanted, wanted.cluster.devices // tensor)) for tensor in _tensor_axes(wanted)}
+def strategies(request: PlanRequest) -> Iterator[list[Family]]:
+    """For each strategy and mesh, its families by growing micro-batch."""
+    axes = {tensor: list(_shapes(request, request.cluster.devices // tensor)) for tensor in _tensor_axes(request)}
     if not any(axes.values()):
-        ranks = wanted.cluster.devices // max(axes)
+        ranks = request.cluster.devices // max(axes)
         raise FullshardError(
-            f"a global batch of {wanted.global_batch} cannot be cut for {ranks} data ranks"
-            f"{_fixed(wanted, 'micro_batch', 'accumulate')}; give a multiple of {ranks * wanted.fix.get('micro_batch', 1)}"
+            f"a global batch of {request.global_batch} cannot be cut for {ranks} data ranks"
+            f"{_fixed(request, 'micro_batch', 'accumulate')}; give a multiple of {ranks * request.fix.get('micro_batch', 1)}"
         )
     made = 0
     refused: list[FullshardError] = []
     for tensor, shapes in axes.items():
-        for name, own in _strategies(wanted, wanted.cluster.devices // tensor, tensor):
-            first = _family(wanted, name, own, tensor, refused) if shapes else []
-            families = [_shaped(wanted, name, own, first, shape, refused) for shape in shapes]
+        for name, choices in _strategies(request, request.cluster.devices // tensor, tensor):
+            first = _family(request, name, choices, tensor, refused) if shapes else []
+            families = [_shaped(request, name, choices, first, shape, refused) for shape in shapes]
             made += sum(map(len, families))
             yield [family for family in families if family]
     if not made and refused:
         raise refused[0]
     if not made:
-        raise FullshardError(f"no plan can be made with {_fixed(wanted, *wanted.fix).strip(' ()')}; fix less")
+        raise FullshardError(f"no plan can be made with {_fixed(request, *request.fix).strip(' ()')}; fix less")
 
 
-def _tensor_axes(wanted: Wanted) -> list[int]:
-    """The one that is fixed; else none, and those that the model was traced for, within a node. A split head has no chunked
-    loss."""
-    devices, costs = wanted.cluster.devices, wanted.description.costs
-    if (fixed := wanted.fix.get("tensor")) is not None:
+def _tensor_axes(request: PlanRequest) -> list[int]:
+    """Sizes of the tensor axis to try: the pinned one; else 1 and those that the model was traced for, within a node.
+
+    With the chunked loss, only those that do not split the head.
+    """
+    devices, costs = request.cluster.devices, request.description.costs
+    if (fixed := request.fix.get("tensor")) is not None:
         if fixed < 1 or devices % fixed:
             raise FullshardError(f"tensor = {fixed} must divide the {devices} devices")
         return [fixed]
     split = costs.split if costs else {}
-    whole = min(wanted.cluster.node.devices, devices)
-    return [1, *[n for n, part in split.items() if whole % n == 0 and (wanted.loss == "plain" or part.vocabulary)]]
+    node = min(request.cluster.node.devices, devices)
+    return [1, *[n for n, part in split.items() if node % n == 0 and (request.loss == "plain" or part.vocabulary)]]
 
 
-def _fixed(wanted: Wanted, *names: str) -> str:
-    given = [f"{n} = {wanted.fix[n]!r}" for n in names if n in wanted.fix]
+def _fixed(request: PlanRequest, *names: str) -> str:
+    given = [f"{n} = {request.fix[n]!r}" for n in names if n in request.fix]
     return f" ({', '.join(given)})" if given else ""
 
 
-def _shapes(wanted: Wanted, ranks: int) -> Iterator[tuple[int, int]]:
+def _shapes(request: PlanRequest, ranks: int) -> Iterator[tuple[int, int]]:
     """(micro-batch, accumulate) whose product is each rank's share of the global batch."""
-    if wanted.global_batch % ranks:
+    if request.global_batch % ranks:
         return
-    share = wanted.global_batch // ranks
+    share = request.global_batch // ranks
     for micro in (n for n in range(1, min(share, 32) + 1) if share % n == 0):
         accumulate = share // micro
-        if wanted.fix.get("micro_batch", micro) == micro and wanted.fix.get("accumulate", accumulate) == accumulate:
+        if request.fix.get("micro_batch", micro) == micro and request.fix.get("accumulate", accumulate) == accumulate:
             yield micro, accumulate
 
 
-def _strategies(wanted: Wanted, ranks: int, tensor: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and own arguments: hybrid and hpz by node and by a few of them."""
-    fixed = wanted.fix.get("strategy")
+def _strategies(request: PlanRequest, ranks: int, tensor: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of strategies with their choices arguments; groups of hybrid and hpz are one, two, four or eight nodes."""
+    fixed = request.fix.get("strategy")
     if fixed is not None and fixed not in STRATEGIES:
         raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
-    node = wanted.cluster.node.devices // tensor or 1
+    node = request.cluster.node.devices // tensor or 1
     groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
     options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
     options += [("hybrid", {"replicate": ranks // n}) for n in groups] + [("hpz", {"reshard": n}) for n in groups]
-    if fixed == "hybrid" and "replicate" in wanted.fix:
-        options = [("hybrid", {"replicate": wanted.fix["replicate"]})]
-    if fixed == "hpz" and "reshard" in wanted.fix:
-        options = [("hpz", {"reshard": wanted.fix["reshard"]})]
-    for name, own in options:
-        if fixed in (None, name) and all(wanted.fix.get(k, v) == v for k, v in own.items()):
-            yield name, own
+    if fixed == "hybrid" and "replicate" in request.fix:
+        options = [("hybrid", {"replicate": request.fix["replicate"]})]
+    if fixed == "hpz" and "reshard" in request.fix:
+        options = [("hpz", {"reshard": request.fix["reshard"]})]
+    for name, choices in options:
+        if fixed in (None, name) and all(request.fix.get(k, v) == v for k, v in choices.items()):
+            yield name, choices
 
 
 def _shaped(
-    wanted: Wanted, name: str, own: dict[str, Any], plans: list[Plan], shape: tuple[int, int], refused: list[FullshardError]
+    request: PlanRequest,
+    name: str,
+    choices: dict[str, Any],
+    plans: list[Plan],
+    shape: tuple[int, int],
+    refused: list[FullshardError],
 ) -> Family:
-    """Plans with this micro-batch and as many of them, and what they are called."""
+    """The family of a strategy with this (micro-batch, accumulate)."""
     micro, accumulate = shape
     try:
-        batch = Batch(micro, wanted.sequence, accumulate, wanted.fix.get("sync", "every"))
+        batch = Batch(micro, request.sequence, accumulate, request.fix.get("sync", "every"))
         shaped = [replace(plan, batch=batch) for plan in plans]
     except FullshardError as error:
         refused.append(error)
         return []
-    return [(_label(name, own, plan), plan) for plan in shaped]
+    return [(plan_label(name, choices, plan), plan) for plan in shaped]
 
 
-def _family(wanted: Wanted, name: str, own: dict[str, Any], tensor: int, refused: list[FullshardError]) -> list[Plan]:
-    """Plans of a strategy that differ in remat."""
-    found, fix = [], wanted.fix
-    blocks = any(u.kind == "block" for u in wanted.description.units)
+def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: int, refused: list[FullshardError]) -> list[Plan]:
+    """The plans of a strategy, one for each remat choice, with one row a micro-batch."""
+    found, fix = [], request.fix
+    blocks = any(u.kind == "block" for u in request.description.units)
     for remat in REMATS if blocks else ("none",):
         if fix.get("remat", remat) != remat:
             continue
@@ -196,17 +210,17 @@ def _family(wanted: Wanted, name: str, own: dict[str, Any], tensor: int, refused
         try:
             plan = choose(
                 name,
-                wanted.description,
-                devices=wanted.cluster.devices,
+                request.description,
+                devices=request.cluster.devices,
                 tensor=tensor,
-                **own,
-                precision=precision_of(wanted),
-                batch=Batch(1, wanted.sequence),
+                **choices,
+                precision=precision_of(request),
+                batch=Batch(1, request.sequence),
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
-                compile=fix.get("compile", blocks and wanted.cluster.device.kind == "cuda"),
-                home=_least_away(wanted.homes),
-                **{key: fix[key] for key in OF_UPDATES if key in fix},
+                compile=fix.get("compile", blocks and request.cluster.device.kind == "cuda"),
+                home=_least_offload(request.fixed_homes),
+                **{key: fix[key] for key in UPDATE_CHOICES if key in fix},
             )
         except FullshardError as error:
             refused.append(error)
@@ -215,20 +229,13 @@ def _family(wanted: Wanted, name: str, own: dict[str, Any], tensor: int, refused
     return found
 
 
-def _least_away(fixed: dict[str, Any]) -> Home:
-    """As much on the device as may be: where parameters rest on disk, their state has left it."""
+def _least_offload(fixed: dict[str, Any]) -> Home:
+    """The home with the most on the device: state leaves it only where parameters are pinned to disk."""
     return Home(**{"optimizer": "host" if fixed.get("params") == "disk" else "device", **fixed})
 
 
-def precision_of(wanted: Wanted) -> Precision:
-    gpu = wanted.cluster.device.kind != "cpu"
-    given = {k: wanted.fix[k] for k in ("compute", "reduce", "master") if k in wanted.fix}
+def precision_of(request: PlanRequest) -> Precision:
+    """The pinned precision; compute is bf16 by default, fp32 on CPUs."""
+    gpu = request.cluster.device.kind != "cpu"
+    given = {k: request.fix[k] for k in ("compute", "reduce", "master") if k in request.fix}
     return Precision(**{"compute": "bf16" if gpu else "fp32", **given})
-
-
-def _label(name: str, own: dict[str, Any], plan: Plan) -> str:
-    mesh = f" {plan.mesh.replicate}×{plan.mesh.shard}" if name == "hybrid" else f" {own['reshard']}" if name == "hpz" else ""
-    mesh += f", tensor {plan.mesh.tensor}" if plan.mesh.tensor > 1 else ""
-    remat = next((u.remat for u in plan.units if u.remat != "none"), "none")
-    away = home_words(plan)
-    return f"{name}{mesh}, {plan.batch.micro_batch} × {plan.batch.accumulate} rows, remat {remat}{f', {away}' if away else ''}"

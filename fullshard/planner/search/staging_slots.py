@@ -1,71 +1,77 @@
-"""How many device slots streamed optimizer state passes: more than usual where updates wait for the gradient norm, since
-state that came to the device ahead of it is updated at once when it is there. The cores then have less to do."""
+"""The number of device slots that optimizer state is streamed through.
+
+Where updates wait for the gradient norm, more slots are faster: state that is on the device already is updated as soon as
+the norm is known. The cores then have less to do.
+"""
 
 from dataclasses import replace
 
 from fullshard.plan import Plan
 from fullshard.planner.estimate import cores_share
-from fullshard.planner.search.full_model import Tried, Whole
-from fullshard.planner.search.offload import Ladder, lowest, settle
-from fullshard.planner.search.reduced_model import Thin
+from fullshard.planner.search.full_model import FullModel, FullResult
+from fullshard.planner.search.offload import OffloadLevels, fit_level, lowest_level
+from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.step.offload_bytes import waits_for_norm
 from fullshard.update_pieces import EIGHTHS
 
-STAGINGS = (96, 80, 64, 48, 32, 16, 8)  # tried in place of the usual few, the most first
-WORTH = 0.01  # of a step: what updates must keep waiting for more slots to be tried
-ALIKE = 0.002  # of a step: for as little no memory is given
-MUCH_FASTER = 0.97  # for which the share of the cores is not left to the engine, which measures it
-FASTER = 0.995  # of a step's seconds, for which memory is given
+STAGINGS = (96, 80, 64, 48, 32, 16, 8)  # numbers of slots to try
+WORTH_TRYING = 0.01  # of a step: try more slots if it waits longer than this for updates
+SAME_SPEED = 0.002  # of a step: smaller gains do not justify more slots
+MUCH_FASTER = 0.97  # of step time: only then fix `cpu_share`, which the engine else measures
+FASTER = 0.995  # of step time: only then use more memory
 
 
-def staged(tried: Tried, ladder: Ladder | None, thin: Thin, whole: Whole) -> Tried:
-    """The plan with as many slots as make it faster and have room; where they have none, with more away from the device for
-    them, if that is faster still."""
-    if not _waits(tried, whole):
-        return tried
-    now = tried.found.step_seconds if tried.found else 0.0
-    for plan in _faster(tried.plan, whole, now):
-        better = whole.tried(plan, whole.level(plan))
-        if better.found is None and ladder is not None:
-            better = _higher(replace(ladder, staging=plan.staging, cpu_share=plan.cpu_share, whole={}), thin, whole, now)
-        if better.found and better.found.step_seconds < FASTER * now:
+def add_staging_slots(result: FullResult, offload: OffloadLevels | None, reduced: ReducedModel, full: FullModel) -> FullResult:
+    """The plan with the number of slots that makes it fastest. If the slots have no room, more leaves the device for them,
+    provided that the step is still faster."""
+    if not _waits_for_state(result, full):
+        return result
+    now = result.estimate.step_seconds if result.estimate else 0.0
+    for plan in _faster_plans(result.plan, full, now):
+        better = full.judge(plan, full.peak(plan))
+        if better.estimate is None and offload is not None:
+            better = _at_higher_level(
+                replace(offload, staging=plan.staging, cpu_share=plan.cpu_share, made={}), reduced, full, now
+            )
+        if better.estimate and better.estimate.step_seconds < FASTER * now:
             return better
-    return tried
+    return result
 
 
-def _faster(plan: Plan, whole: Whole, now: float) -> list[Plan]:
-    """The plan with other numbers of slots that are faster than it is, the best first; of those that are as fast, the one
-    with the fewest slots."""
-    shared = _with_share(replace(plan, staging=STAGINGS[0]), whole)
+def _faster_plans(plan: Plan, full: FullModel, now: float) -> list[Plan]:
+    """The plan with other numbers of slots, those that are faster, the fastest first; fewer slots first at the same speed."""
+    shared = _with_share(replace(plan, staging=STAGINGS[0]), full)
     shares = dict.fromkeys((shared.cpu_share, plan.cpu_share))
     plans = [replace(plan, staging=slots, cpu_share=share) for share in shares for slots in STAGINGS]
-    times = {id(p): whole.seconds(p) for p in plans}
-    ranked = sorted(plans, key=lambda p: (round(times[id(p)] / (ALIKE * now)), p.staging))
+    times = {id(p): full.seconds(p) for p in plans}
+    ranked = sorted(plans, key=lambda p: (round(times[id(p)] / (SAME_SPEED * now)), p.staging))
     return [p for p in ranked if times[id(p)] < FASTER * now]
 
 
-def _with_share(plan: Plan, whole: Whole) -> Plan:
-    """The plan with less for the cores to do, where that is much faster: state that came ahead has left the bus to the rest,
-    which the balance of bus and cores knows nothing of."""
+def _with_share(plan: Plan, full: FullModel) -> Plan:
+    """The plan with a smaller `cpu_share`, if that is much faster.
+
+    State that is on the device ahead of the norm leaves PCIe to the rest. The usual balance does not know that.
+    """
     if plan.cpu_share is not None:
         return plan
-    share = cores_share(plan, whole.wanted.cluster, whole.wanted.optimizer)
+    share = cores_share(plan, full.request.cluster, full.request.optimizer)
     fewer = [replace(plan, cpu_share=eighth / EIGHTHS) for eighth in range(round(share * EIGHTHS))]
-    best = min(fewer, key=whole.seconds, default=plan)
-    return best if whole.seconds(best) < MUCH_FASTER * whole.seconds(plan) else plan
+    best = min(fewer, key=full.seconds, default=plan)
+    return best if full.seconds(best) < MUCH_FASTER * full.seconds(plan) else plan
 
 
-def _waits(tried: Tried, whole: Whole) -> bool:
-    """Whether a step waits for state that is streamed, after a norm. What comes from disk passes slots of its own."""
-    plan, found = tried.plan, tried.found
-    if found is None or "staging" in whole.wanted.fix or found.cpu_share in (None, 1.0) or found.disk.terms.get("optimizer"):
+def _waits_for_state(result: FullResult, full: FullModel) -> bool:
+    """True if a step waits for streamed state after the norm. State on disk has slots of its own."""
+    plan, found = result.plan, result.estimate
+    if found is None or "staging" in full.request.fix or found.cpu_share in (None, 1.0) or found.disk.terms.get("optimizer"):
         return False
-    return waits_for_norm(plan, whole.wanted.clip) and found.exposed.get("update", 0.0) > WORTH * found.step_seconds
+    return waits_for_norm(plan, full.request.clip) and found.exposed.get("update", 0.0) > WORTH_TRYING * found.step_seconds
 
 
-def _higher(ladder: Ladder, thin: Thin, whole: Whole, beaten: float) -> Tried:
-    """With more away, if thinned models say that it is faster."""
-    found = lowest(ladder, thin, whole.room, (), slack=True)
-    if found is None or found.time.seconds >= FASTER * beaten:
-        return Tried(ladder.plan, whole.room + 1)
-    return settle(ladder, thin, found.height, whole, (), beaten=beaten)
+def _at_higher_level(offload: OffloadLevels, reduced: ReducedModel, full: FullModel, faster_than: float) -> FullResult:
+    """The plan with more away from the device, if the reduced model says that it is faster."""
+    found = lowest_level(offload, reduced, full.room, (), slack=True)
+    if found is None or found.time.seconds >= FASTER * faster_than:
+        return FullResult(offload.plan, full.room + 1)
+    return fit_level(offload, reduced, found.level, full, (), faster_than=faster_than)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
 from fullshard.plan import Place, Plan
-from fullshard.planner.step.unit_sizes import Group, item
+from fullshard.planner.step.unit_sizes import UnitSizes, item
 from fullshard.update_pieces import DISK_SLOTS, READ_SLOTS, TRAYS, WRITE_SLOTS, Lane, cut, deal, filed
 
 SHARE = 0.5  # of the pieces that the CPU updates, where nobody knows the cluster
@@ -38,14 +38,14 @@ def waits_for_norm(plan: Plan, clip: bool) -> bool:
     return clip or plan.precision.compute == "fp16"
 
 
-def pieces(groups: dict[str, Group], cpu_share: float) -> list[Piece]:
+def pieces(groups: dict[str, UnitSizes], cpu_share: float) -> list[Piece]:
     """All pieces of all away units in the order of forward; state that is on the device anyway is never the CPU's."""
     every = [(g, stop - start) for g in groups.values() if g.away for start, stop in cut(g.moving)]
     dealt = zip(every, deal(len(every), cpu_share), strict=True)
     return [Piece(g.name, n, "gpu" if g.home.optimizer == "device" else lane, g.home.optimizer) for (g, n), lane in dealt]
 
 
-def staying(plan: Plan, groups: dict[str, Group], cut_up: list[Piece], clip: bool) -> set[str]:
+def staying(plan: Plan, groups: dict[str, UnitSizes], cut_up: list[Piece], clip: bool) -> set[str]:
     """Units whose gradient stays on the device until their update: all, but for those that the CPU alone updates, whose
     gradients wait for the norm in host memory."""
     by_cores = {p.unit for p in cut_up} - {p.unit for p in cut_up if p.lane == "gpu"}
@@ -80,7 +80,7 @@ class Waiting:
 class Away:
     """The bytes of a plan's away units on one rank. `cpu_share`: where the plan leaves it open."""
 
-    def __init__(self, plan: Plan, groups: dict[str, Group], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
+    def __init__(self, plan: Plan, groups: dict[str, UnitSizes], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.groups, self.slots, self.clip = plan, groups, slots, clip
         p = plan.precision
         self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.away_gradients)
@@ -107,7 +107,7 @@ class Away:
         """Bytes of master and moments, an element."""
         return (1 + self.slots) * self.master
 
-    def resting(self, group: Group) -> int:
+    def resting(self, group: UnitSizes) -> int:
         """Bytes of an away unit's master and moments; what is frozen has no moments."""
         return self.master * (sum(group.shards) + self.slots * group.moving)
 
@@ -129,14 +129,14 @@ class Away:
 
     def streamed(self, piece: Piece) -> int:
         """Bytes of state, an element, that pass the device and come back; of a pair, parameters among them."""
-        return self.state - self.plan.told(self.groups[piece.unit].home, self.slots)
+        return self.state - self.plan.bytes_in_parameter(self.groups[piece.unit].home, self.slots)
 
     def emitted(self, piece: Piece) -> int:
         """Bytes of new parameters, an element, that leave the device beside the state."""
         home = self.groups[piece.unit].home
         return 0 if home.params == "device" or self.plan.pairs(home, self.slots) else self.compute
 
-    def apart(self, group: Group) -> int:
+    def apart(self, group: UnitSizes) -> int:
         """Bytes of a shard away from the device, in memory of its own: all of it, but where it is half of the master, only
         what is frozen."""
         return self.compute * (sum(group.shards) - group.moving * self.plan.pairs(group.home, self.slots))
@@ -174,7 +174,7 @@ class Away:
         read = sum(self._gathers(g) * nbytes for g, nbytes in zip(on_disk, self._filed(), strict=True))
         return state + read, state + sum(g.moving * self.compute for g in on_disk)
 
-    def _gathers(self, group: Group) -> int:
+    def _gathers(self, group: UnitSizes) -> int:
         """Of a step: for forward, and for backward where nothing was kept."""
         return 1 if group.keeps else self.plan.batch.accumulate * (2 if group.reshard is True else 1)
 

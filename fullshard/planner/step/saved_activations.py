@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Generic, TypeVar
 
 from fullshard.plan import Place, Plan
-from fullshard.planner.step.phases import Moments, owner
+from fullshard.planner.step.phases import PhaseSections, owner
 
 SMALL = 1 << 20  # bytes: less is not worth a copy
 VISITS = 2  # units whose activations pass the host at once on their way to disk and back
@@ -26,7 +26,9 @@ class Saved:
     nbytes: int
 
 
-def saved_tensors(moments: Moments, near: dict[str, tuple[str, str]], rows: int, tokens: int) -> dict[str, tuple[Saved, ...]]:
+def saved_tensors(
+    moments: PhaseSections, near: dict[str, tuple[str, str]], rows: int, tokens: int
+) -> dict[str, tuple[Saved, ...]]:
     """By unit: its own tensors and its input, as far as they are still there when the next unit's forward is done."""
     alive: dict[tuple[str, str], int] = {}
     inside: dict[str, list[str]] = {}  # tensors that a unit's own forward made

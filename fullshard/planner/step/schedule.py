@@ -1,7 +1,7 @@
 """The ordered operations of one step: a pure function of the plan.
 
-Follows what FSDP2 does at the doors of each unit: gather and prefetch before it computes, free after, reduce
-when its gradients are there. Says what happens and in which order; what it takes is said by `memory`.
+Follows FSDP2's hooks before and after each unit: gather and prefetch before it computes, free after, reduce when its
+gradients are ready. Bytes and seconds of the operations are counted in `planner.memory` and `planner.time`.
 """
 
 from collections.abc import Iterator
@@ -9,64 +9,64 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.errors import FullshardError
-from fullshard.model.costs import Costs, Moment, Section
+from fullshard.model.costs import Costs, Phase, Section
 from fullshard.model.description import Description
 from fullshard.plan import Plan
 from fullshard.planner.step.offload_bytes import waits_for_norm
-from fullshard.planner.step.phases import moments, neighbours
+from fullshard.planner.step.phases import neighbours, phase_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
-from fullshard.planner.step.unit_sizes import Group, groups, item
+from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
-# on_torch/loss_chunks.py: a chunk's logits in the compute dtype, in float32, and their gradient stay under the budget.
+# As in on_torch/loss_chunks.py: logits of a chunk in the compute dtype and in fp32, and their gradient, stay below the budget.
 CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE = 1 << 31, 8, 256
 
-Kind = Literal[
-    "compute",  # a section of the trace
+OperationKind = Literal[
+    "compute",  # run a section of the trace
     "gather",  # issue the all-gather of a unit's shards
     "unpack",  # wait for it, and copy the parameters out of its buffer
     "release",  # drop the all-gather's buffer
     "free",  # drop gathered parameters
-    "keep",  # drop them but for a part of fewer ranks
-    "accumulate",  # keep whole gradients for the next micro-batch
-    "reduce",  # reduce whole gradients to shards
+    "keep",  # drop them except for the part that `reshard` ranks keep
+    "accumulate",  # keep unreduced gradients for the next micro-batch
+    "reduce",  # reduce gradients to shards
     "all_reduce",  # reduce shards over the copies
     "drain",  # drop a reduction's input
-    "settle",  # drop what a unit's reduction still holds
-    "fetch",  # bring a unit's shard, or its activations, to the device; those on disk to the host
-    "spill",  # send its activations, or the gradient of what the CPU updates, to the host
-    "forget",  # drop on the device what was spilled
-    "await",  # wait until the unit's update of the step before is done, or its activations are back, from disk by way of
-    # the host
-    "norm",
-    "update",  # of a unit whose state rests away; without a unit, of all others
-    "zero",
+    "settle",  # cast or add the reduced gradient, and drop what its reduction still holds
+    "fetch",  # copy a unit's shard or activations to the device; from disk, activations go to the host first
+    "spill",  # copy activations, or gradients that the CPU updates with, to the host
+    "forget",  # free on the device what was spilled
+    "await",  # wait for the unit's update of the previous step, or for its activations
+    "norm",  # compute the gradient norm
+    "update",  # update a unit whose parameters or state are off the device; without a unit, all others
+    "zero",  # drop gradients
 ]
-What = Literal["", "params", "gradients", "activations", "update"]
+Payload = Literal["", "params", "gradients", "activations", "update"]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`nbytes`: of the whole tensor that a collective works on. `section`: what a compute does."""
+    """One operation of a step. `nbytes`: of the whole tensor that a collective works on, or of a transfer. `section`: the part
+    of the trace that a compute runs."""
 
-    kind: Kind
+    kind: OperationKind
     unit: str = ""
     micro: int = 0
-    moment: Moment | Literal[""] = ""
+    phase: Phase | Literal[""] = ""
     nbytes: int = 0
     ranks: int = 1
     section: Section | None = None
-    near: tuple[str, str] = ("", "")  # the units before and after, for the tensors that pass between them
-    tokens: int = 0  # of a chunk of the loss
-    first: bool = False  # of a reduction: whether no gradient shard is there yet
-    what: What = ""  # of a transfer or a wait
+    near: tuple[str, str] = ("", "")  # the units before and after: their tensors occur in sections
+    tokens: int = 0  # of a chunk of the loss, which is one compute
+    first: bool = False  # True if there is no earlier gradient to add to
+    what: Payload = ""  # what a transfer moves, or a wait is for
     saved: tuple[Saved, ...] = ()  # the activations that are spilled, forgotten or fetched
 
 
 def schedule(
     plan: Plan, description: Description, *, loss: str = "chunked", micros: tuple[int, ...] = (), clip: bool = True
 ) -> tuple[Operation, ...]:
-    """One whole step. `micros`: only these micro-batches, for those who know that the others are alike. `clip`: whether
-    updates wait for the gradient norm."""
+    """The operations of one step. `micros`: indices of the micro-batches to include, by default all. `clip`: whether gradients
+    are clipped, so that updates wait for the norm."""
     return tuple(_Step(plan, description, loss, clip).run(micros or tuple(range(plan.batch.accumulate))))
 
 
@@ -77,13 +77,13 @@ def chunks(vocabulary: int, tokens: int) -> list[int]:
 
 
 def largest_chunk(vocabulary: int) -> int:
-    """Tokens of a chunk of the chunked loss, where there are enough, as `on_torch.chunked` cuts them."""
+    """Tokens of a full chunk of the chunked loss."""
     chunk = max(1, CHUNK_BUDGET // (CHUNK_BYTES * vocabulary))
     return chunk - (chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0)
 
 
 def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
-    """The description's costs; refuses what they do not tell."""
+    """The costs of one rank. Raise for plans that cannot be predicted from them."""
     if description.costs is None:
         raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
     costs = description.costs.on(plan.mesh.tensor)
@@ -106,31 +106,31 @@ def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
 
 
 class _Step:
-    """FSDP's state while the schedule is written: which units are whole, which gathers are under way."""
+    """FSDP's state while the schedule is built: which units are gathered, which gathers are under way."""
 
     def __init__(self, plan: Plan, description: Description, loss: str, clip: bool):
         costs = costs_of(plan, description, loss)
         self.plan = plan
         self.late = waits_for_norm(plan, clip)
-        self.groups = groups(plan, description)
-        self.moments = moments(plan, costs, loss)
-        self.near = neighbours(self.moments)
+        self.units = unit_sizes(plan, description)
+        self.sections = phase_sections(plan, costs, loss)
+        self.near = neighbours(self.sections)
         self.vocabulary = costs.vocabulary
         self.leads = leads(plan, list(self.near))
         self.saved = self._saved()
-        self.awaited: set[str] = set()  # units whose update of the step before is known to be done
-        self.spilled: list[tuple[What, str, int]] = []  # what is on its way to the host, for so many units more
-        self.returned: set[str] = set()  # units whose activations are back
-        self.order = list(self.groups)
-        self.whole: set[str] = set()
-        self.parts: set[str] = set()  # kept over fewer ranks after forward
-        self.pending: set[str] = set()  # gathered, not unpacked
-        self.held: str | None = None  # whose all-gather buffer forward still holds
+        self.awaited: set[str] = set()  # units whose update of the previous step is done
+        self.spilled: list[tuple[Payload, str, int]] = []  # copies to the host under way: (what, unit, units until it is done)
+        self.returned: set[str] = set()  # units whose activations were fetched
+        self.order = list(self.units)
+        self.gathered: set[str] = set()
+        self.parts: set[str] = set()  # units of which `reshard` ranks keep the parameters after forward
+        self.pending: set[str] = set()  # units whose gather is issued but not unpacked
+        self.held: str | None = None  # the unit whose all-gather buffer forward still holds
         self.forwarded: list[str] = []  # units in the order of their forwards
-        self.reducing: str | None = None  # whose reduction's input is still held
+        self.reducing: str | None = None  # the unit whose reduction still holds its input
         self.done: set[str] = set()
         self.sharded_grads: set[str] = set()
-        self.waiting: set[str] = set()  # units with whole gradients from earlier micro-batches
+        self.waiting: set[str] = set()  # units with unreduced gradients from earlier micro-batches
         self.micro = 0
         chain = [u.name for u in plan.units if u.layout != "replicated" and u.modules != ("",)]
         ahead, back = plan.prefetch.forward, plan.prefetch.backward
@@ -144,89 +144,89 @@ class _Step:
             yield from self._micro_batch(self.micro == last)
         yield Operation("norm", micro=last)
         yield self._all("all_reduce", 16)  # norm and loss
-        for group in self.groups.values() if self.late else ():
-            yield from self._update(group)
+        for sizes in self.units.values() if self.late else ():
+            yield from self._update(sizes)
         yield Operation("update", micro=last)
         yield Operation("zero", micro=last)
 
-    def _all(self, kind: Kind, nbytes: int) -> Operation:
+    def _all(self, kind: OperationKind, nbytes: int) -> Operation:
         return Operation(kind, micro=self.micro, nbytes=nbytes, ranks=self.plan.mesh.devices)
 
     def _micro_batch(self, last: bool) -> Iterator[Operation]:
         self.done.clear()
         self.forwarded.clear()
         self.returned.clear()
-        for i, (moment, unit, section) in enumerate(self.moments):
-            yield from self._before(moment, unit, last)
-            if moment == "chunk":
+        for i, (phase, unit, section) in enumerate(self.sections):
+            yield from self._before(phase, unit, last)
+            if phase == "chunk":
                 yield from self._chunks(i)
             else:
-                yield self._compute(moment, unit, section)
+                yield self._compute(phase, unit, section)
 
-    def _compute(self, moment: Moment, unit: str, section: Section, tokens: int = 0) -> Operation:
+    def _compute(self, phase: Phase, unit: str, section: Section, tokens: int = 0) -> Operation:
         near = self.near.get(unit, ("", ""))
-        return Operation("compute", unit, self.micro, moment, section=section, near=near, tokens=tokens)
+        return Operation("compute", unit, self.micro, phase, section=section, near=near, tokens=tokens)
 
     def _chunks(self, i: int) -> Iterator[Operation]:
-        """All chunks of the loss; what follows the last comes with the next moment."""
+        """All chunks of the loss, with the next phase between any two; the caller issues it after the last."""
         sizes = chunks(self.vocabulary, self.plan.batch.micro_batch * self.plan.batch.sequence)
         for j, size in enumerate(sizes):
-            yield self._compute(*self.moments[i], tokens=size)
+            yield self._compute(*self.sections[i], tokens=size)
             if j < len(sizes) - 1:
-                yield self._compute(*self.moments[i + 1])
+                yield self._compute(*self.sections[i + 1])
 
-    def _before(self, moment: Moment, unit: str, last: bool) -> Iterator[Operation]:
-        """What sharding does at a moment."""
-        if moment == "forward":
+    def _before(self, phase: Phase, unit: str, last: bool) -> Iterator[Operation]:
+        """The operations of sharding at the start of a phase."""
+        if phase == "forward":
             yield from self._gather(unit)
             yield from self._unpack(unit, forward=True)
             for other in self.ahead.get(unit, []):
                 yield from self._gather(other)
-        elif moment == "leave":
+        elif phase == "leave":
             yield from self._forget()
             yield from self._leave(unit)
             yield from self._spill_activations(unit)
-        elif moment == "loss":
+        elif phase == "loss":
             if self.held is not None:
                 yield self._op("release", self.held)
                 self.held = None
             yield from self._forget(everything=True)
-        elif moment == "backward":
+        elif phase == "backward":
             yield from self._gather(unit)
             yield from self._unpack(unit, forward=False)
             yield from self._return_activations(unit)
             yield from self._prefetch_backward(unit)
-        elif moment == "done":
+        elif phase == "done":
             yield from self._done(unit, last)
-        elif moment == "end":
+        elif phase == "end":
             yield from self._end(last)
 
-    def _op(self, kind: Kind, unit: str, **more: int) -> Operation:
+    def _op(self, kind: OperationKind, unit: str, **more: int) -> Operation:
         return Operation(kind, unit, self.micro, **more)  # type: ignore[arg-type]
 
     def _gather(self, unit: str) -> Iterator[Operation]:
-        if unit in self.whole or unit in self.pending:
+        if unit in self.gathered or unit in self.pending:
             return
         yield from self._await(unit)
         yield from self._fetch(unit)
         self.pending.add(unit)
-        group = self.groups[unit]
-        if group.world == 1:
+        sizes = self.units[unit]
+        if sizes.world == 1:
             return
-        ranks = int(group.reshard) if unit in self.parts else group.world
-        yield self._op("gather", unit, nbytes=sum(group.whole) * item(self.plan.precision.compute), ranks=ranks)
+        ranks = int(sizes.reshard) if unit in self.parts else sizes.world
+        yield self._op("gather", unit, nbytes=sum(sizes.gathered) * item(self.plan.precision.compute), ranks=ranks)
 
     def _unpack(self, unit: str, forward: bool) -> Iterator[Operation]:
         if unit not in self.pending:
             return
         yield self._op("unpack", unit)
-        if forward and self.held is not None:  # only now: a local variable of FSDP's keeps it for that long
+        if forward and self.held is not None:  # only now: a local variable of FSDP2 holds it until here
             yield self._op("release", self.held)
             self.held = None
         self.pending.discard(unit)
         self.parts.discard(unit)
-        self.whole.add(unit)
-        if self.groups[unit].world == 1:
+        self.gathered.add(unit)
+        if self.units[unit].world == 1:
             return
         if forward:  # until the next unit's, so that the two overlap
             self.held = unit
@@ -234,11 +234,11 @@ class _Step:
             yield self._op("release", unit)
 
     def _leave(self, unit: str) -> Iterator[Operation]:
-        reshard = self.groups[unit].reshard
+        reshard = self.units[unit].reshard
         self.forwarded.append(unit)
         if reshard is False:
             return
-        self.whole.discard(unit)
+        self.gathered.discard(unit)
         if reshard is True:
             yield self._op("free", unit)
         else:
@@ -253,90 +253,90 @@ class _Step:
             yield from self._gather(self.forwarded[i - 1])
 
     def _done(self, unit: str, last: bool) -> Iterator[Operation]:
-        """The unit's gradients are there."""
+        """The unit's gradients are complete: accumulate or reduce them, and free its parameters."""
         self.done.add(unit)
-        group = self.groups[unit]
-        waits = not last and (group.keeps or self.plan.batch.sync == "last")
+        sizes = self.units[unit]
+        waits = not last and (sizes.keeps or self.plan.batch.sync == "last")
         if unit in self.waiting:
             yield self._op("accumulate", unit)
-        if unit in self.whole and (last or not group.keeps):
-            self.whole.discard(unit)
+        if unit in self.gathered and (last or not sizes.keeps):
+            self.gathered.discard(unit)
             yield self._op("free", unit)
         if waits:
-            if group.trained and unit not in self.waiting:
+            if sizes.trained and unit not in self.waiting:
                 yield Operation("accumulate", unit, self.micro, first=True)
                 self.waiting.add(unit)
             return
         if self.reducing is not None:
             yield self._op("drain", self.reducing)
             self.reducing = None
-        if group.trained:
-            yield from self._reduce(unit, group)
+        if sizes.trained:
+            yield from self._reduce(unit, sizes)
             if last:
                 yield from self._forget()
-                yield from self._after_reduction(group)
+                yield from self._after_reduction(sizes)
 
-    def _reduce(self, unit: str, group: Group) -> Iterator[Operation]:
-        elements = sum(group.whole[i] for i in group.trained)
+    def _reduce(self, unit: str, sizes: UnitSizes) -> Iterator[Operation]:
+        elements = sum(sizes.gathered[i] for i in sizes.trained)
         nbytes = elements * item(self.plan.precision.reduce)
         fresh = unit not in self.sharded_grads
-        yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=group.world, first=fresh)
-        if group.copies > 1:
-            yield self._op("all_reduce", unit, nbytes=nbytes // group.world, ranks=group.copies)
+        yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=sizes.world, first=fresh)
+        if sizes.copies > 1:
+            yield self._op("all_reduce", unit, nbytes=nbytes // sizes.world, ranks=sizes.copies)
         yield Operation("settle", unit, self.micro, first=fresh)
         self.sharded_grads.add(unit)
         self.waiting.discard(unit)
         self.reducing = unit
 
     def _end(self, last: bool) -> Iterator[Operation]:
-        """Units whose inputs need no gradient are done only when everything is."""
+        """The end of backward: units whose inputs need no gradient are done only now."""
         for unit in sorted(self.order, key=lambda n: n != "root"):
             if unit not in self.done:
                 yield from self._done(unit, last)
         for unit in list(self.pending):
             self.pending.discard(unit)
-            if self.groups[unit].world > 1:
+            if self.units[unit].world > 1:
                 yield self._op("release", unit)
         if self.reducing is not None:
             yield self._op("drain", self.reducing)
             self.reducing = None
         yield from self._forget(everything=True)
 
-    # -- what rests away -------------------------------------------------------------------------------------
+    # -- offload -------------------------------------------------------------------------------------------
 
     def _saved(self) -> dict[str, tuple[Saved, ...]]:
-        """Activations that move, by unit."""
+        """The activations that leave the device, by unit."""
         batch = self.plan.batch
-        found = saved_tensors(self.moments, self.near, batch.micro_batch, batch.sequence) if self.leads else {}
+        found = saved_tensors(self.sections, self.near, batch.micro_batch, batch.sequence) if self.leads else {}
         return {name: found[name] for name in self.leads if found.get(name)}
 
-    def _move(self, kind: Kind, what: What, unit: str, nbytes: int = 0) -> Operation:
+    def _move(self, kind: OperationKind, what: Payload, unit: str, nbytes: int = 0) -> Operation:
         saved = self.saved.get(unit, ()) if what == "activations" else ()
         return Operation(kind, unit, self.micro, nbytes=nbytes or sum(s.nbytes for s in saved), what=what, saved=saved)
 
     def _await(self, unit: str) -> Iterator[Operation]:
-        """Before a unit's parameters are used for the first time in a step."""
-        if self.groups[unit].away and unit not in self.awaited:
+        """Wait for the update of the previous step, before the first use of an offloaded unit's parameters."""
+        if self.units[unit].away and unit not in self.awaited:
             self.awaited.add(unit)
             yield self._move("await", "update", unit)
 
     def _fetch(self, unit: str) -> Iterator[Operation]:
-        """The shard, for one gather; what is kept of an earlier one needs none."""
-        group = self.groups[unit]
-        if group.home.params != "device" and unit not in self.parts:
-            yield self._move("fetch", "params", unit, sum(group.shards) * item(self.plan.precision.compute))
+        """Fetch the shard for a gather, unless `reshard` ranks kept the parameters."""
+        sizes = self.units[unit]
+        if sizes.home.params != "device" and unit not in self.parts:
+            yield self._move("fetch", "params", unit, sum(sizes.shards) * item(self.plan.precision.compute))
 
-    def _after_reduction(self, group: Group) -> Iterator[Operation]:
-        """The gradient of the whole step is there."""
+    def _after_reduction(self, sizes: UnitSizes) -> Iterator[Operation]:
+        """The gradient of the step is complete: update now, or spill it if updates wait for the norm."""
         if not self.late:
-            yield from self._update(group)
-        elif group.home.optimizer != "device":
-            self.spilled.append(("gradients", group.name, 1))
-            yield self._move("spill", "gradients", group.name)
+            yield from self._update(sizes)
+        elif sizes.home.optimizer != "device":
+            self.spilled.append(("gradients", sizes.name, 1))
+            yield self._move("spill", "gradients", sizes.name)
 
-    def _update(self, group: Group) -> Iterator[Operation]:
-        if group.away and group.trained:
-            yield self._op("update", group.name)
+    def _update(self, sizes: UnitSizes) -> Iterator[Operation]:
+        if sizes.away and sizes.trained:
+            yield self._op("update", sizes.name)
 
     def _spill_activations(self, unit: str) -> Iterator[Operation]:
         if unit in self.saved:
@@ -344,15 +344,15 @@ class _Step:
             yield self._move("spill", "activations", unit)
 
     def _forget(self, *, everything: bool = False) -> Iterator[Operation]:
-        """Another unit has computed; what was spilled long enough before it is on the host."""
-        flying = [(what, unit, 0 if everything else left - 1) for what, unit, left in self.spilled]
-        self.spilled = [spilled for spilled in flying if spilled[2] > 0]
-        for what, unit, left in flying:
+        """Free what was spilled, after as many units as its copy is given. `everything`: at once."""
+        copying = [(what, unit, 0 if everything else left - 1) for what, unit, left in self.spilled]
+        self.spilled = [spilled for spilled in copying if spilled[2] > 0]
+        for what, unit, left in copying:
             if left <= 0:
                 yield self._move("forget", what, unit)
 
     def _return_activations(self, unit: str) -> Iterator[Operation]:
-        """This unit's are waited for; those of units that are as near as their copies need are sent for."""
+        """Fetch activations of the units whose backward is near enough, and wait for those of this unit."""
         place = self.forwarded.index(unit)
         for i in range(place, -1, -1):
             other = self.forwarded[i]

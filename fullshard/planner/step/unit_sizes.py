@@ -1,4 +1,4 @@
-"""The numbers of one unit under a plan: what a rank holds, gathers and reduces, in elements."""
+"""Sizes of a unit under a plan: the elements that a rank holds, gathers and reduces."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -9,67 +9,67 @@ from fullshard.plan import Home, Plan, Unit
 
 
 @dataclass(frozen=True)
-class Group:
-    """A unit's parameters on this rank, which of those on a tensor axis has its part; every tuple has an entry a parameter,
-    in order.
+class UnitSizes:
+    """The parameters of a unit on rank 0, in elements. Every tuple has an entry for each parameter, in order.
 
-    Parameters are cut by rows; rank 0, which is meant here, has the most.
+    Parameters are cut by rows, and rank 0 has the most of them. With a tensor axis the sizes are those of one rank's part.
     """
 
     name: str
     parameters: tuple[Tensor, ...]
     shards: tuple[int, ...]  # elements at rest
     world: int  # ranks that gather together
-    copies: int  # ranks that reduce together on top of that
+    copies: int  # ranks that hold the same shard and all-reduce its gradient
     reshard: bool | int
-    keeps: bool  # stays whole between micro-batches
+    keeps: bool  # parameters stay gathered from one micro-batch to the next
     home: Home = Home()  # noqa: RUF009  (frozen)
 
     @cached_property
-    def whole(self) -> tuple[int, ...]:
+    def gathered(self) -> tuple[int, ...]:
         """Elements when gathered, padding included."""
         return tuple(n * self.world for n in self.shards)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """Which parameters get gradients."""
+        """Indices of the parameters that get gradients."""
         return tuple(i for i, p in enumerate(self.parameters) if p.trainable)
 
     @property
     def moving(self) -> int:
-        """Elements of this rank's trained shards."""
+        """Elements of this rank's shards of trained parameters."""
         return sum(self.shards[i] for i in self.trained)
 
     @property
     def away(self) -> bool:
-        """Whether the shard that is gathered from is a copy of a master elsewhere, in the compute dtype."""
+        """True if parameters or state rest off the device; the shard is then in the compute dtype, apart from its master."""
         return self.home.params != "device" or self.home.optimizer != "device"
 
 
-def groups(plan: Plan, description: Description) -> dict[str, Group]:
-    """Every unit of the plan, by name."""
+def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
+    """The sizes of every unit of the plan, by name."""
     known = {u.name: u for u in description.units}
     local = description.costs.on(plan.mesh.tensor).shapes if plan.mesh.tensor > 1 and description.costs else {}
     found = {}
     for unit in plan.units:
         if unit.name not in known:
             raise FullshardError(f"unit {unit.name} of the plan is not in the description of {description.model}; plan again")
-        found[unit.name] = _group(plan, unit, known[unit.name], local)
+        found[unit.name] = _unit(plan, unit, known[unit.name], local)
     return found
 
 
-def _group(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, tuple[int, ...]]) -> Group:
+def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, tuple[int, ...]]) -> UnitSizes:
     parameters = (
         tuple(replace(p, shape=local.get(p.name, p.shape)) for p in described.parameters) if local else described.parameters
     )
-    whole = unit.layout == "replicated"
-    world = 1 if whole else plan.mesh.shard
-    copies = plan.mesh.data if whole else plan.mesh.replicate
+    replicated = unit.layout == "replicated"
+    world = 1 if replicated else plan.mesh.shard
+    copies = plan.mesh.data if replicated else plan.mesh.replicate
     shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in parameters)
     reshard = unit.reshard if unit.layout == "sharded" else False
-    return Group(unit.name, parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home)
+    return UnitSizes(unit.name, parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home)
 
 
 @lru_cache
 def item(dtype: str) -> int:
+    """Bytes of an element."""
     return ITEM_BYTES[dtype]

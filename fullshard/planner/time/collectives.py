@@ -1,9 +1,8 @@
 """Seconds of a collective on a cluster: an alpha–beta model per link level.
 
-A group's collective starts, travels its hops and moves its bytes at the pace of the slowest link on its way.
-Inside a node every device has its own link. Between nodes a ring is in fact as many rings as the group has
-ranks on a node, each leaving through its own rank's adapter: so the ranks of one node add up their shares of
-the network, and a group with one rank a node has one share.
+A collective takes its start, its hops, and its bytes at the rate of the slowest link on the way. Inside a node every device
+has its own link. Between nodes a group has as many rings as it has ranks on a node, each through its own rank's adapter. So
+the ranks of a node add up their shares of the network.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import get_args
 
 from fullshard.cluster.cluster import Cluster, ClusterError
 from fullshard.cluster.hardware import Link, check_one_of
-from fullshard.cluster.measured import Collective, CollectiveKind
+from fullshard.cluster.measured import CollectiveKind, MeasuredCollective
 from fullshard.plan import Mesh
 
 KINDS: tuple[str, ...] = get_args(CollectiveKind)
@@ -21,7 +20,7 @@ KINDS: tuple[str, ...] = get_args(CollectiveKind)
 
 @dataclass(frozen=True)
 class Spread:
-    """How a group lies over nodes: over how many, and with how many ranks on the node that has the fewest."""
+    """How a group is spread over nodes. `fewest`: ranks on the node that has the fewest of them."""
 
     ranks: int
     nodes: int
@@ -29,7 +28,7 @@ class Spread:
 
 
 def axis(mesh: Mesh, name: str) -> tuple[int, int]:
-    """Ranks and stride of the groups along a mesh axis; `data` is replicate and shard together."""
+    """(ranks, stride) of the groups along a mesh axis. `data` is replicate and shard together."""
     groups = {
         "tensor": (mesh.tensor, 1),
         "shard": (mesh.shard, mesh.tensor),
@@ -60,13 +59,13 @@ def collective_seconds(kind: CollectiveKind, nbytes: float, ranks: int, cluster:
 
 
 def collective_source(kind: CollectiveKind, ranks: int, cluster: Cluster, *, stride: int = 1) -> str:
-    """Whether `collective_seconds` rests on a measured collective or on nominal links."""
+    """`measured` if `collective_seconds` uses a measured collective, else `nominal`."""
     spread = spread_of(ranks, stride, cluster)
     return "nominal" if _measured(kind, spread, cluster) is None else "measured"
 
 
 def wire(algorithm: str, kind: str, nbytes: float, ranks: int) -> float:
-    """Bytes the busiest link carries: NCCL's bus bytes for a ring; in a binary tree everything twice."""
+    """Bytes that the busiest link carries: NCCL's bus bytes for a ring, twice the tensor for a binary tree."""
     if algorithm == "tree":
         return 2 * nbytes
     share = (ranks - 1) / ranks
@@ -93,7 +92,7 @@ def _inner_bandwidth(ranks: int, cluster: Cluster) -> float:
 
 
 def _latencies(kind: str, spread: Spread, cluster: Cluster) -> dict[str, float]:
-    """Seconds before the bytes count, by algorithm. Only all-reduce and broadcast have trees."""
+    """Seconds of start and hops, by algorithm. Only all-reduce and broadcast have trees."""
     inner, outer = cluster.node.link, cluster.network
     start = max(inner.start, outer.start if spread.nodes > 1 else 0.0)
     return {
@@ -103,7 +102,7 @@ def _latencies(kind: str, spread: Spread, cluster: Cluster) -> dict[str, float]:
 
 
 def _hops(kind: str, spread: Spread, link: Link) -> dict[str, tuple[float, int]]:
-    """By algorithm: how many hops inside nodes and how many between them one piece travels."""
+    """By algorithm: (hops inside nodes, hops between nodes) that one piece travels."""
     passes = 2 if kind == "all_reduce" else 1
     between = spread.nodes - 1
     hops = {"ring": (passes * _ring_hops(spread.ranks - spread.nodes, link), passes * between)}
@@ -114,7 +113,7 @@ def _hops(kind: str, spread: Spread, link: Link) -> dict[str, tuple[float, int]]
 
 
 def _ring_hops(steps: int, link: Link) -> float:
-    """A torus has a ring along each axis, so that a piece travels the axes' lengths, not their product."""
+    """Hops of a ring. A torus has a ring along each axis, so a piece travels the sum of the axes' lengths, not their product."""
     axes = {"torus2": 2, "torus3": 3}.get(link.topology, 1)
     return axes * ((steps + 1) ** (1 / axes) - 1)
 
@@ -123,7 +122,7 @@ def _ring_hops(steps: int, link: Link) -> float:
 
 
 def spread_of(ranks: int, stride: int, cluster: Cluster) -> Spread:
-    """The spread of the group that has it worst: the step waits for it."""
+    """The spread of the slowest group: the step waits for it."""
     if ranks < 1 or stride < 1 or cluster.devices % (ranks * stride):
         raise ClusterError(
             f"groups of {ranks} ranks {stride} apart do not tile {cluster.devices} devices; "
@@ -135,14 +134,14 @@ def spread_of(ranks: int, stride: int, cluster: Cluster) -> Spread:
 @lru_cache(maxsize=4096)
 def _spread(ranks: int, stride: int, devices: int, node: int) -> Spread:
     found = {
-        _lie(range(first, first + ranks * stride, stride), node)
+        _spread_of_group(range(first, first + ranks * stride, stride), node)
         for block in range(0, devices, ranks * stride)
         for first in range(block, block + stride)
     }
     return max(found, key=lambda s: (s.nodes > 1, -s.fewest, s.nodes))
 
 
-def _lie(group: range, node: int) -> Spread:
+def _spread_of_group(group: range, node: int) -> Spread:
     counts: dict[int, int] = {}
     for rank in group:
         counts[rank // node] = counts.get(rank // node, 0) + 1
@@ -152,23 +151,23 @@ def _lie(group: range, node: int) -> Spread:
 # -- measured -----------------------------------------------------------------------------------------
 
 
-def _measured(kind: str, spread: Spread, cluster: Cluster) -> Collective | None:
-    """The measured collective that tells of this group: of its kind, and over the same levels of links with
-    as many ranks a node; the nearest in ranks if there are several."""
+def _measured(kind: str, spread: Spread, cluster: Cluster) -> MeasuredCollective | None:
+    """The measured collective of this kind over the same link levels with as many ranks a node; the nearest in ranks if there
+    are several, None if there is none."""
     known = cluster.measured.collectives if cluster.measured else ()
-    fitting = [c for c in known if c.kind == kind and _alike(c, spread, cluster)]
+    fitting = [c for c in known if c.kind == kind and _comparable(c, spread, cluster)]
     return min(fitting, key=lambda c: abs(c.ranks - spread.ranks), default=None)
 
 
-def _alike(c: Collective, spread: Spread, cluster: Cluster) -> bool:
+def _comparable(c: MeasuredCollective, spread: Spread, cluster: Cluster) -> bool:
     if c.nodes == 1 or spread.nodes == 1:
         mesh = cluster.node.link.topology == "mesh"  # fewer ranks use fewer wires
         return c.nodes == spread.nodes and (c.ranks == spread.ranks or not mesh)
     return c.ranks // c.nodes == spread.fewest and spread.ranks == spread.fewest * spread.nodes
 
 
-def _timed(c: Collective, nbytes: float, spread: Spread, cluster: Cluster) -> float:
-    """The measured line; its latency scaled by the nominal latencies where the ranks are not the measured ones."""
+def _timed(c: MeasuredCollective, nbytes: float, spread: Spread, cluster: Cluster) -> float:
+    """Seconds by a measured latency and bandwidth. For other ranks the latency is scaled like the nominal one."""
     there = _latencies(c.kind, Spread(c.ranks, c.nodes, c.ranks // c.nodes), cluster)["ring"]
     here = _latencies(c.kind, spread, cluster)["ring"]
     return c.latency * here / there + wire("ring", c.kind, nbytes, spread.ranks) / c.bandwidth

@@ -1,10 +1,8 @@
-"""Lanes beside the device's own: PCIe each way, the host's cores, the disk; and updates of state that rests away, laid
-onto them piece by piece.
+"""Lanes of offload: PCIe each way, the host's cores and the disk. Updates of offloaded state are placed on them by pieces.
 
-The disk is one lane; where it reads one piece's state while it writes another's, both are as quick as they are at once.
-A piece is either streamed (state up, updated by the device, state down) or updated by the cores where it lies (gradient
-down, parameter up); while both happen, each is slower than alone. Pieces follow each other through a few slots of
-staging, so that the slowest lane sets the pace.
+A piece is either streamed (state up, updated by the device, state down) or updated by the host's cores (gradient down,
+parameter up). While both happen, each is slower than alone. Pieces pass through a few staging slots, so the slowest lane
+sets the pace. The disk is one lane; reads and writes that overlap take the rate of both at once.
 """
 
 from bisect import bisect_left
@@ -19,36 +17,38 @@ from fullshard.planner.step.saved_activations import VISITS
 from fullshard.planner.step.unit_sizes import item
 from fullshard.update_pieces import DISK_SLOTS, READ_SLOTS, TRAYS, balanced
 
-Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
-LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
+TransferLane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
+TRANSFER_LANES: tuple[TransferLane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
 
 
 def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
-    """The share of pieces that the cores update so that they and PCIe are done at about the same time."""
+    """The share of pieces that the cores update so that they and PCIe finish at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
     p, gradient = plan.precision, item(plan.away_gradients)
-    streamed = (1 + slots) * item(p.master) - max(plan.told(u.home, slots) for u in plan.units)
+    streamed = (1 + slots) * item(p.master) - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units)
     return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
 
 
 def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
-    """Bytes a second over PCIe, the sum of both ways, and seconds a parameter of an update by the cores: as long as AdamW's,
-    by the bytes that it moves. `at_once`: while both are at work on the host's memory."""
+    """Bytes a second over PCIe, both ways together, and seconds of an update by the cores for each parameter.
+
+    The update's seconds are AdamW's, scaled by the bytes that it moves. `at_once`: while both use the host's memory.
+    """
     both = cluster.of("pcie_beside" if at_once else "pcie_both")
     return both, cluster.of("adamw_beside" if at_once else "adamw") * (3 + 2 * slots) / 7
 
 
 class Calendar:
-    """When a lane is busy. Work takes the free time from when it is ready, around what was laid there before."""
+    """When a lane is busy. Work takes the free time from when it is ready, around what was placed before."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.ends: list[float] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """When work is done that may start at `ready`."""
+        """Place work that may start at `ready`; return when it is done."""
         if seconds <= 0:
             return ready
         i = bisect_left(self.ends, ready)
@@ -63,7 +63,7 @@ class Calendar:
         return done
 
     def _merge(self, first: int, after: int, begin: float, done: float) -> None:
-        """Busy without a gap from `begin` to `done`, in place of the entries between; neighbours that touch join in."""
+        """Make the lane busy from `begin` to `done`, in place of the entries between, joined with neighbours that touch."""
         if first > 0 and self.ends[first - 1] >= begin:
             first -= 1
             begin = self.starts[first]
@@ -74,31 +74,32 @@ class Calendar:
 
 
 @dataclass
-class Slots:
-    """Staging: so many places, taken in turn; None: where pieces are not laid in the order in which they take them."""
+class SlotPool:
+    """Slots that pieces take in turn. `free`: when each is free again; None for no limit."""
 
     free: deque[float] | None
 
     @classmethod
-    def of(cls, count: int | None) -> "Slots":
+    def of(cls, count: int | None) -> "SlotPool":
         return cls(None if count is None else deque([0.0] * count))
 
     def take(self) -> float:
-        """When the next place is free."""
+        """The time at which the next slot is free."""
         return 0.0 if self.free is None else self.free.popleft()
 
     def give(self, when: float) -> None:
+        """Return the slot that was taken first, free from `when` on."""
         if self.free is not None:
             self.free.append(when)
 
 
 class Transfers:
-    """What moves between device, host and disk, and the updates of away units."""
+    """Transfers between device, host and disk, and the updates of offloaded units."""
 
     def __init__(self, cluster: Cluster, away: Away):
         self.away = away
         self.gpu = cluster.device.kind != "cpu"
-        self.lanes = {lane: Calendar() for lane in LANES}
+        self.lanes = {lane: Calendar() for lane in TRANSFER_LANES}
         self.busy: dict[str, float] = {}  # seconds of each lane
         lanes = {p.lane for p in away.pieces if p.home != "device"}
         both, self.core = rates(cluster, away.slots, at_once=len(lanes) > 1)
@@ -107,111 +108,111 @@ class Transfers:
         self.up, self.down = (cluster.of("pcie_up"), cluster.of("pcie_down")) if self.gpu else (copy, copy)
         self.both = both / 2 if self.gpu else copy  # each way, while both are in use
         self.read, self.write = cluster.of("disk_read"), cluster.of("disk_write")
-        # Of the seconds that reading and writing take alone, what is left of them while the other goes on as well.
-        self.at_once = 2 / cluster.of("disk_both") / (1 / self.read + 1 / self.write)
-        self.filed, self.on_disk = 0, sum(p.home == "disk" for p in away.pieces)  # pieces on disk: of this step so far, and all
+        # Factor on the seconds of a read or a write while the other goes on, from the rate of both at once.
+        self.disk_overlap = 2 / cluster.of("disk_both") / (1 / self.read + 1 / self.write)
+        self.disk_pieces_done, self.disk_pieces = 0, sum(p.home == "disk" for p in away.pieces)  # in this step so far, and in all
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
-        self.staging = Slots.of(None if away.by_need else away.plan.staging)
-        self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
-        self.shelves = Slots.of(READ_SLOTS)
-        self.passing = Slots.of(VISITS)  # units' activations on their way to disk
-        self.began = 0.0  # the first backward, of updates that wait for a norm, else the last: state may come ahead from then on
-        self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
-        self.taken: dict[str, float] = {}  # when a unit's gradient on the device has been read
+        self.staging = SlotPool.of(None if away.by_need else away.plan.staging)
+        self.disk_slots, self.gradient_slots = SlotPool.of(DISK_SLOTS), SlotPool.of(None if away.by_need else TRAYS)
+        self.shard_slots = SlotPool.of(READ_SLOTS)
+        self.activation_slots = SlotPool.of(VISITS)  # activations on their way to disk, by unit
+        self.began = 0.0  # state may be fetched ahead from here: the first backward if updates wait for the norm, else the last
+        self.drained: dict[str, float] = {}  # time at which a unit's gradients are on the host
+        self.taken: dict[str, float] = {}  # time at which a unit's gradient on the device is no longer needed
         self.of_unit: dict[str, list[Piece]] = {}
         for piece in away.pieces:
             self.of_unit.setdefault(piece.unit, []).append(piece)
 
-    def lay(self, lane: Lane, ready: float, seconds: float) -> float:
+    def place(self, lane: TransferLane, ready: float, seconds: float) -> float:
+        """Place work on a lane; return when it is done."""
         if seconds > 0:
             self.busy[lane] = self.busy.get(lane, 0.0) + seconds
         return self.lanes[lane].take(ready, seconds)
 
     def fetch(self, nbytes: int, ready: float) -> float:
-        """When bytes are on the device."""
-        return self.lay("pcie_up", ready, nbytes / self.up)
+        """Copy bytes to the device; return when they are there."""
+        return self.place("pcie_up", ready, nbytes / self.up)
 
-    def fetch_filed(self, nbytes: int, ready: float, written: float) -> float:
-        """The same of a shard on disk, which is read ahead as soon as it is `written` and a shelf is free."""
-        read = self.lay("disk", max(self.shelves.take(), written), nbytes / self.read)
+    def fetch_from_disk(self, nbytes: int, ready: float, written: float) -> float:
+        """The same for a shard on disk, which is read ahead as soon as it is `written` and a slot is free."""
+        read = self.place("disk", max(self.shard_slots.take(), written), nbytes / self.read)
         up = self.fetch(nbytes, max(ready, read))
-        self.shelves.give(up)
+        self.shard_slots.give(up)
         return up
 
     def spill(self, nbytes: int, ready: float) -> float:
-        """When bytes are on the host."""
-        return self.lay("pcie_down", ready, nbytes / self.down)
+        """Copy bytes to the host; return when they are there."""
+        return self.place("pcie_down", ready, nbytes / self.down)
 
-    def spill_filed(self, nbytes: int, ready: float) -> tuple[float, float]:
-        """The same of activations that go on to disk, as soon as those before them have left the host; and when they are
-        there."""
-        down = self.spill(nbytes, max(ready, self.passing.take()))
-        written = self.lay("disk", down, nbytes / self.write)
-        self.passing.give(written)
+    def spill_to_disk(self, nbytes: int, ready: float) -> tuple[float, float]:
+        """Copy activations to the host and on to disk; return when they are on the host, and when on disk."""
+        down = self.spill(nbytes, max(ready, self.activation_slots.take()))
+        written = self.place("disk", down, nbytes / self.write)
+        self.activation_slots.give(written)
         return down, written
 
     def read_back(self, nbytes: int, ready: float) -> float:
-        """When activations on disk are on the host again."""
-        return self.lay("disk", ready, nbytes / self.read)
+        """Read activations from disk; return when they are on the host."""
+        return self.place("disk", ready, nbytes / self.read)
 
     def drain(self, unit: str, ready: float) -> float:
-        """The gradients that the cores will want; when they are on the host."""
+        """Copy the gradients that the cores update with to the host; return when they are there."""
         elements = sum(p.elements for p in self.of_unit.get(unit, []) if p.lane == "cpu")
         self.drained[unit] = self.spill(elements * self.away.gradient, ready)
         return self.drained[unit]
 
     def update(self, unit: str, ready: float) -> float:
-        """When all of a unit's parameters are updated and where they rest, their gradient being there at `ready`."""
+        """Update a unit whose gradient is ready at `ready`; return when its parameters are updated and in their home."""
         self.taken[unit] = ready
-        return max((self._new(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
+        return max((self._in_home(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
 
-    def _new(self, piece: Piece, updated: float) -> float:
-        """When a piece's new parameters are where its shard rests."""
+    def _in_home(self, piece: Piece, updated: float) -> float:
+        """The time at which a piece's new parameters are in their home."""
         if self.away.groups[piece.unit].home.params != "disk":
             return updated
-        return self.lay("disk", updated, piece.elements * self.away.compute / self.write)
+        return self.place("disk", updated, piece.elements * self.away.compute / self.write)
 
     def _piece(self, piece: Piece, ready: float) -> float:
-        ahead = self.began if self.away.late else ready  # when its state may be sent for
+        ahead = self.began if self.away.late else ready  # when its state may be fetched
         if piece.home == "host":
             return self._work(piece, ready, ahead)[0]
         state = piece.elements * self.away.state
-        self.filed += 1  # the first are read before any is written, the last are written when all have been read
-        reading = self.at_once if self.filed > DISK_SLOTS else 1.0
-        writing = self.at_once if self.filed <= self.on_disk - DISK_SLOTS else 1.0
-        read = self.lay("disk", max(self.files.take(), ahead), reading * state / self.read)
+        self.disk_pieces_done += 1  # the first are read before any is written, the last are written when all have been read
+        reading = self.disk_overlap if self.disk_pieces_done > DISK_SLOTS else 1.0
+        writing = self.disk_overlap if self.disk_pieces_done <= self.disk_pieces - DISK_SLOTS else 1.0
+        read = self.place("disk", max(self.disk_slots.take(), ahead), reading * state / self.read)
         updated, back = self._work(piece, max(ready, read), read)
-        self.files.give(self.lay("disk", back, writing * state / self.write))
+        self.disk_slots.give(self.place("disk", back, writing * state / self.write))
         return updated
 
     def _take(self, piece: Piece, when: float) -> None:
         self.taken[piece.unit] = max(self.taken[piece.unit], when)
 
     def _work(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
-        """When the parameters are updated, and when the state is back on the host."""
+        """The times at which the parameters are updated, and the state is back on the host."""
         return self._stream(piece, ready, ahead) if piece.lane == "gpu" else self._by_cores(piece, ready)
 
     def _stream(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
         state = away.streamed(piece)
-        up = self.lay("pcie_up", max(self.staging.take(), ahead), n * state / self.both)
+        up = self.place("pcie_up", max(self.staging.take(), ahead), n * state / self.both)
         done = max(up, ready) + n * self.kernel
         self._take(piece, done)
         there = away.groups[piece.unit].home.params == "device"
-        down = self.lay("pcie_down", done, n * (state + away.emitted(piece)) / self.both)
+        down = self.place("pcie_down", done, n * (state + away.emitted(piece)) / self.both)
         self.staging.give(down)
         return (done if there else down), down
 
     def _by_cores(self, piece: Piece, ready: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
-        tray = self.trays.take()
+        slot_free = self.gradient_slots.take()
         if away.late:
-            here = max(ready, tray, self.drained.get(piece.unit, 0.0))
+            here = max(ready, slot_free, self.drained.get(piece.unit, 0.0))
         else:
-            here = self.lay("pcie_down", max(ready, tray), n * away.gradient / self.both)
+            here = self.place("pcie_down", max(ready, slot_free), n * away.gradient / self.both)
         self._take(piece, here)
-        up = done = self.lay("cpu", here, n * self.core)
+        up = done = self.place("cpu", here, n * self.core)
         if away.groups[piece.unit].home.params == "device":
-            up = self.lay("pcie_up", done, n * away.compute / self.both)
-        self.trays.give(up)
+            up = self.place("pcie_up", done, n * away.compute / self.both)
+        self.gradient_slots.give(up)
         return up, done

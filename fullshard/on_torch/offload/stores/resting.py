@@ -367,7 +367,7 @@ def make_resting(
     share = plan.cpu_share if cpu_share is None else cpu_share
     sent = gradient_dtype(plan).itemsize + PLAN_DTYPES[plan.precision.compute].itemsize
     state = (1 + rule.slots) * PLAN_DTYPES[plan.precision.master].itemsize
-    streamed = min(state - plan.told(a.unit.home, rule.slots) for a in units)
+    streamed = min(state - plan.bytes_in_parameter(a.unit.home, rule.slots) for a in units)
     share = measured_share(device, rule, streamed, sent) if share is None else share
     path = Path(disk) if disk is not None else None
     return Resting(units, groups, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())

@@ -1,0 +1,130 @@
+"""`fullshard plan MODEL --cluster C`: search for the best plan, and show what it costs and why others lost."""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.commands.common import describe_costs, print_json
+from fullshard.errors import FullshardError
+from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
+
+if TYPE_CHECKING:
+    from fullshard.cluster.cluster import Cluster
+    from fullshard.planner.search.search import SearchResult
+
+Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Search for the best plan"""
+
+    cluster: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="Find the best plan for it: 64xh100, or a file of `measure`.")
+    ] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences in a step, over all devices.", show_default="1 a device")
+    ] = None
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE …", help="Choices that the search keeps (remat=full home.optimizer=host …)."),
+    ] = None
+    limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of a device to use, such as 24GiB.")] = None
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="TIME", help="A device fails every 50000h, 400d, 5y: say how often to save.")
+    ] = None
+    price: Annotated[
+        float | None, typer.Option(metavar="N", help="Of one device for an hour: say what a million tokens cost.")
+    ] = None
+    no_clip: Annotated[
+        bool, typer.Option("--no-clip", help="Gradients are not clipped, so that no update waits for their norm.")
+    ] = False
+    loss: Annotated[Loss, typer.Option(help="How the loss is computed.")] = Loss.chunked  # type: ignore[attr-defined]
+
+    def given(self) -> list[str]:
+        """The options that are set, as the command line spells them."""
+        values = {k: v for k, v in vars(self).items() if k not in ("cluster", "loss") and v}
+        return [f"--{name.replace('_', '-')}" for name in values]
+
+
+def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchResult", SaveCost | None]:
+    """The best plan, and how often to save with it where `--mtbf` asks."""
+    from fullshard.planner.search.search import find_plan
+    from fullshard.text import parse_bytes
+
+    assert options.cluster is not None
+    failing = parse_mtbf(options.mtbf) if options.mtbf else None
+    where, fixed = _priced(options.cluster, options.price), dict(_pin(text) for text in options.fix or [])
+    limit = parse_bytes(options.limit) if options.limit else None
+    compute: Any = fixed.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
+    tensor = fixed.get("tensor", 1)
+    found = find_plan(
+        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1),
+        where,
+        sequence=sequence,
+        global_batch=options.global_batch,
+        fix=fixed,
+        limit=limit,
+        loss=str(options.loss),
+        clip=not options.no_clip,
+    )
+    return found, _saving(found, model, sequence, options.cluster, failing) if failing else None
+
+
+def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) -> None:
+    """Print the plan, its estimate and the alternatives."""
+    from fullshard.planner.search.search import summary
+
+    if not as_json:
+        parts = [found.plan, found.estimate, *([saves] if saves else []), summary(found)]
+        typer.echo("\n\n".join(map(str, parts)))
+        return
+    print_json(
+        {
+            "plan": found.plan.to_dict(),
+            "estimate": found.estimate.to_dict(),
+            "alternatives": [
+                {"label": a.label, "needed_bytes": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
+                for a in found.alternatives
+            ],
+            "search_seconds": found.search_seconds,
+            **({"saving": asdict(saves)} if saves else {}),
+        }
+    )
+
+
+def _priced(name: str, price: float | None) -> "Cluster":
+    from fullshard.cluster.cluster import Cluster
+
+    found = Cluster.load(name)
+    if price is None:
+        return found
+    if not 0 < price < float("inf"):
+        raise FullshardError(f"--price is what a device costs an hour, a number above 0, not {price:g}")
+    return replace(found, device=replace(found.device, price=price))
+
+
+def _saving(found: "SearchResult", model: str, sequence: int, cluster: str, mtbf: float) -> SaveCost:
+    from fullshard.cluster.cluster import Cluster
+
+    description = describe_costs(model, sequence, found.plan.precision.compute)
+    return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
+
+
+def _pin(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise FullshardError(f"--fix {text!r}: write KEY=VALUE, for example strategy=zero3")
+    words: dict[str, object] = {"true": True, "false": False}
+    return key.strip().replace("-", "_"), words.get(value, _number(value))
+
+
+def _number(text: str) -> object:
+    """A number, if it is one: `2`, `0.5`."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

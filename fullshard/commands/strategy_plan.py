@@ -1,0 +1,92 @@
+"""`fullshard plan MODEL --devices N`: write down the plan of a named strategy."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from fullshard.commands.common import Classes, MinParams, Names, describe_model
+from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.strategies import STRATEGIES, choose
+
+Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
+Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
+Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
+DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
+FIXABLE = ("strategy", "compute", "remat", "micro_batch", "accumulate", "sync", "prefetch", "reshard", "compile")
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Write down the plan of a strategy"""
+
+    devices: Annotated[int | None, typer.Option(metavar="N", help="How many devices the plan is for.")] = None
+    strategy: Annotated[
+        Strategy | None, typer.Option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
+    ] = None
+    replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1
+    reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None
+    replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0
+    keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None
+    tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1
+    compute: Annotated[DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")] = (
+        None
+    )
+    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32  # type: ignore[attr-defined]
+    remat: Annotated[Remat | None, typer.Option(help="What blocks recompute in backward.", show_default="none")] = None
+    remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences a rank computes at a time.", show_default="1")
+    ] = None
+    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.", show_default="1")] = None
+    sync: Annotated[
+        Sync | None, typer.Option(help="Reduce gradients after every micro-batch, or the last only.", show_default="every")
+    ] = None
+    prefetch: Annotated[
+        int | None, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
+    ] = None
+    compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False
+
+    def given(self) -> dict[str, object]:
+        """The options that are set and that a search can keep with `--fix`."""
+        found = {name: getattr(self, name) or None for name in FIXABLE}
+        found |= {name: n if (n := getattr(self, name)) != 1 else None for name in ("replicate", "tensor")}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Units by hand"""
+
+    classes: Classes = None
+    names: Names = None
+    min_params: MinParams = 0
+
+
+def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: UnitOptions) -> Plan:
+    """The plan that the options describe."""
+    o = options
+    assert o.devices is not None
+    return choose(
+        str(o.strategy or "zero3"),
+        describe_model(model, units.classes, units.names, units.min_params),
+        devices=o.devices,
+        tensor=o.tensor,
+        replicate=o.replicate,
+        reshard=o.reshard,
+        replicate_below=o.replicate_below,
+        keep_whole=o.keep_whole or [],
+        spell=spell_option,
+        precision=Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce)),  # type: ignore[arg-type]
+        batch=Batch(o.micro_batch or 1, sequence, o.accumulate or 1, str(o.sync or "every")),  # type: ignore[arg-type]
+        prefetch=Prefetch(o.prefetch or 1, o.prefetch or 1),
+        remat=str(o.remat or "none"),
+        remat_every=o.remat_every,
+        compile=o.compile,
+    )
+
+
+def spell_option(field: str, *value: object) -> str:
+    """A field of a strategy as an option of the command line."""
+    return " ".join(["--" + field.replace("_", "-"), *map(str, value)])

@@ -1,0 +1,57 @@
+"""The manifest of a save: what each rank's file holds, as records of tensors and files."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
+from fullshard.on_torch.saving.file_layout import ShardFile
+
+
+@dataclass(frozen=True)
+class ManifestFields:
+    """The fields of a manifest other than tensors, files and date."""
+
+    step: int = 0
+    cursor: int | None = None
+    plan: dict[str, Any] | None = None
+    recipe: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def tensor_records(
+    metadata: Metadata, files: Sequence[ShardFile], nodes: Sequence[int | None], own_node: int | None
+) -> dict[str, TensorRecord]:
+    """A record for each tensor. `nodes[i]` is the node whose disk holds `files[i]`, or None with a shared disk. If several
+    nodes have a chunk, the record names the copy of `own_node`."""
+    chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+    for file, _ in sorted(zip(files, nodes, strict=True), key=lambda pair: pair[1] == own_node):  # the own node's come last
+        chunks |= {(name, chunk.start): chunk for name, _, _, chunk in file.chunks}
+    by_name: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+    for (name, _), chunk in chunks.items():
+        by_name[name].append(chunk)
+    tensors = {}
+    for name, found in sorted(metadata.state_dict_metadata.items()):
+        assert isinstance(found, TensorStorageMetadata)
+        ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
+        tensors[name] = TensorRecord(tuple(found.size), SAFETENSORS_NAMES[found.properties.dtype], ordered)
+    return tensors
+
+
+def file_records(files: Sequence[ShardFile], checksums: Sequence[str], nodes: Sequence[int | None]) -> dict[str, FileRecord]:
+    """A record for each file that holds something."""
+    found = zip(files, checksums, nodes, strict=True)
+    return {file.name: FileRecord(file.nbytes, checksum, node) for file, checksum, node in found if file.chunks}
+
+
+def make_manifest(
+    tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], fields: ManifestFields, created: float
+) -> Manifest:
+    values = {f.name: getattr(fields, f.name) for f in dataclasses.fields(fields)}
+    return Manifest(tensors=tensors, files=files, created=created, **values)

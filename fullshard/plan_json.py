@@ -1,0 +1,50 @@
+"""Reads a plan from JSON: every key must be there, and no other."""
+
+import dataclasses
+from typing import Any
+
+from fullshard.errors import nearest
+from fullshard.plan_parts import Batch, Home, Mesh, PlanError, Precision, Prefetch, Unit
+
+VERSION = 4
+
+
+def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:
+    """The fields of a plan, as arguments of `plan_type`, from what `Plan.to_dict` wrote. Raise one sentence for anything
+    unknown, missing or of another version."""
+    if not isinstance(data, dict):
+        raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
+    data = dict(data)
+    version = data.pop("version", None)
+    if type(version) is not int or version != VERSION:
+        raise PlanError(f"plan version {version!r} is not known here; this fullshard reads version {VERSION}")
+    fields = _arguments(plan_type, "plan", data)
+    for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
+        fields[name] = kind(**_arguments(kind, f"plan.{name}", fields[name]))
+    if not isinstance(fields["units"], list | tuple):
+        raise PlanError("plan.units must be a list")
+    fields["units"] = tuple(_unit(i, u) for i, u in enumerate(fields["units"]))
+    return fields
+
+
+def _unit(index: int, data: object) -> Unit:
+    name = data.get("name", index) if isinstance(data, dict) else index
+    fields = _arguments(Unit, f"unit {name}", data)
+    if isinstance(fields.get("modules"), list):
+        fields["modules"] = tuple(fields["modules"])
+    fields["home"] = Home(**_arguments(Home, f"unit {name}: home", fields["home"]))
+    return Unit(**fields)
+
+
+def _arguments(kind: type, where: str, data: object) -> dict[str, Any]:
+    """`data` as keyword arguments of `kind`: every field there, and no other."""
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} must be an object, not {data!r}")
+    names = [f.name for f in dataclasses.fields(kind)]
+    for key in data:
+        if key not in names:
+            raise PlanError(f"{where} has an unknown key {key!r}{nearest(str(key), names)}")
+    for name in names:
+        if name not in data:
+            raise PlanError(f"{where} lacks the key {name!r}")
+    return dict(data)

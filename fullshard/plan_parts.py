@@ -1,0 +1,189 @@
+"""The parts of a plan: mesh, homes, precision, batch, prefetch and units, each an immutable value that checks itself.
+
+Standard library only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from fullshard.errors import FullshardError, nearest
+from fullshard.reading import LARGEST_INTEGER
+
+Place = Literal["device", "host", "disk"]
+Layout = Literal["replicated", "optimizer", "sharded"]
+Remat = Literal["none", "selective", "full"]
+DType = Literal["fp32", "bf16", "fp16"]
+Sync = Literal["every", "last"]
+
+
+class PlanError(FullshardError):
+    """A plan, or a field of one, that makes no sense."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`replicate × shard × tensor` devices."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("replicate", "shard", "tensor"):
+            check_positive_integer(f"mesh.{axis}", getattr(self, axis))
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Number of ranks with different batches: ranks along the tensor axis share theirs."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.replicate}×{self.shard}×{self.tensor}"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a unit's bytes rest between uses."""
+
+    params: Place = "device"
+    optimizer: Place = "device"
+    activations: Place = "device"
+
+    def __post_init__(self) -> None:
+        for kind in ("params", "optimizer", "activations"):
+            check_choice(f"home.{kind}", getattr(self, kind), get_args(Place))
+
+    def __str__(self) -> str:
+        places = (self.params, self.optimizer, self.activations)
+        return places[0] if len(set(places)) == 1 else "/".join(places)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
+    that the optimizer updates. `output`: that every unit casts its output to, if any."""
+
+    compute: DType = "fp32"
+    reduce: DType = "fp32"
+    master: DType = "fp32"
+    output: DType | None = None
+
+    def __post_init__(self) -> None:
+        for part in ("compute", "reduce"):
+            check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
+        check_choice("precision.master", self.master, ("fp32", "bf16"))
+        if self.output is not None:
+            check_choice("precision.output", self.output, get_args(DType))
+
+    def __str__(self) -> str:
+        text = f"compute {self.compute}, reduce {self.reduce}, master {self.master}"
+        return text if self.output is None else f"{text}, output {self.output}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence`.
+
+    `sync`: gradients are reduced after `every` micro-batch, which needs the least memory, or only after the `last` one, which
+    moves the fewest bytes; unreduced gradients then stay in memory until the end.
+    """
+
+    micro_batch: int = 1
+    sequence: int = 1024
+    accumulate: int = 1
+    sync: Sync = "every"
+
+    def __post_init__(self) -> None:
+        for part in ("micro_batch", "sequence", "accumulate"):
+            check_positive_integer(f"batch.{part}", getattr(self, part))
+        check_choice("batch.sync", self.sync, get_args(Sync))
+        if self.sync == "last" and self.accumulate == 1:
+            raise PlanError("batch.sync = 'last' has no effect with batch.accumulate = 1; write 'every', or accumulate more")
+
+    def __str__(self) -> str:
+        when = "every micro-batch" if self.sync == "every" else "the last micro-batch"
+        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {when}"
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How many units ahead parameters are gathered; 1 overlaps one gather with the compute of one unit."""
+
+    forward: int = 1
+    backward: int = 1
+
+    def __post_init__(self) -> None:
+        for part in ("forward", "backward"):
+            check_positive_integer(f"prefetch.{part}", getattr(self, part))
+
+    def __str__(self) -> str:
+        return f"{self.forward} forward, {self.backward} backward"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that gather, compute and free together.
+
+    `layout`: `sharded` splits parameters, gradients and optimizer state over the mesh's shard axis. `optimizer` splits the
+    optimizer state, and keeps parameters and gradients whole during a step (ZeRO-1). `replicated` keeps everything whole on
+    every rank.
+    `reshard`: when gathered parameters are freed. True: after forward, and they are gathered again for backward. False: after
+    backward. A number: after forward, but each group of so many ranks keeps a copy, so backward gathers only within it.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    layout: Layout = "sharded"
+    reshard: bool | int = True
+    remat: Remat = "none"
+    home: Home = field(default_factory=Home)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise PlanError(f"unit.name must be a non-empty string, not {self.name!r}")
+        if not isinstance(self.modules, tuple) or not self.modules or not all(isinstance(m, str) for m in self.modules):
+            raise PlanError(f"unit {self.name}: modules must be a non-empty tuple of module names, not {self.modules!r}")
+        check_choice(f"unit {self.name}: layout", self.layout, get_args(Layout))
+        check_choice(f"unit {self.name}: remat", self.remat, get_args(Remat))
+        if not isinstance(self.home, Home):
+            raise PlanError(f"unit {self.name}: home must be a Home, not {self.home!r}")
+        if not isinstance(self.reshard, int):  # bool is an int
+            raise PlanError(f"unit {self.name}: reshard must be True, False or a number of ranks, not {self.reshard!r}")
+        if not isinstance(self.reshard, bool) and self.reshard < 2:
+            raise PlanError(f"unit {self.name}: reshard = {self.reshard} must be at least 2 ranks; write True or False instead")
+        if self.layout != "sharded" and self.reshard is not False:
+            raise PlanError(f"unit {self.name}: reshard = {self.reshard} has no effect with layout '{self.layout}'; write False")
+
+
+# -- checks ------------------------------------------------------------------------------------------
+
+
+def check_positive_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name} must be a positive integer, not {value!r}")
+    if value > LARGEST_INTEGER:
+        raise PlanError(f"{name} must be a positive integer of at most 64 bits, not one of {value.bit_length()}")
+
+
+def checked_share(name: str, value: object) -> float:
+    """The value as a float; raise unless it is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise PlanError(f"{name} must be a number from 0 to 1, not {value!r}")
+    return float(value)
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PlanError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
+
+
+def refuse_twice(what: str, names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PlanError(f"{what} {name!r} appears twice in the plan; give each {what} one place")
+        seen.add(name)

@@ -1,0 +1,111 @@
+"""The record of a step's allocations and frees, in the order in which they happen."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from fullshard.planner.memory.allocator import GRAIN
+
+Term = Literal[
+    "params",
+    "optimizer",
+    "buffers",
+    "gradients",
+    "activations",
+    "loss",
+    "gathered",
+    "whole gradients",
+    "reduce",
+    "workspace",
+    "batch",
+    "staging",
+    "fetched",
+]
+COMPUTE, GATHER, REDUCE, ALL_REDUCE, TRANSFER = 0, 1, 2, 3, 4  # streams of FSDP2 and of offload; each has its own memory pool
+
+
+@dataclass
+class Tape:
+    """Allocations and frees. Entry i allocates `deltas[i]` bytes, or frees them if negative."""
+
+    deltas: list[int] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)  # number of the allocation, the same when it is freed
+    streams: list[int] = field(default_factory=list)
+    operations: list[int] = field(default_factory=list)  # index of the operation that did it
+    # By owner and tensor: number, bytes, term and stream.
+    alive: dict[tuple[str, str], tuple[int, int, Term, int]] = field(default_factory=dict)
+    count: int = 0
+    folds: ClassVar[bool] = False  # True if it takes `folded_events`
+
+    def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
+        if nbytes <= 0:
+            return
+        self.free(owner, tensor, operation)
+        self.count += 1
+        self.alive[owner, tensor] = (self.count, nbytes, term, stream)
+        self._write(nbytes, term, self.count, stream, operation)
+
+    def free(self, owner: str, tensor: str, operation: int) -> None:
+        found = self.alive.pop((owner, tensor), None)
+        if found is not None:
+            number, nbytes, term, stream = found
+            self._write(-nbytes, term, number, stream, operation)
+
+    def rename(self, owner: str, tensor: str, name: str, term: Term, operation: int) -> None:
+        """Give an allocation another name and term."""
+        number, nbytes, old, stream = self.alive.pop((owner, tensor))
+        self.alive[owner, name] = (number, nbytes, term, stream)
+        if old != term:  # two entries that cancel out, so that sums by term are right
+            self.deltas += [-nbytes, nbytes]
+            self.terms += [old, term]
+            self.tensors += [0, 0]
+            self.streams += [stream, stream]
+            self.operations += [operation, operation]
+
+    def repeat(self, start: int, names: dict[int, int]) -> None:
+        """Repeat all entries since `start`, provided that they left alive what they found. `names`: from the numbers of what was
+        alive at `start` to the numbers that the same allocations have now."""
+        first = max(self.tensors[:start], default=0)
+        shift = self.count - first
+        self.deltas += self.deltas[start:]
+        self.terms += self.terms[start:]
+        self.tensors += [n + shift if n > first else names.get(n, n) for n in self.tensors[start:]]
+        self.streams += self.streams[start:]
+        self.operations += self.operations[start:]
+        self.count += shift
+
+    def rise(self, nbytes: int) -> None:
+        """Allocate and free so many bytes at once. Only for tapes that fold."""
+        assert self.folds
+
+    def _write(self, delta: int, term: Term, number: int, stream: int, operation: int) -> None:
+        self.deltas.append(delta)
+        self.terms.append(term)
+        self.tensors.append(number)
+        self.streams.append(stream)
+        self.operations.append(operation)
+
+
+class PeakGauge(Tape):
+    """A tape that keeps only the allocated bytes, now and at their highest: faster than a full record."""
+
+    now = highest = 0
+    folds = True
+
+    def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
+        if nbytes <= 0:
+            return
+        self.free(owner, tensor, operation)
+        self.alive[owner, tensor] = (0, nbytes, term, stream)
+        self.now += nbytes // -GRAIN * -GRAIN
+        if self.now > self.highest:
+            self.highest = self.now
+
+    def rise(self, nbytes: int) -> None:
+        if self.now + nbytes > self.highest:
+            self.highest = self.now + nbytes
+
+    def free(self, owner: str, tensor: str, operation: int) -> None:
+        found = self.alive.pop((owner, tensor), None)
+        if found is not None:
+            self.now -= found[1] // -GRAIN * -GRAIN

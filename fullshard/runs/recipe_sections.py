@@ -1,0 +1,277 @@
+"""The tables of a recipe and the keys of each, with their defaults and what they exclude."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from fullshard.data.batches import Boundaries, Packing
+from fullshard.plan import DType, Place, Remat, Sync
+from fullshard.runs.lr_schedule import ScheduleKind
+from fullshard.update_pieces import STAGING
+
+
+class RecipeSection(BaseModel):
+    """A table of the recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def changed(section: RecipeSection) -> set[str]:
+    """The keys that do not have their default: a resolved recipe names them all."""
+    return {name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default}
+
+
+class ModelSection(RecipeSection):
+    """`name`: a preset, a Hugging Face directory, or file.py:callable. `weights`: `auto` reads those that lie in
+    the Hugging Face directory and draws them otherwise, `draw` draws them, anything else is a directory of them."""
+
+    name: str
+    weights: str = "auto"
+
+
+class LoraSection(RecipeSection):
+    """Low-rank adapters on the linears called `targets`; everything else is frozen."""
+
+    rank: int = Field(gt=0)
+    alpha: int = Field(16, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), strict=False, min_length=1)
+
+
+class DataSection(RecipeSection):
+    """`path`: a directory that `fullshard data pack` made."""
+
+    path: str
+    sequence: int = Field(gt=0)
+    shuffle: bool = True
+    boundaries: Boundaries = "ignored"
+    packing: Packing = "stream"
+    valid: str | None = None
+
+    @model_validator(mode="after")
+    def _whole_rows_have_boundaries(self) -> Self:
+        if self.packing == "whole" and self.boundaries == "ignored":
+            raise ValueError("packing = 'whole' needs boundaries = 'labels' or 'attention': its rows are padded")
+        return self
+
+
+# What each optimizer takes besides its learning rate, and the defaults.
+OWN: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "adam": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "sgd": {"momentum": 0.0, "weight_decay": 0.1},
+}
+
+
+class OptimSection(RecipeSection):
+    """`name`: adamw, adam, sgd, or another of torch.optim with its own `options`, in upper or lower case. What an optimizer
+    does not take is None. `decay_all` also decays norms and biases; `clip` is the largest gradient norm, or `none`."""
+
+    name: str = "adamw"
+    lr: float = Field(gt=0)
+    betas: tuple[float, float] | None = Field(None, strict=False)  # TOML has lists
+    eps: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    weight_decay: float | None = Field(None, ge=0)
+    decay_all: bool = False
+    clip: float | None = Field(1.0, gt=0)
+    options: dict[str, Any] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_are_the_optimizers(cls, value: Any) -> Any:
+        name = value.get("name", "adamw") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name.lower() not in OWN:
+            return value
+        own = OWN[name.lower()]
+        return own | {k: v for k, v in value.items() if v is not None or k not in own} | {"name": name.lower()}
+
+    @field_validator("clip", mode="before")
+    @classmethod
+    def _toml_has_no_null(cls, value: object) -> object:
+        if isinstance(value, str) and value != "none":
+            raise PydanticCustomError("number_or_none", "Input should be a valid number, or 'none'")
+        return None if value == "none" else value
+
+    @model_validator(mode="after")
+    def _each_has_its_own(self) -> Self:
+        takes = set(OWN.get(self.name, {"options": {}}))
+        for key in ("betas", "eps", "momentum", "weight_decay", "options"):
+            if key in changed(self) and key not in takes:
+                other = f"write optim.options.{key}" if takes == {"options"} else f"it takes {', '.join(sorted(takes))}"
+                raise ValueError(f"{key} has no effect with name = '{self.name}'; {other}")
+        return self
+
+
+class ScheduleSection(RecipeSection):
+    """How the learning rate moves; steps are counted in optimizer steps."""
+
+    kind: ScheduleKind = "cosine"
+    warmup: int = Field(0, ge=0)
+    decay: int = Field(0, ge=0)
+    final: float = Field(0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _decay_is_wsds(self) -> Self:
+        if self.decay and self.kind != "wsd":
+            raise ValueError(f"decay has no effect with kind = '{self.kind}'; write kind = 'wsd', or leave it out")
+        if self.kind == "wsd" and not self.decay:
+            raise ValueError("kind = 'wsd' needs decay, the number of steps of the last fall")
+        return self
+
+
+class TrainSection(RecipeSection):
+    """`steps` or `tokens`; `global_batch` counts sequences over all ranks and micro-batches."""
+
+    steps: int | None = Field(None, gt=0)
+    tokens: int | None = Field(None, gt=0)
+    global_batch: int = Field(gt=0)
+    micro_batch: int = Field(1, gt=0)
+    loss: Literal["chunked", "plain"] = "chunked"
+    seed: int = 0
+    hang_seconds: float = Field(300.0, ge=0)  # without progress until the run is called hung; 0: never
+    max_skips: int = Field(10, gt=0)  # steps in a row whose loss or gradient was not finite
+    on_divergence: Literal["stop", "rollback"] = "stop"
+    max_rollbacks: int = Field(3, gt=0)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("give either steps or tokens")
+        if "max_rollbacks" in changed(self) and self.on_divergence != "rollback":
+            raise ValueError("max_rollbacks has no effect with on_divergence = 'stop'; write on_divergence = 'rollback'")
+        return self
+
+
+class PlanSection(RecipeSection):
+    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds within `limit`; other keys
+    are then pinned. `cluster` (by default the devices that are there) is what it is found and predicted for. `plan = "zero3"`,
+    `plan = "auto"` and `plan = "plan.json"` are short for a table with that one key."""
+
+    file: str | None = None
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
+    cluster: str | None = None
+    limit: str | None = None
+    replicate: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0)
+    reshard: int | None = Field(None, gt=1)
+    replicate_below: int = Field(0, ge=0)
+    keep_whole: tuple[str, ...] = Field((), strict=False)
+    compute: DType = "fp32"
+    reduce: DType = "fp32"
+    master: Literal["fp32", "bf16"] = "fp32"
+    remat: Remat = "none"
+    remat_every: int = Field(1, gt=0)
+    prefetch: int = Field(1, gt=0)
+    sync: Sync = "every"
+    compile: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return {"file": value} if value.endswith(".json") else {"strategy": value}
+
+    @model_validator(mode="after")
+    def _file_or_strategy(self) -> Self:
+        if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
+            raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
+        if self.limit is not None and self.strategy != "auto":
+            raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
+        for key in ("reshard", "replicate_below", "keep_whole", "remat_every"):
+            if self.strategy == "auto" and key in changed(self):
+                raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
+        return self
+
+
+class HomeSection(RecipeSection):
+    """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
+    while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured;
+    `backlog`: of how many the gradients may wait on the device while backward runs, by default of any number."""
+
+    params: Place = "device"
+    optimizer: Place = "device"
+    activations: Place = "device"
+    staging: int = Field(STAGING, gt=0)
+    cpu_share: float | None = Field(None, ge=0, le=1)
+    backlog: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
+        for key in sorted(changed(self) & {"staging", "cpu_share", "backlog"}):
+            if self.optimizer == "device":
+                raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
+        return self
+
+
+class DiskSection(RecipeSection):
+    """`path`: the directory for what rests on disk."""
+
+    path: str | None = None
+
+
+class EvalSection(RecipeSection):
+    """Every `every` steps the mean loss over `batches` micro-batches a rank of `data.valid`; with `patience`, the
+    run ends after that many evaluations without a loss lower by `min_delta`."""
+
+    every: int = Field(0, ge=0)
+    batches: int = Field(8, gt=0)
+    patience: int | None = Field(None, gt=0)
+    min_delta: float = Field(0.0, ge=0)
+
+
+class SampleSection(RecipeSection):
+    """Every `every` steps the model continues each of `prompts`. `tokenizer`: `bytes` or a tokenizer.json; by
+    default the one that the data was packed with, if it is `bytes` or lies in the model's directory."""
+
+    every: int = Field(0, ge=0)
+    prompts: tuple[str, ...] = Field((), strict=False)
+    tokens: int = Field(64, gt=0)
+    temperature: float = Field(0.8, ge=0)
+    tokenizer: str | None = None
+
+
+class CheckpointSection(RecipeSection):
+    """One every `every` steps or `minutes`, and a `final` one. Of the old ones stay the last `keep` (0: all), each
+    `keep_every`-th step, one each `keep_hours`, and the `best` by `metric`. `path`: a directory or URL, by default
+    RUN/checkpoints. `background`: training goes on while one is written. `retry_seconds`: for how long the final one is
+    tried again. `export`: at the end, a Hugging Face directory, RUN/export or another."""
+
+    every: int = Field(0, ge=0)
+    minutes: float = Field(30.0, ge=0)
+    final: bool = True
+    keep: int = Field(2, ge=0)
+    keep_every: int = Field(0, ge=0)
+    keep_hours: float = Field(0.0, ge=0)
+    best: int = Field(0, ge=0)
+    metric: Literal["loss", "eval_loss"] = "eval_loss"
+    highest: bool = False
+    path: str | None = None
+    background: bool = True
+    retry_seconds: float = Field(300.0, ge=0)
+    export: bool | str = False
+
+    @model_validator(mode="after")
+    def _what_has_an_effect(self) -> Self:
+        for key in ("keep_every", "keep_hours", "best"):
+            if getattr(self, key) and not self.keep:
+                raise ValueError(f"{key} has no effect with keep = 0, which keeps all; write keep = 1 or more")
+        for key in ("metric", "highest"):
+            if key in changed(self) and not self.best:
+                raise ValueError(f"{key} has no effect without best, the number of best checkpoints to keep")
+        if "retry_seconds" in changed(self) and not self.final:
+            raise ValueError("retry_seconds has no effect with final = false; leave it out")
+        if self.export and not self.final:
+            raise ValueError("export needs final = true: it is made from the last checkpoint")
+        if not (self.every or self.minutes or self.final) and changed(self) - {"every", "minutes", "final"}:
+            raise ValueError("without every, minutes and final there are no checkpoints; the other keys have no effect")
+        return self
+
+
+class LogSection(RecipeSection):
+    """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project."""
+
+    tensorboard: bool = False
+    wandb: str | None = None

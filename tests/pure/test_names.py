@@ -1,0 +1,48 @@
+"""A name means one thing: no public class and no file occurs twice in the package."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import fullshard
+
+HOUSE = Path(fullshard.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+# A command's file is called as the command, an engine's face as the Protocol that it implements.
+TWICE = {"__init__.py", "engine.py", *(path.name for path in (HOUSE / "commands").glob("*.py"))}
+
+
+def public_classes(text: str) -> list[str]:
+    return [n.name for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+
+
+def twice(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_no_public_class_name_occurs_twice():
+    found = defaultdict(list)
+    for path in FILES:
+        for name in public_classes(path.read_text()):
+            found[name].append(str(path.relative_to(HOUSE)))
+    assert "Plan" in found
+    assert twice(found) == {}
+
+
+def test_no_file_name_occurs_twice():
+    found = defaultdict(list)
+    for path in FILES:
+        if path.name not in TWICE:
+            found[path.name].append(str(path.relative_to(HOUSE)))
+    assert "strategies.py" in found
+    assert twice(found) == {}
+
+
+def test_files_are_small():
+    long = {str(p.relative_to(HOUSE)): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
+    assert long == {}
+
+
+def test_a_planted_class_is_seen():
+    assert public_classes("class A: ...\nclass _B: ...\ndef f():\n    class C: ...") == ["A"]
+    assert twice({"A": ["x", "y"], "B": ["z"]}) == {"A": ["x", "y"]}
