@@ -251,7 +251,7 @@ def saved_in_place(case: Case, shelf: str) -> dict[str, Any]:
             saving = writer.save()
             done = saving.done()
             saving.result()
-            arenas.append(writer.staging.memory.arena.nbytes)
+            arenas.append(writer.staging.buffer.arena.nbytes)
             notes.append(saving.note)
             files.append({p.name: p.read_bytes() for p in Path(where).glob("step-*/shard-*")})
             writer.close()

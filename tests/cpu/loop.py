@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.on_torch import engine
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.runs.prepare import batches as make_batches
@@ -130,7 +131,7 @@ def ended(directory: str, overrides: list[str], name: str, resume: str | None = 
 
 def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed: int | None = None) -> tuple[int, str]:
     """As `ended`, of a run whose disk is filled after its first step, and freed after step `freed`."""
-    train_step = on_torch.train_step
+    train_step = engine.train_step
     ballast = Path(disk) / "ballast"
 
     def counted(state, *args, **kwargs):
@@ -144,11 +145,11 @@ def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed
         dist.barrier()
         return result
 
-    on_torch.train_step = counted
+    engine.train_step = counted
     try:
         return ended(directory, overrides, name)
     finally:
-        on_torch.train_step = train_step
+        engine.train_step = train_step
 
 
 def skipping(directory: str, overrides: list[str], after: int, steps: int) -> list[float]:

@@ -13,7 +13,7 @@ from fullshard.cluster.cluster import Cluster, ClusterError, Measured, Quantity
 from fullshard.cluster.hardware import DEVICES, NETWORKS, NODES
 from fullshard.cluster.measured import MeasuredAttention, MeasuredCollective, MeasuredGemm
 
-PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cluster.md"
 # Dense bf16 TFLOP/s and HBM TB/s from the makers' datasheets, memory as labelled (GB).
 DATASHEETS = {
     "a100": (312, 2.04, 80),
