@@ -12,7 +12,7 @@ from fullshard.model.costs import OpKind
 from fullshard.on_torch.tracing.cuda_kernels import KernelWork
 from fullshard.on_torch.tracing.recorder import KernelUse, RawEvent, RawSection, Recorder
 
-INSIDE = ("forward", "backward")  # moments after which a block's own code runs
+INSIDE = ("forward", "backward")  # phases after which a block's own code runs
 FUSED_SHARE = 0.3  # pointwise kernels after fusion, as a share of those before
 
 
@@ -41,17 +41,17 @@ def _moved_bytes(recorder: Recorder, uses: list[KernelUse], fused: set[int]) -> 
     sizes = {t: sum(n) for s in recorder.sections for action, t, _, n in s.events if action == "allocate"}
     sources: dict[int, frozenset[int]] = {}  # stored tensors that each fused tensor is computed from
     found: Counter[int] = Counter()
-    phase, seen = 0, set[tuple[int, int, int]]()
+    interval, seen = 0, set[tuple[int, int, int]]()
     for use in uses:
         if use.kind != "pointwise":
-            phase += 1
+            interval += 1
             continue
         read = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
         sources |= dict.fromkeys(use.made & fused, read)
         if use.made and use.made <= fused:  # part of the kernels that read the result
             continue
         for tensor in read | (use.made - fused):
-            if (here := (use.section, phase, tensor)) not in seen:
+            if (here := (use.section, interval, tensor)) not in seen:
                 seen.add(here)
                 found[use.section] += sizes.get(tensor, 0)
     return dict(found)
@@ -68,7 +68,7 @@ def _fuse(ops: list[KernelWork], moved: int) -> list[KernelWork]:
 
 
 def _inside(recorder: Recorder, section: int, blocks: set[str]) -> bool:
-    return recorder.sections[section].unit in blocks and recorder.sections[section].moment in INSIDE
+    return recorder.sections[section].unit in blocks and recorder.sections[section].phase in INSIDE
 
 
 def _fused_tensors(recorder: Recorder, uses: list[KernelUse]) -> set[int]:
@@ -94,7 +94,7 @@ def _fused_tensors(recorder: Recorder, uses: list[KernelUse]) -> set[int]:
 def _early_frees(recorder: Recorder, uses: list[KernelUse]) -> dict[int, tuple[int, int]]:
     """Matrix products that remat keeps but backward never reads, such as the last one of a block. Compiled code frees each
     after its last use in forward: at (section, event)."""
-    made = {t: u.section for u in uses if u.kind == "gemm" and recorder.sections[u.section].moment == "forward" for t in u.made}
+    made = {t: u.section for u in uses if u.kind == "gemm" and recorder.sections[u.section].phase == "forward" for t in u.made}
     freed = _last_sections(recorder)
     last = {t: u for u in uses for t in (*u.made, *u.read)}
     return {
@@ -111,4 +111,4 @@ def _last_sections(recorder: Recorder) -> dict[int, int]:
 
 def _saved(recorder: Recorder, made: int, freed: int) -> bool:
     """True if a tensor is made in forward and freed in backward."""
-    return recorder.sections[made].moment == "forward" and recorder.sections[freed].moment in ("backward", "done", "end")
+    return recorder.sections[made].phase == "forward" and recorder.sections[freed].phase in ("backward", "done", "end")

@@ -38,7 +38,7 @@ def fit_trace(named: dict[Shape, NamedSections]) -> Trace | None:
 
 def _skeleton(named: NamedSections) -> list[Any]:
     """All that must not depend on the batch shape."""
-    return [(s.moment, s.unit, [e.shape_free for e in events], [o[0] for o in s.ops]) for s, events in named]
+    return [(s.phase, s.unit, [e.shape_free for e in events], [o[0] for o in s.ops]) for s, events in named]
 
 
 def _polynomial(values: dict[Shape, int]) -> Polynomial:
@@ -60,7 +60,7 @@ def _assemble(shapes: list[NamedSections], solve: Solve) -> Trace:
         )
         ops = [_op(solve, [other.ops[j] for other, _ in same]) for j in range(len(raw.ops))]
         sections.append(Section(solved, _sum_pointwise(ops), Calls(**raw.calls)))
-    return Trace(tuple((s.moment, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(range(len(sections))))
+    return Trace(tuple((s.phase, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(range(len(sections))))
 
 
 def _op(solve: Solve, same: list[Any]) -> Op:

@@ -25,7 +25,7 @@ EXISTING = -1  # the number of all tensors that existed before the trace
 
 @dataclass
 class RawSection:
-    """The allocations and kernels between one moment and the next."""
+    """The allocations and kernels between one phase and the next."""
 
     moment: Phase
     unit: str
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, moment: Phase, unit: str) -> None:
         """Begin a new section."""
-        self.sections.append(RawSection(moment, unit))
+        self.sections.append(RawSection(phase, unit))
 
     def add_existing(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
         """Register a tensor that existed before the trace, so that it is no allocation. `value`: its values, if the model

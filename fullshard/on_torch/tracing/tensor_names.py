@@ -36,7 +36,7 @@ def name_tensors(
 ) -> NamedSections:
     """Each section with its events. A tensor's name is its role, or its number within its unit. Sections of skipped
     blocks get the events of the block that stands for them."""
-    order = list(dict.fromkeys(s.unit for s in recorder.sections if s.moment == "forward"))
+    order = list(dict.fromkeys(s.unit for s in recorder.sections if s.phase == "forward"))
     names = _names(recorder)
     prefixes = {u.name: f"{u.modules[0]}." for u in description.units}
     named: NamedSections = []
@@ -78,11 +78,11 @@ def _relation(mine: str, theirs: str, order: list[str]) -> str:
 
 def _fill_skipped(named: NamedSections, stand_ins: dict[str, str]) -> NamedSections:
     """Replace the sections of skipped blocks by those of the blocks that stand for them."""
-    found = {(s.moment, s.unit): (s, events) for s, events in named}
+    found = {(s.phase, s.unit): (s, events) for s, events in named}
     filled = []
     for section, events in named:
         if section.unit in stand_ins:
-            source, events = found[section.moment, stand_ins[section.unit]]
-            section = RawSection(section.moment, section.unit, [], source.ops, source.calls)
+            source, events = found[section.phase, stand_ins[section.unit]]
+            section = RawSection(section.phase, section.unit, [], source.ops, source.calls)
         filled.append((section, events))
     return filled

@@ -163,7 +163,7 @@ class _UnitInputs(torch.autograd.Function):
 
 
 class _UnitHooks:
-    """Hooks of one unit that mark its moments in the recorder, where FSDP's own hooks would run."""
+    """Hooks of one unit that mark its phases in the recorder, where FSDP's own hooks would run."""
 
     def __init__(self, unit: str, modules: list[nn.Module], compute: torch.dtype, recorder: Recorder):
         self.unit, self.modules, self.compute, self.recorder = unit, modules, compute, recorder
