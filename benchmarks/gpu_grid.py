@@ -184,7 +184,7 @@ def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, 
     finally:
         if state.tiers:
             state.tiers.close()
-            state.tiers.resting.close_all()  # or the next plan's pinned memory comes on top of this one's
+            state.tiers.memory.close()  # or the next plan's pinned memory comes on top of this one's
         del state, batches
         gc.collect()
         if cuda:

@@ -22,7 +22,7 @@ from fullshard.checkpoint.manifest import TensorRecord, field_text, tensors_text
 from fullshard.checkpoint.place import Place
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import decide, tally, together
-from fullshard.on_torch.offload.events import DONE, Moment, Stream
+from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.saving import state_tensors
@@ -58,7 +58,7 @@ class Copying:
     the copies fill, in the file's order: their checksum is made on the way, while they are in a core's cache.
     """
 
-    def __init__(self, moment: Moment = DONE, left: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
+    def __init__(self, moment: StreamEvent = DONE, left: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
         self.moment, self.left, self.parts, self.over = moment, deque(enumerate(left)), parts, threading.Event()
         self.lock, self.undone, self.error = threading.Lock(), len(self.left), None
         self.made = [False] * self.undone
@@ -188,15 +188,15 @@ class Staging:
         if self.overlap:
             return Copying(left=self.image.copies(cast(list[Tensor], sources)), parts=self.image.parts)
         self.image.fill(sources)
-        return Copying(Moment.here(self.state.device))
+        return Copying(StreamEvent.here(self.state.device))
 
     def _copy_beside(self, sources: Sequence[Source]) -> Copying:
         """Queued on a stream of its own."""
-        stream = Stream(self.state.device)
-        stream.after(Moment.here(self.state.device))
+        stream = DeviceStream(self.state.device)
+        stream.after(StreamEvent.here(self.state.device))
         with stream:
             self.image.fill(sources)
-            copied = stream.moment()
+            copied = stream.record()
         for source in sources:
             if isinstance(source, Tensor):
                 stream.keep(source)
@@ -313,7 +313,7 @@ class Staging:
 
 def stored_items(state: State) -> dict[str, AtRest]:
     """What of a state is on disk, by the item's name."""
-    found = state.tiers.resting.stored() if state.tiers else {}
+    found = state.tiers.memory.stored() if state.tiers else {}
     return {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
 
 
@@ -323,4 +323,4 @@ def may_overlap(state: State) -> bool:
     if state.optimizer is None:
         return False
     away = state.tiers.units if state.tiers else []
-    return not away or (state.device.type == "cuda" and all(a.unit.home.optimizer != "device" for a in away))
+    return not away or (state.device.type == "cuda" and all(a.home.optimizer != "device" for a in away))

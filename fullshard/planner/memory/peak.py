@@ -8,7 +8,7 @@ from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.memory.allocator import GRAIN, replay
 from fullshard.planner.memory.replay import Replay, Tape, Term
-from fullshard.planner.step.offload_bytes import SHARE, Away, slots_of
+from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.step.unit_sizes import groups
 
@@ -200,11 +200,11 @@ def _moment(operations: tuple[Operation, ...], index: int) -> str:
 def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[str, int]]:
     """Bytes between steps, by tier and kind."""
     held = groups(plan, description)
-    away = Away(plan, held, slots)
+    away = OffloadBytes(plan, held, slots)
     found: dict[str, dict[str, int]] = {}
     for group in held.values():
-        shard = away.apart(group) if group.away else sum(group.shards) * away.master
-        state = away.resting(group) if group.away else slots * group.moving * away.master
+        shard = away.shard_of(group) if group.away else sum(group.shards) * away.master
+        state = away.state_of(group) if group.away else slots * group.moving * away.master
         for kind, place, nbytes in (
             ("params", group.home.params, shard),
             ("optimizer", group.home.optimizer, state),

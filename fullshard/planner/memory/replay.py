@@ -13,8 +13,8 @@ from fullshard.model.costs import Section
 from fullshard.model.description import Description
 from fullshard.model.kernel_workspace import HIDDEN, WORKSPACE
 from fullshard.plan import Place, Plan
-from fullshard.planner.step.offload_bytes import SHARE, Away, Waiting
-from fullshard.planner.step.saved_activations import Spilled
+from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
+from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import Group, groups, item
 
@@ -104,9 +104,9 @@ class Replay:
     def __init__(self, plan: Plan, description: Description, slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.tape, self.slots = plan, Tape(), slots
         self.groups = groups(plan, description)
-        self.away = Away(plan, self.groups, slots, clip=clip, cpu_share=cpu_share)
-        self.waiting = Waiting(self.away)
-        self.spilled: Spilled[Term] = Spilled()  # activations that are away
+        self.away = OffloadBytes(plan, self.groups, slots, clip=clip, cpu_share=cpu_share)
+        self.waiting = WaitingGradients(self.away)
+        self.spilled: SpilledBytes[Term] = SpilledBytes()  # activations that are away
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
@@ -140,7 +140,7 @@ class Replay:
                 for p, n in zip(group.parameters, group.shards, strict=True):
                     self._add("rest", f"param:{p.name}", n * (self.compute if group.away else self.master), "params")
             if group.away and unit.home.optimizer == "device":  # master and moments, apart from the shard
-                self._add("rest", f"state:{unit.name}", self.away.resting(group), "optimizer")
+                self._add("rest", f"state:{unit.name}", self.away.state_of(group), "optimizer")
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:

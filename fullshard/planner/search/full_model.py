@@ -9,7 +9,7 @@ from fullshard.plan import Plan
 from fullshard.planner.estimate import Estimate, available, cores_share, estimate, host_available
 from fullshard.planner.memory.peak import Level, highest, predict
 from fullshard.planner.search.space import Wanted
-from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import groups
 from fullshard.planner.time.timeline import timeline
 
@@ -44,7 +44,7 @@ class Whole:
             return self.level(plan)
         w = self.wanted
         share = cores_share(plan, w.cluster, w.optimizer)
-        away = Away(plan, groups(plan, w.description), slots_of(w.optimizer), clip=w.clip, cpu_share=share)
+        away = OffloadBytes(plan, groups(plan, w.description), slots_of(w.optimizer), clip=w.clip, cpu_share=share)
         staging = sum(away.staging())
         return Level(level.device + staging - level.staging, away.host(level.host.get("activations", 0)), staging)
 

@@ -14,7 +14,7 @@ from fullshard.planner.estimate import disk_available, host_available
 from fullshard.planner.memory.peak import Level
 from fullshard.planner.search.full_model import Tried, Whole
 from fullshard.planner.search.reduced_model import Thin
-from fullshard.planner.step.saved_activations import VISITS
+from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
 from fullshard.planner.time.timeline import Timeline
 
 STAIRS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
@@ -226,9 +226,9 @@ def _spilled(plan: Plan, held: int, lacking: int) -> tuple[Plan, int]:
     bytes are lacking still."""
     there = [u.name for u in plan.units if u.home.activations == "host"]
     each = held // max(len(there), 1)
-    count = min(len(there), -(-lacking // each) + VISITS) if each else 0  # some pass the host on their way
+    count = min(len(there), -(-lacking // each) + UNITS_IN_TRANSIT) if each else 0  # some pass the host on their way
     units = (replace(u, home=replace(u.home, activations="disk")) if u.name in there[:count] else u for u in plan.units)
-    return replace(plan, units=tuple(units)), lacking - each * max(count - VISITS, 0)
+    return replace(plan, units=tuple(units)), lacking - each * max(count - UNITS_IN_TRANSIT, 0)
 
 
 def _moved(plan: Plan, description: Description, held: int, kind: str, lacking: int) -> tuple[Plan, int]:

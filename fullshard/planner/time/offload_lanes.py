@@ -14,10 +14,9 @@ from typing import Literal
 
 from fullshard.cluster.cluster import Cluster
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, Piece
-from fullshard.planner.step.saved_activations import VISITS
-from fullshard.planner.step.unit_sizes import item
-from fullshard.update_pieces import DISK_SLOTS, READ_SLOTS, TRAYS, balanced
+from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic
+from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
+from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced
 
 Lane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 LANES: tuple[Lane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
@@ -28,9 +27,8 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
-    p, gradient = plan.precision, item(plan.away_gradients)
-    streamed = (1 + slots) * item(p.master) - max(plan.told(u.home, slots) for u in plan.units)
-    return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
+    streamed, sent = pcie_traffic(plan, slots)
+    return balanced(2 * streamed / both, cores, sent / both)
 
 
 def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
@@ -95,7 +93,7 @@ class Slots:
 class Transfers:
     """What moves between device, host and disk, and the updates of away units."""
 
-    def __init__(self, cluster: Cluster, away: Away):
+    def __init__(self, cluster: Cluster, away: OffloadBytes):
         self.away = away
         self.gpu = cluster.device.kind != "cpu"
         self.lanes = {lane: Calendar() for lane in LANES}
@@ -112,13 +110,13 @@ class Transfers:
         self.filed, self.on_disk = 0, sum(p.home == "disk" for p in away.pieces)  # pieces on disk: of this step so far, and all
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging = Slots.of(None if away.by_need else away.plan.staging)
-        self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else TRAYS)
+        self.files, self.trays = Slots.of(DISK_SLOTS), Slots.of(None if away.by_need else CPU_BUFFERS)
         self.shelves = Slots.of(READ_SLOTS)
-        self.passing = Slots.of(VISITS)  # units' activations on their way to disk
+        self.passing = Slots.of(UNITS_IN_TRANSIT)  # units' activations on their way to disk
         self.began = 0.0  # the first backward, of updates that wait for a norm, else the last: state may come ahead from then on
         self.drained: dict[str, float] = {}  # when gradients that wait on the host are there
         self.taken: dict[str, float] = {}  # when a unit's gradient on the device has been read
-        self.of_unit: dict[str, list[Piece]] = {}
+        self.of_unit: dict[str, list[PieceSize]] = {}
         for piece in away.pieces:
             self.of_unit.setdefault(piece.unit, []).append(piece)
 
@@ -165,13 +163,13 @@ class Transfers:
         self.taken[unit] = ready
         return max((self._new(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
 
-    def _new(self, piece: Piece, updated: float) -> float:
+    def _new(self, piece: PieceSize, updated: float) -> float:
         """When a piece's new parameters are where its shard rests."""
         if self.away.groups[piece.unit].home.params != "disk":
             return updated
         return self.lay("disk", updated, piece.elements * self.away.compute / self.write)
 
-    def _piece(self, piece: Piece, ready: float) -> float:
+    def _piece(self, piece: PieceSize, ready: float) -> float:
         ahead = self.began if self.away.late else ready  # when its state may be sent for
         if piece.home == "host":
             return self._work(piece, ready, ahead)[0]
@@ -184,14 +182,14 @@ class Transfers:
         self.files.give(self.lay("disk", back, writing * state / self.write))
         return updated
 
-    def _take(self, piece: Piece, when: float) -> None:
+    def _take(self, piece: PieceSize, when: float) -> None:
         self.taken[piece.unit] = max(self.taken[piece.unit], when)
 
-    def _work(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+    def _work(self, piece: PieceSize, ready: float, ahead: float) -> tuple[float, float]:
         """When the parameters are updated, and when the state is back on the host."""
         return self._stream(piece, ready, ahead) if piece.lane == "gpu" else self._by_cores(piece, ready)
 
-    def _stream(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+    def _stream(self, piece: PieceSize, ready: float, ahead: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
         state = away.streamed(piece)
         up = self.lay("pcie_up", max(self.staging.take(), ahead), n * state / self.both)
@@ -202,7 +200,7 @@ class Transfers:
         self.staging.give(down)
         return (done if there else down), down
 
-    def _by_cores(self, piece: Piece, ready: float) -> tuple[float, float]:
+    def _by_cores(self, piece: PieceSize, ready: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
         tray = self.trays.take()
         if away.late:

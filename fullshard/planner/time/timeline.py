@@ -15,7 +15,7 @@ from fullshard.model.costs import Moment
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, Waiting, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients, slots_of
 from fullshard.planner.step.phases import is_compiled, moments
 from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
 from fullshard.planner.step.unit_sizes import Group, groups, item
@@ -90,7 +90,7 @@ def timeline(
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     held = groups(plan, description)
-    away = Away(plan, held, slots, clip=clip, cpu_share=share)
+    away = OffloadBytes(plan, held, slots, clip=clip, cpu_share=share)
     operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
@@ -130,12 +130,12 @@ def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss
 class _Lanes:
     """When each lane is free, while operations are laid onto them."""
 
-    def __init__(self, plan: Plan, held: dict[str, Group], cluster: Cluster, away: Away):
+    def __init__(self, plan: Plan, held: dict[str, Group], cluster: Cluster, away: OffloadBytes):
         self.plan, self.cluster, self.groups, self.away = plan, cluster, held, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # when a unit's update is done
         self.put_off: dict[str, float] = {}  # units whose update is not laid yet, and when it may begin
-        self.waiting = Waiting(away)  # units whose gradients the lanes have still to read
+        self.waiting = WaitingGradients(away)  # units whose gradients the lanes have still to read
         self.arrived: dict[str, float] = {}  # when a unit's shard is on the device
         self.returned: dict[str, float] = {}  # when its activations are
         self.spilled: dict[str, float] = {}  # when its activations are on the host
