@@ -133,7 +133,7 @@ def main() -> None:
     compared = {
         "tokens_per_second": host["tokens_per_second"] / device["tokens_per_second"],
         "peak": host["peak_gib"] / device["peak_gib"] if cuda else None,
-        "host_gib_held": state.activations.slots.nbytes / 2**30,
+        "host_gib_held": state.activations.pool.nbytes / 2**30,
     }
     print(json.dumps({"activations": "host / device", "case": vars(args), **compared}), flush=True)
     dist.destroy_process_group()

@@ -163,7 +163,7 @@ def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, 
     finally:
         if state.tiers:
             state.tiers.close()
-            state.tiers.resting.close_all()  # frees pinned memory before the next plan
+            state.tiers.memory.close()  # frees pinned memory before the next plan
         del state
         gc.collect()
         if args.device == "cuda":

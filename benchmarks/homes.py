@@ -176,10 +176,10 @@ def _memory(state: on_torch.State) -> dict[str, object]:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     if state.tiers:
-        resting = state.tiers.resting
-        found |= {"arena_gib": resting.arena.nbytes / GIB, "cpu_share": _cpu_share(state)}
-        if resting.spooled:
-            found |= {"disk": bytes_text(resting.spooled.spool.nbytes), "read_gib": resting.spooled.read_bytes / GIB}
+        memory = state.tiers.memory
+        found |= {"arena_gib": memory.arena.nbytes / GIB, "cpu_share": _cpu_share(state)}
+        if memory.state_file:
+            found |= {"disk": bytes_text(memory.state_file.file.nbytes), "read_gib": memory.state_file.read_bytes / GIB}
     return found
 
 

@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 from fullshard.direct_io import aligned
-from fullshard.storage.disk import IN_FLIGHT, PART, Spool
+from fullshard.storage.disk import IN_FLIGHT, PART, DiskFile
 from fullshard.text import parse_bytes
 
 KINDS = ("write", "read", "both")
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def raw(spool: Spool, kind: str, memory: memoryview) -> None:
+def raw(spool: DiskFile, kind: str, memory: memoryview) -> None:
     """Read or write the file with plain threads. Each takes the next part until there is none."""
     ways = ("read", "write") if kind == "both" else (kind,)
     threads = []
@@ -56,7 +56,7 @@ def loop(file: int, places: Iterator[int], way: str, memory: memoryview) -> None
         assert moved == len(part)
 
 
-def spooled(spool: Spool, kind: str, memory: memoryview) -> None:
+def spooled(spool: DiskFile, kind: str, memory: memoryview) -> None:
     """Read or write the file through the spool, with `AHEAD` requests in flight per direction."""
     request = len(memory) // AHEAD
     ways: tuple[Callable, ...] = {"read": (spool.read,), "write": (spool.write,), "both": (spool.read, spool.write)}[kind]
@@ -78,7 +78,7 @@ def main() -> None:
     memory = aligned(AHEAD * args.request)
     memory[:] = os.urandom(1 << 20) * (len(memory) >> 20)
     found: dict[tuple[str, str], list[float]] = {}
-    with Spool(args.directory, "benchmark", size, args.checksums) as spool:
+    with DiskFile(args.directory, "benchmark", size, args.checksums) as spool:
         spooled(spool, "write", memory)  # the first write of a block is slower
         for _ in range(args.rounds):
             for kind in KINDS:

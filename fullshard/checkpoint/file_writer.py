@@ -4,8 +4,6 @@ A checkpoint is written once and rarely read. Caching it would evict pages that 
 takes a core's time. Direct I/O needs aligned memory (see `fullshard.direct_io`).
 """
 
-import errno
-import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, write_exactly
+from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, make_direct, write_direct
 
 PIECE = 1 << 24  # bytes of one write
 SMALL = 1 << 20  # bytes: smaller files go through the page cache, which is as fast
@@ -27,11 +25,11 @@ def write_file(path: Path, data: memoryview, length: int) -> None:
     direct = len(data) > SMALL and len(data) % ALIGNMENT == 0
     end = len(data) if direct else length
     with _created(path, length, direct=direct) as file:
-        _write(file, data[: min(PIECE, end)], 0)
+        write_direct(file, data[: min(PIECE, end)], 0)
         rest = range(PIECE, end, PIECE)
         if rest:
             with ThreadPoolExecutor(IN_FLIGHT) as pool:
-                list(pool.map(lambda at: _write(file, data[at : min(at + PIECE, end)], at), rest))
+                list(pool.map(lambda at: write_direct(file, data[at : min(at + PIECE, end)], at), rest))
 
 
 def write_made(path: Path, length: int, make: Make) -> None:
@@ -43,7 +41,7 @@ def write_made(path: Path, length: int, make: Make) -> None:
         for at in range(0, length, PIECE):
             memory, size = free.pop() if free else _landed(flying), min(PIECE, length - at)
             make(at, memory[:size])
-            flying.append((pool.submit(_write, file, memory[: aligned_size(size)], at), memory))
+            flying.append((pool.submit(write_direct, file, memory[: aligned_size(size)], at), memory))
             if at == 0:  # alone: it finds out whether the disk takes direct requests
                 free.append(_landed(flying))
         while flying:
@@ -60,32 +58,16 @@ def _landed(flying: deque[tuple[Future[None], memoryview]]) -> memoryview:
 @contextmanager
 def _created(path: Path, length: int, *, direct: bool) -> Iterator[int]:
     """A new file, cut to its length (direct requests write whole pages) and durable in the end."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        file = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
-    except OSError:
-        if not direct:
-            raise
-        file = os.open(path, flags, 0o666)
-    try:
+        if direct:
+            make_direct(file)
         yield file
         if direct:
             os.ftruncate(file, length)
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _write(file: int, data: memoryview, at: int) -> None:
-    """Through the page cache where the filesystem, or this memory, allows nothing else."""
-    try:
-        write_exactly(file, data, at)
-    except OSError as error:
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-            raise
-        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        write_exactly(file, data, at)
 
 
 def sync_directory(path: Path) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.offload.activations.select import refuse_activations
 from fullshard.on_torch.offload.kernels.adam import rule_of
-from fullshard.on_torch.offload.units import is_away
+from fullshard.on_torch.offload.units import is_offloaded
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
 from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.optimizer import Optimizer
@@ -69,7 +69,7 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
                 f"unit {unit.name}: home.params = 'disk' saves nothing while the optimizer's own copy of them is on the device;"
                 " write home.optimizer = 'disk' or 'host'"
             )
-        if not is_away(unit):
+        if not is_offloaded(unit):
             continue
         if optimizer is None:
             raise FullshardError(
@@ -94,7 +94,7 @@ def _refuse_share(plan: Plan, cpu_share: float | None) -> None:
         raise FullshardError(
             f"cpu_share = {cpu_share:g} is given, but the plan has its own, {plan.cpu_share:g}; leave one of them out"
         )
-    if not any(is_away(u) for u in plan.units):
+    if not any(is_offloaded(u) for u in plan.units):
         raise FullshardError(
             "cpu_share has no effect: this plan keeps all parameters and optimizer state on the device; leave it out"
         )

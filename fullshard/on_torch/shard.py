@@ -19,8 +19,8 @@ from fullshard.on_torch.initialize import Initializer, materialize
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
-from fullshard.on_torch.offload.stores.resting import make_resting
-from fullshard.on_torch.offload.tiered_optimizer import Tiered
+from fullshard.on_torch.offload.stores.offload_memory import make_memory
+from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
@@ -71,16 +71,16 @@ def shard(
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
-    resting = make_resting(model, plan, units, where, optimizer, disk, cpu_share)
+    memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
     drawn = frozen_on_meta(model, source)
-    paths, elsewhere = [list(u.modules) for u in plan.units], resting.elsewhere() if resting else {}
+    paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
     checks.refuse_unset_anywhere(materialize(model, paths, where, seed, init, source, elsewhere))
     lockstep_generate(model)
-    if resting:
-        resting.install(model)
+    if memory:
+        memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
-    tiers = Tiered(plan, where, resting, made) if resting else None
+    tiers = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     state.activations, state.tiers = activations, tiers
     if tiers is not None and made is not None:

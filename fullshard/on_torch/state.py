@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.offload.activations.hooks import Activations
-from fullshard.on_torch.offload.tiered_optimizer import Tiered
+from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.sharded_optimizer import makes_slots
 from fullshard.plan import Plan
@@ -56,7 +56,7 @@ class State:
     checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
     activations: Activations | None = None  # those that rest away from the device, if any do
     held: int | None = None  # bytes at rest after the first step: they do not change after it
-    tiers: Tiered | None = None  # units whose state or parameters rest away from the device
+    tiers: TieredOptimizer | None = None  # units whose state or parameters rest away from the device
     drawn: dict[str, int] = field(default_factory=dict)  # checksums of frozen parameters that nobody has loaded
     stepping: bool = False  # inside `train_step`, which counts its step itself
 

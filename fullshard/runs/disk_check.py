@@ -1,6 +1,6 @@
 """What the disk means for a run whose plan puts something on it: tried and said before the first step."""
 
-from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.runs.prepare import Prepared, make_optimizer
 from fullshard.storage.disk_speed import Rates, no_disk, verdict
@@ -12,7 +12,7 @@ SECONDS = 1.5
 def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
     held = unit_sizes(prepared.plan, prepared.engine.describe(prepared.model, title=prepared.recipe.model.name))
-    away = Away(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
+    away = OffloadBytes(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
     if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations
         return [line for line in (no_disk(directory),) if line]

@@ -7,7 +7,7 @@ from fullshard.errors import FullshardError
 from fullshard.model.description import Description
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.text import bytes_text
 
@@ -23,7 +23,7 @@ def free_disk(directory: str, ranks: int) -> int:
 
 def filed_bytes(plan: Plan, description: Description, optimizer: Optimizer) -> int:
     """Bytes of a rank's parameters and optimizer state on disk."""
-    return sum(Away(plan, unit_sizes(plan, description), slots_of(optimizer)).disk().values())
+    return sum(OffloadBytes(plan, unit_sizes(plan, description), slots_of(optimizer)).disk().values())
 
 
 def refuse_full_disk(directory: str, nbytes: int, ranks: int) -> None:

@@ -1,1 +1,1 @@
-"""Where bytes rest off the device: fixed host memory and files, with direct requests. Bytes, never models."""
+"""Fixed host memory and temporary files for bytes off the device. Knows bytes, not models."""

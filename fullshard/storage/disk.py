@@ -1,13 +1,11 @@
-"""One file for bytes that rest on a disk: direct requests, several in flight, and nothing left behind.
+"""One temporary file for offloaded bytes: direct I/O, several requests in flight, no file left behind.
 
-Requests are carried out by threads, each with a blocking `pread` or `pwrite` that lets go of the interpreter. With parts
-of megabytes a handful of threads keeps a disk's queue full, and io_uring would save system calls that cost nothing here;
-it is also forbidden in most containers, and its Python bindings are young: liburing calls itself alpha and wants
-Linux 6.14, pyuring has wheels for x86-64 only.
+Threads do the requests, each with a blocking `pread` or `pwrite` that releases the interpreter lock. With parts of megabytes
+a few threads keep a disk's queue full. io_uring would only save system calls, which cost nothing here. Most containers forbid
+it, and its Python bindings are young: liburing calls itself alpha and wants Linux 6.14, pyuring has wheels for x86-64 only.
 """
 
 import errno
-import fcntl
 import os
 import tempfile
 import threading
@@ -21,24 +19,32 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, read_exactly, write_exactly
+from fullshard.direct_io import (
+    ALIGNMENT,
+    aligned,
+    aligned_size,
+    is_direct,
+    make_direct,
+    read_exactly,
+    write_direct,
+    write_exactly,
+)
 from fullshard.errors import FullshardError
 from fullshard.text import bytes_text
 
 PART = 8 << 20  # bytes of one system call
 IN_FLIGHT = 8  # reads, and as many writes
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems that take direct requests and have no disk
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems that accept direct I/O and have no disk
 
 Work = Callable[[int, memoryview], None]
 
 
-class Spool:
-    """A file of `nbytes` without a name, so that it goes when the process goes, however it goes.
+class DiskFile:
+    """A file of `nbytes` without a name: it goes with the process, however that ends.
 
-    Requests run beside each other in no order: whoever reads a range waits for its write first, and leaves the memory
-    alone until the future is done. Offsets, lengths and addresses are multiples of `ALIGNMENT`. With `checksums` a
-    range is read back in the requests in which it was written, and what comes back different is an error. `direct` says
-    whether requests pass the page cache by.
+    Requests run in no order: before reading a range, wait for its write. Do not touch the memory until the future is done.
+    Offsets, lengths and addresses are multiples of `ALIGNMENT`. With `checksums`, a range is read in the requests in which it
+    was written, and a difference is an error. `direct` is True if requests bypass the page cache.
     """
 
     def __init__(self, directory: str | Path, name: str, nbytes: int, checksums: bool = False):
@@ -46,23 +52,23 @@ class Spool:
         self.file = _nameless(self.path)
         try:
             _reserve(self.file, self.path, self.nbytes)
-            self.direct = _make_direct(self.file, self.path)
+            self.direct = _try_direct(self.file, self.path)
         except BaseException:
             os.close(self.file)
             raise
-        self._sums: dict[int, tuple[int, int]] = {}  # of parts: their offset, to length and checksum
-        # Apart, so that reading ahead does not queue up behind writing.
+        self._sums: dict[int, tuple[int, int]] = {}  # by offset of a part: its length and checksum
+        # Two pools, so that reads do not queue behind writes.
         self._readers, self._writers = (ThreadPoolExecutor(IN_FLIGHT, f"{name}-{kind}") for kind in ("read", "write"))
         self._open = True
-        self._let_go = weakref.finalize(self, os.close, self.file)  # a file that nobody closed goes with its last user
+        self._release = weakref.finalize(self, os.close, self.file)  # if nobody calls close()
 
     def grow(self, nbytes: int) -> None:
-        """So many bytes more at its end. What is in it is lost where the disk has no room for them."""
+        """Add so many bytes at the end. If the disk has no room for them, the contents are lost."""
         _reserve(self.file, self.path, self.nbytes + aligned_size(nbytes))
         self.nbytes += aligned_size(nbytes)
 
     def read(self, offset: int, into: memoryview) -> Future[None]:
-        """Fill `into` from `offset` on. The future raises a FullshardError if not all of it came, as it was written."""
+        """Fill `into` from `offset` on. The future raises a FullshardError if bytes are missing or were changed."""
         return self._start(self._readers, self._read_part, offset, into)
 
     def write(self, offset: int, data: memoryview) -> Future[None]:
@@ -106,12 +112,12 @@ class Spool:
             raise FullshardError(f"{self.path}: cannot write {len(data)} bytes at {offset}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Wait for what is under way, and let the file go."""
+        """Wait for all requests, and close the file."""
         if self._open:
             self._open = False
             self._readers.shutdown()
             self._writers.shutdown()
-            self._let_go()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +127,7 @@ class Spool:
 
 
 class _Request:
-    """A future for several parts: done when the last one is, so that nobody still writes to memory that is used again."""
+    """A future for several parts. It is done when the last part is, so that the memory can be reused."""
 
     def __init__(self, parts: int):
         self.future: Future[None] = Future()
@@ -152,7 +158,7 @@ def _sum(data: memoryview) -> tuple[int, int]:
 
 
 def _nameless(path: Path) -> int:
-    """An open file in the directory of `path` that has lost its name: there is none for a killed process to leave."""
+    """An open file without a name, in the directory of `path`: a killed process leaves none behind."""
     try:
         file, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.unlink(name)
@@ -162,7 +168,7 @@ def _nameless(path: Path) -> int:
 
 
 def _reserve(file: int, path: Path, nbytes: int) -> None:
-    """All blocks now: a disk that is too small says so before training starts."""
+    """Allocate all blocks now, so that a disk that is too small is found before training starts."""
     try:
         if nbytes:
             os.posix_fallocate(file, 0, nbytes)
@@ -177,25 +183,20 @@ def _reserve(file: int, path: Path, nbytes: int) -> None:
         ) from None
 
 
-def _make_direct(file: int, path: Path) -> bool:
-    """False where the file system has no direct requests, or a disk wants them in larger multiples than ours."""
+def _try_direct(file: int, path: Path) -> bool:
+    """Switch to direct I/O. Returns False if the file system has none, or the disk wants larger multiples than ALIGNMENT."""
     if file_system(path.parent) in IN_MEMORY:
         return False
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if os.fstat(file).st_size:
-            write_exactly(file, aligned(ALIGNMENT), 0)
+        if make_direct(file) and os.fstat(file).st_size:
+            write_direct(file, aligned(ALIGNMENT), 0)
     except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise FullshardError(f"{path}: cannot be written: {error.strerror}") from None
-        fcntl.fcntl(file, fcntl.F_SETFL, flags)
-        return False
-    return True
+        raise FullshardError(f"{path}: cannot be written: {error.strerror}") from None
+    return is_direct(file)
 
 
 def file_system(directory: Path) -> str:
-    """Its kind, such as ext4, or nothing where the kernel's list does not have it."""
+    """The kind of a directory's file system, such as ext4; an empty string if the kernel does not list it."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

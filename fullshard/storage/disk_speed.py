@@ -1,4 +1,4 @@
-"""Is a disk fast enough for what a step wants of it? Measured and said before the run starts."""
+"""Measures a disk, and tells whether it is fast enough for a step, before the run starts."""
 
 import os
 from collections import deque
@@ -8,24 +8,24 @@ from time import perf_counter
 from typing import NamedTuple
 
 from fullshard.direct_io import ALIGNMENT, aligned, aligned_size
-from fullshard.storage.disk import IN_MEMORY, Spool, file_system
+from fullshard.storage.disk import IN_MEMORY, DiskFile, file_system
 from fullshard.text import bytes_text, rate_text, seconds_text
 
 REQUEST = 32 << 20  # bytes
-FLYING = 3  # requests under way, each of several parts: enough to keep a disk busy, few enough to end soon
-CACHED = 256 << 20  # bytes, at most, where the page cache takes them first and the disk later
-SLOWEST = 20.0  # times the rest of a step: what a person will hardly have meant
+IN_FLIGHT = 3  # requests, each of several parts: enough to keep a disk busy, few enough to end soon
+CACHED = 256 << 20  # bytes, at most, if they go through the page cache
+SLOWEST = 20.0  # times the rest of a step: more is warned of, as hardly anybody wants it
 
 
 class Rates(NamedTuple):
-    """Bytes a second, each while the other way is idle; `both`: the sum of the two at once, where it was tried."""
+    """Bytes a second of reading and of writing alone; `both`: their sum when they run at once, if it was measured."""
 
     read: float
     write: float
     both: float | None = None
 
     def seconds(self, read: int, written: int) -> float:
-        """Of so many bytes each way: what goes both ways at once, then what is left of one."""
+        """Seconds for so many bytes: first both ways at once, then the rest of one."""
         if self.both is None:
             return read / self.read + written / self.write
         less = min(read, written)
@@ -33,39 +33,39 @@ class Rates(NamedTuple):
 
 
 def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = float("inf")) -> Rates:
-    """What a disk reaches, by requests as a run makes them; of at most `nbytes`, begun for at most `seconds`. Ranks that
-    share a disk ask at the same time, each for its part."""
-    with Spool(directory, "rates", ALIGNMENT) as probe:
+    """Measure a disk with the requests of a run: at most `nbytes`, started for at most `seconds`. Ranks that share a disk
+    measure at the same time, each its part."""
+    with DiskFile(directory, "rates", ALIGNMENT) as probe:
         nbytes = aligned_size(nbytes if probe.direct else min(nbytes, CACHED))
-    with Spool(directory, "rates", nbytes) as spool:
-        into, out = (aligned(min(nbytes, FLYING * REQUEST)) for _ in range(2))
+    with DiskFile(directory, "rates", nbytes) as file:
+        into, out = (aligned(min(nbytes, IN_FLIGHT * REQUEST)) for _ in range(2))
         out[:] = (os.urandom(1 << 20) * (-(-len(out) >> 20)))[: len(out)]
-        filled, _ = _rate(spool, out, nbytes, seconds / 4, reading=False)  # a run writes where it has written before
-        write = _rate(spool, out, filled, seconds / 4, reading=False)[1]
-        _forget(spool)
-        read = _rate(spool, into, filled, seconds / 4, reading=True)[1]
-        _forget(spool)
-        return Rates(read, write, _both(spool, into, out, filled, seconds / 4))
+        filled, _ = _rate(file, out, nbytes, seconds / 4, reading=False)  # a run overwrites blocks that were written before
+        write = _rate(file, out, filled, seconds / 4, reading=False)[1]
+        _forget(file)
+        read = _rate(file, into, filled, seconds / 4, reading=True)[1]
+        _forget(file)
+        return Rates(read, write, _both(file, into, out, filled, seconds / 4))
 
 
-def _settle(spool: Spool) -> None:
-    """Until the disk has what was written; direct requests have told so themselves, and a run asks for no more."""
-    if not spool.direct:
-        os.fsync(spool.file)
+def _settle(file: DiskFile) -> None:
+    """Wait until written bytes are on the disk. Direct requests have waited already."""
+    if not file.direct:
+        os.fsync(file.file)
 
 
-def _forget(spool: Spool) -> None:
-    """So that what is read comes from the disk."""
-    if not spool.direct:
-        os.posix_fadvise(spool.file, 0, 0, os.POSIX_FADV_DONTNEED)
+def _forget(file: DiskFile) -> None:
+    """Drop the page cache, so that reads come from the disk."""
+    if not file.direct:
+        os.posix_fadvise(file.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _rate(spool: Spool, memory: memoryview, nbytes: int, seconds: float, reading: bool) -> tuple[int, float]:
-    """Bytes of whole requests, and how many a second."""
-    do, pending, at = spool.read if reading else spool.write, deque[Future[None]](), 0
+def _rate(file: DiskFile, memory: memoryview, nbytes: int, seconds: float, reading: bool) -> tuple[int, float]:
+    """Bytes moved, and bytes a second."""
+    do, pending, at = file.read if reading else file.write, deque[Future[None]](), 0
     start = perf_counter()
     while at < nbytes and (not at or perf_counter() - start < seconds):
-        if len(pending) == FLYING:
+        if len(pending) == IN_FLIGHT:
             pending.popleft().result()
         place, size = at % len(memory), min(REQUEST, nbytes - at)
         pending.append(do(at, memory[place : place + size]))
@@ -73,33 +73,33 @@ def _rate(spool: Spool, memory: memoryview, nbytes: int, seconds: float, reading
     for future in pending:
         future.result()
     if not reading:
-        _settle(spool)
+        _settle(file)
     return at, at / (perf_counter() - start)
 
 
-def _both(spool: Spool, into: memoryview, out: memoryview, nbytes: int, seconds: float) -> float | None:
-    """Bytes a second of reading one half of what there is while the other is written; None where there is too little."""
+def _both(file: DiskFile, into: memoryview, out: memoryview, nbytes: int, seconds: float) -> float | None:
+    """Bytes a second of reading one half of the file while writing the other; None if the file is too small."""
     half, pending, at = nbytes // 2 // ALIGNMENT * ALIGNMENT, deque[Future[None]](), 0
     start = perf_counter()
     while at < half and (not at or perf_counter() - start < seconds):
-        for _ in range(2 if len(pending) == 2 * FLYING else 0):
+        for _ in range(2 if len(pending) == 2 * IN_FLIGHT else 0):
             pending.popleft().result()
         place, size = at % len(into), min(REQUEST, half - at)
-        pending.append(spool.read(at, into[place : place + size]))
-        pending.append(spool.write(half + at, out[place : place + size]))
+        pending.append(file.read(at, into[place : place + size]))
+        pending.append(file.write(half + at, out[place : place + size]))
         at += size
     for future in pending:
         future.result()
-    _settle(spool)
+    _settle(file)
     return 2 * at / (perf_counter() - start) if at else None
 
 
 def no_disk(directory: str | Path) -> str:
-    """What is to be said of a directory that is not a disk with direct requests; nothing of one that is."""
+    """A warning about a directory in memory or without direct I/O; an empty string for any other."""
     kind = file_system(Path(directory))
     if kind in IN_MEMORY:
         return f"{directory} is {kind}, which is host memory and no disk: what rests there counts as host memory"
-    with Spool(directory, "probe", ALIGNMENT) as probe:
+    with DiskFile(directory, "probe", ALIGNMENT) as probe:
         return "" if probe.direct else f"{directory} ({kind}) has no direct requests: every byte passes the page cache"
 
 

@@ -1,4 +1,4 @@
-"""Host memory of a fixed size, pinned where a GPU copies from and to it. Never grows: what a plan says is what is used."""
+"""An arena of host memory of a fixed size, pinned for a GPU. It never grows: a plan says how much is used."""
 
 import mmap
 import os
@@ -17,16 +17,15 @@ from fullshard.text import bytes_text
 
 __all__ = ["Arena", "bytes_of", "explain_kill", "host_limit", "kills", "refuse_more_than", "room"]
 
-TOUCHED = 32767  # pages of one touch: below what torch would cut up among threads of its own
+TOUCHED = 32767  # pages in one call: few enough that torch uses one thread
 THREADS = 16
 
 
 class Arena:
-    """Memory of its own pages, all of it there from the start; given out piece by piece, and given back as a whole.
+    """Memory on pages of its own, all allocated at the start, taken piece by piece and freed as a whole.
 
-    `why` is what the memory is for, in errors. Each piece is pinned by a registration of its own: torch's pinned memory
-    would come from a cache that rounds up to powers of two and grows, and CUDA does not promise a copy that crosses from
-    one registration into the next.
+    `why` is what the memory is for, in errors. Each piece is registered with CUDA on its own, as a copy may not cross from
+    one registration into the next. Torch's pinned memory would come from a cache that rounds up to powers of two and grows.
     """
 
     def __init__(self, nbytes: int, pinned: bool, why: str):
@@ -34,12 +33,12 @@ class Arena:
         self.nbytes, self.pinned, self.why, self.used = aligned_size(nbytes), pinned, why, 0
         self._memory = _pages(self.nbytes, why)
         self._registered: list[int] = []
-        # Pages that were given up while they are pinned cannot be pinned again when they come back.
+        # Pages that are freed while pinned cannot be pinned again.
         weakref.finalize(self, _unpin, self._registered).atexit = False
         _touch(self._memory)
 
     def take(self, nbytes: int, align: int = ALIGNMENT) -> Tensor:
-        """The next `nbytes`, zeroed, from a multiple of `align` on; whole pages are used up."""
+        """The next `nbytes`, zeroed, at a multiple of `align`; they take up whole pages."""
         if align % ALIGNMENT:
             raise ValueError(f"align = {align} must be a multiple of {ALIGNMENT}: pages are pinned as a whole")
         start = -(-self.used // align) * align
@@ -63,7 +62,7 @@ class Arena:
         self._registered.append(piece.data_ptr())
 
     def close(self) -> None:
-        """Unpin. No copy may be under way; the memory itself goes when the last piece goes."""
+        """Unpin. No copy may be under way. The memory is freed with the last piece."""
         _unpin(self._registered)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.nbytes = self.used = 0
@@ -77,12 +76,12 @@ def _unpin(registered: list[int]) -> None:
 
 
 def room(sizes: Iterable[int]) -> int:
-    """Bytes that an arena needs to give out pieces of these sizes."""
+    """Bytes of an arena for pieces of these sizes."""
     return sum(aligned_size(n) for n in sizes)
 
 
 def bytes_of(piece: Tensor) -> memoryview:
-    """A tensor's memory, for reading and writing files."""
+    """A tensor's memory as bytes, to read and write files."""
     return piece.view(torch.uint8).numpy().data
 
 
@@ -95,11 +94,11 @@ def _pages(nbytes: int, why: str) -> Tensor:
         raise FullshardError(f"{bytes_text(nbytes)} of host memory for {why} cannot be had: {error.strerror}") from None
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # else a fork, as of a data worker, copies all that is pinned
+    memory.madvise(mmap.MADV_DONTFORK)  # else a fork, as of a data worker, copies all pinned pages
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _touch(memory: Tensor) -> None:
-    """Have the kernel find all pages now, with several cores: one alone takes a minute for 100 GB."""
+    """Have the kernel allocate all pages now, with several cores: one alone takes a minute for 100 GB."""
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(lambda part: part.zero_(), memory[::ALIGNMENT].split(TOUCHED)))

@@ -1,7 +1,7 @@
-"""What host memory this process may use, and whether the kernel has killed for want of it.
+"""The host memory that this process may use, and processes that the kernel killed for lack of it.
 
-A container sees the machine's memory but may use only its cgroup's, and the one does not show in the other. `root` is
-`/` everywhere but in tests. Imports no torch: the launcher asks, too.
+A container sees the machine's memory but may use only that of its cgroup, so both are read. `root` is `/` except in tests.
+Imports no torch: the launcher needs it, too.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from fullshard.text import bytes_text
 
 MACHINE = "this machine"
 ROOT = Path("/")
-# Of one cgroup, in version 1 and 2: limits, what is used, counts of kills.
+# Files of a cgroup, versions 1 and 2: limits, memory in use, counts of kills.
 LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 USED = ("memory.current", "memory.usage_in_bytes")
 KILLS = ("memory.events", "memory.oom_control")
-# Lines of memory.stat that the kernel gives up when asked: the page cache and its like. Version 1's come first.
+# Lines of memory.stat that the kernel can reclaim, such as the page cache. Version 1 comes first.
 CACHES = (("total_active_file", "total_inactive_file"), ("active_file", "inactive_file", "slab_reclaimable"))
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes of memory, in all and still free, and whose limit it is."""
+    """Bytes of memory, total and free, and whose limit it is."""
 
     total: int
     free: int
@@ -30,12 +30,12 @@ class Limit:
 
 
 def host_limit(root: Path = ROOT) -> int:
-    """Bytes of host memory that this process may still use: the machine's free ones, or what its cgroups leave of them."""
+    """Bytes of host memory that this process may still use: the least of the machine's and its cgroups' free memory."""
     return min(limit.free for limit in limits(root))
 
 
 def refuse_more_than(nbytes: int, ranks_here: int, why: str, root: Path = ROOT) -> None:
-    """Say so before `nbytes` are allocated on each of `ranks_here` ranks of this machine, if they cannot be."""
+    """Raise if `nbytes` cannot be allocated on each of `ranks_here` ranks of this machine."""
     tightest = min(limits(root), key=lambda limit: limit.free)
     if nbytes * ranks_here <= tightest.free:
         return
@@ -66,14 +66,14 @@ def _limit_of(group: Path) -> Limit | None:
 
 
 def kills(root: Path = ROOT) -> dict[str, int]:
-    """How many processes the kernel has killed for want of memory: in this process's cgroup, and on the whole machine."""
+    """Counts of processes that the kernel killed for lack of memory: in this process's cgroup and on the machine."""
     files = [(str(own), own / name) for own, _ in own_groups(root) for name in KILLS]
     counts = [(where, _numbers(file).get("oom_kill")) for where, file in [*files, (MACHINE, root / "proc/vmstat")]]
     return {where: count for where, count in counts if count is not None}
 
 
 def explain_kill(before: dict[str, int], root: Path = ROOT) -> str:
-    """Why a process was ended by SIGKILL since `before`, which is what `kills()` said then: the rest of a sentence."""
+    """Why a process was ended by SIGKILL since `before`, an earlier result of `kills()`: the rest of a sentence."""
     after = kills(root)
     risen = [where for where, count in after.items() if count > before.get(where, count)]
     if not after:
@@ -114,7 +114,7 @@ def _inside(root: Path, kind: str, shown: str) -> Path:
 
 
 def _lines(path: Path) -> list[str]:
-    """Nothing where the file is not there, or not for us."""
+    """A file's lines; none if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -122,12 +122,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """Of a file that holds one; `max` is none."""
+    """The number in a file; None if it has none, as `max`."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Of a file of lines `name number …`."""
+    """The numbers in a file of lines `name number …`."""
     pairs = [line.split() for line in _lines(path)]
     return {p[0]: int(p[1]) for p in pairs if len(p) > 1 and p[1].isdigit()}

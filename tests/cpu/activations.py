@@ -169,7 +169,7 @@ def without_backward() -> dict:
     except ArithmeticError:
         handle.remove()
     on_torch.summed_loss(state.model, batches(state, 0)[0])  # and dropped
-    free = [c.holes.free == [(0, c.nbytes)] for c in spill.slots.chunks]
+    free = [c.ranges.free == [(0, c.nbytes)] for c in spill.pool.chunks]
     numbers, _, _ = train(state)
     return {"evaluated": evaluated, "free": all(free), "open": spill.open, "same": numbers == train(start(Case(), host=False))[0]}
 
@@ -189,7 +189,7 @@ def longer() -> tuple[list[str], bool, list[int]]:
                 warnings.simplefilter("always")
                 numbers = [on_torch.train_step(s, batches(s, i, length)).loss.item() for s in states]
             found += [str(w.message) for w in heard if "activations need" in str(w.message)]
-            held.append(states[0].activations.slots.nbytes)
+            held.append(states[0].activations.pool.nbytes)
         return found, numbers[0] == numbers[1], held
     finally:
         host_pool.SMALLEST = smallest

@@ -80,10 +80,10 @@ def requests(case: Case, steps: int = 1) -> dict:
     found: dict = {"write": [], "read": []}
     with tempfile.TemporaryDirectory() as disk:
         state = start(case, disk)
-        spool = state.activations.files.spool
+        file = state.activations.files.file
 
         def counted(way: str):
-            real = getattr(spool, way)
+            real = getattr(file, way)
 
             def request(offset: int, memory: memoryview):
                 found[way].append(len(memory))
@@ -91,7 +91,7 @@ def requests(case: Case, steps: int = 1) -> dict:
 
             return request
 
-        spool.read, spool.write = counted("read"), counted("write")
+        file.read, file.write = counted("read"), counted("write")
         for i in range(steps):
             on_torch.train_step(state, batches(state, i))
         spill = state.activations
@@ -132,7 +132,7 @@ def grown(case: Case) -> tuple[list[int], bool]:
             for i in range(3):
                 losses = [on_torch.train_step(s, batches(s, i)).loss.item() for s in states]
                 same = same and losses[0] == losses[1]
-                sizes.append(states[0].activations.files.spool.nbytes)
+                sizes.append(states[0].activations.files.file.nbytes)
             return sizes, same
     finally:
         disk_activations.GROWTH = growth
@@ -147,7 +147,7 @@ def without_backward() -> dict:
         evaluated, written = files.written, []
         for _ in range(3):
             on_torch.summed_loss(state.model, batches(state, 0)[0])
-            written.append(files.spool.nbytes)
+            written.append(files.file.nbytes)
         numbers, _, _ = train(state)
         return {
             "evaluated": evaluated,
@@ -162,10 +162,10 @@ def broken(how: str) -> str:
     with tempfile.TemporaryDirectory() as disk:
         state = start(Case(), disk)
         on_torch.train_step(state, batches(state, 0))
-        spool = state.activations.files.spool
+        file = state.activations.files.file
         if how == "full":
             full = os.open("/dev/full", os.O_RDWR)
-            os.dup2(full, spool.file)
+            os.dup2(full, file.file)
             os.close(full)
         else:
             state.model.lm_head.register_forward_pre_hook(lambda *_: _cut(state))
@@ -181,7 +181,7 @@ def _cut(state: on_torch.State) -> None:
     files = state.activations.files
     for _, written in files.leaving:
         written.result()
-    os.ftruncate(files.spool.file, 0)
+    os.ftruncate(files.file.file, 0)
 
 
 def no_room() -> str:

@@ -130,7 +130,7 @@ def compare(cases: list[Case]) -> list[tuple[float, float]]:
 
 
 class ByTorch:
-    """`one_kernel`, whose kernel needs a GPU, by torch's functions: a run of a piece in one call."""
+    """`triton_adam`, whose kernel needs a GPU, by torch's functions: a run of a piece in one call."""
 
     @staticmethod
     def words(rounded: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -150,16 +150,16 @@ class ByTorch:
 
 def by_one_kernel(cases: list[Case]) -> list[float]:
     """How far each case is from itself with a kernel for a run of a piece."""
-    found, before = [], gpu.one_kernel
+    found, before = [], gpu.triton_kernel
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
             plain = train(case, disk)
-            gpu.one_kernel = lambda device, rule: ByTorch
+            gpu.triton_kernel = lambda device, rule: ByTorch
             try:
                 own = train(case, disk)
             finally:
-                gpu.one_kernel = before
-            assert own["state"].tiers.streamed.one_kernel is ByTorch
+                gpu.triton_kernel = before
+            assert own["state"].tiers.gpu.triton_kernel is ByTorch
             assert own["state"].tiers.moved() == plain["state"].tiers.moved()
             found.append(apart(own["values"], plain["values"]))
     return found
@@ -181,7 +181,7 @@ def moved(case: Case) -> dict[str, Any]:
             by_lane[piece.lane] += piece.elements
         shards = sum(sum(a.padded) for a in state.tiers.units)
         own = sum(local(p).numel() for p in state.model.parameters())
-        units = {a.unit.name: a.elements for a in state.tiers.units}
+        units = {a.name: a.elements for a in state.tiers.units}
         found = {k: after[k] - before[k] for k in after}
         return {"moved": found, "lanes": by_lane, "shards": shards, "own": own, "units": units, "plan": state.plan}
 
@@ -283,8 +283,8 @@ def broken(home: Home) -> str:
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         state.flush()
         full = os.open("/dev/full", os.O_RDWR)
-        resting = state.tiers.resting
-        os.dup2(full, (resting.filed or resting.spooled).spool.file)
+        memory = state.tiers.memory
+        os.dup2(full, (memory.params_file or memory.state_file).file.file)
         os.close(full)
         try:
             for s in range(1, 4):
@@ -301,7 +301,7 @@ def cut_short() -> str:
         state = make(Case((Home("disk", "host"),)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         state.flush()
-        os.ftruncate(state.tiers.resting.filed.spool.file, 4096)
+        os.ftruncate(state.tiers.memory.params_file.file.file, 4096)
         try:
             for s in range(1, 3):
                 on_torch.train_step(state, batches(state, s), clip=1.0)
@@ -401,13 +401,13 @@ def waiting(case: Case) -> tuple[list[int], list[int]]:
     with tempfile.TemporaryDirectory() as disk:
         state = make(case, disk)
         tiers, counts = state.tiers, []
-        for lane in (tiers.gpu, tiers.cpu):
+        for lane in (tiers.gpu_lane, tiers.cpu_lane):
             lane.worker.apply = _slowly(lane.worker.apply)
         reduced = tiers._reduced
 
-        def counted(away: Any) -> None:
-            reduced(away)
-            counts.append(sum(len(job.away.pieces) for job in tiers.jobs.values() if job.gradients))
+        def counted(unit: Any) -> None:
+            reduced(unit)
+            counts.append(sum(len(u.pieces) for u in tiers.units if u.update and u.update.gradients))
 
         if case.backlog is None:
             on_torch.train_step(state, batches(state, 0))  # whose checks look at all gradients
@@ -428,7 +428,7 @@ def lane_breaks(case: Case) -> tuple[str, bool]:
             time.sleep(0.01)
             raise fs.FullshardError("a lane broke")
 
-        state.tiers.streamed.apply = state.tiers.cores.apply = fail
+        state.tiers.gpu.apply = state.tiers.cpu.apply = fail
         done = state.tiers.backward_done
         passed = []
         state.tiers.backward_done = lambda: (passed.append(1), done())

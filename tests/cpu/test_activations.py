@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.on_torch.offload.activations.host_pool import ALIGNMENT, Slots
+from fullshard.on_torch.offload.activations.host_pool import ALIGNMENT, HostPool
 from tests.cpu import activations, parity
 from tests.cpu.activations import Case
 
@@ -136,7 +136,7 @@ def test_a_unit_that_saves_only_small_tensors_is_refused_in_the_first_step(ranks
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=60))
 def test_slots_never_overlap_and_all_come_back(requests):
-    slots, taken = Slots(pinned=False), []
+    slots, taken = HostPool(pinned=False), []
     for keep, number in requests:
         if keep or not taken:
             taken.append(slots.take(number))
@@ -148,11 +148,11 @@ def test_slots_never_overlap_and_all_come_back(requests):
         assert all(s.start % ALIGNMENT == 0 for s in taken)
     for slot in taken:
         slots.give(slot)
-    assert all(c.holes.free == [(0, c.nbytes)] for c in slots.chunks)
+    assert all(c.ranges.free == [(0, c.nbytes)] for c in slots.chunks)
 
 
 def test_the_same_requests_again_need_no_more_memory():
-    slots = Slots(pinned=False)
+    slots = HostPool(pinned=False)
     held = []
     for _ in range(3):
         taken = [slots.take(n << 20) for n in (100, 30, 7, 200, 30, 1)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.on_torch.offload.activations.disk_activations import FiledActivations
+from fullshard.on_torch.offload.activations.disk_activations import ActivationFile
 from tests.cpu import activations, disk_activations
 from tests.cpu.disk_activations import LAYERS, Case
 
@@ -81,10 +81,10 @@ def test_forwards_without_backward_leave_no_room_taken(ranks):
 def test_what_comes_back_is_what_was_sent_however_late_it_is_written(moves):
     """Writes that take their time, places that are given back before they are written, and used again."""
     with tempfile.TemporaryDirectory() as disk:
-        files, kept = FiledActivations(disk, pinned=False), []
+        files, kept = ActivationFile(disk, pinned=False), []
         files.limit = 1 << 16
-        write, delays = files.spool._write_part, random.Random(0)
-        files.spool._write_part = lambda *part: (time.sleep(0.005 * delays.random()), write(*part))
+        write, delays = files.file._write_part, random.Random(0)
+        files.file._write_part = lambda *part: (time.sleep(0.005 * delays.random()), write(*part))
         for number, (kind, nbytes, late) in enumerate(moves):
             if kind > 1 or not kept:
                 filed = files.take(nbytes)
@@ -94,13 +94,13 @@ def test_what_comes_back_is_what_was_sent_however_late_it_is_written(moves):
                 continue
             filed, number = kept.pop(nbytes % len(kept))
             if late:
-                files.send_for(filed)
+                files.start_read(filed)
             if kind:
                 files.await_read(filed)
                 assert (filed.bytes == number).all()
-                files.let_go(filed, None)
+                files.release(filed, None)
             files.forget(filed)
-        files.spool.close()
+        files.file.close()
 
 
 def test_a_disk_that_fails_ends_the_run_in_a_sentence(ranks):

@@ -128,7 +128,7 @@ def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
     found = ranks(2).run(homes.moved, Case((Home("host", "host"),), share=1.0, compute="bf16"))[0]
     assert found["moved"]["up"] <= 4 * 2 * found["shards"]
     assert found["moved"]["up"] > 2 * 2 * found["shards"]
-    assert found["moved"]["down"] == 4 * found["own"]  # fp32 gradients; parameters are narrowed where they rest
+    assert found["moved"]["down"] == 4 * found["own"]  # fp32 gradients; parameters are narrowed on the host
 
 
 def test_state_on_disk_is_read_and_written_once_a_step(ranks):
@@ -151,7 +151,7 @@ def test_a_shard_on_disk_is_read_once_a_gather_and_written_once_a_step(ranks, cl
 
 
 def test_looking_at_the_state_between_steps_changes_nothing(ranks):
-    """State that is streamed rests packed while training runs, and is made whole for whoever looks."""
+    """State of the GPU lane is packed while training runs, and unpacked for state.values()."""
     for share in (0.0, 0.5):
         for apart, steps in ranks(2).run(homes.looked_at, Case((HOST, Home()), compute="bf16", share=share, steps=4)):
             assert apart == 0.0

@@ -1,4 +1,4 @@
-"""Host bytes and staging of away units: what the planner counts is what the engine takes. And a piece on disk that is wanted
+"""Host bytes and staging of offloaded units: the engine takes what the planner counts. And a piece on disk that is opened
 again before it is closed."""
 
 import contextlib
@@ -10,7 +10,7 @@ import torch
 import fullshard as fs
 from fullshard import Home, on_torch
 from fullshard.on_torch.offload.events import DONE
-from fullshard.on_torch.offload.stores.disk_state import Spooled
+from fullshard.on_torch.offload.stores.disk_state import StateFile
 from fullshard.on_torch.offload.units import Piece
 from fullshard.planner.memory.peak import predict
 from tests.cpu import live
@@ -28,16 +28,16 @@ HOMES = [
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_parameters_and_state_in_host_memory_take_twelve_bytes_a_parameter(share):
-    """And up to six trays for gradients where the cores update; whole pages are taken for each tensor."""
+    """And up to six buffers for the gradients of the CPU lane; each tensor takes whole pages."""
     found = description("plain")
     plan = fs.zero3(found, devices=1, precision=BF16, batch=fs.Batch(ROWS, TOKENS)).change("*", home=Home("host", "host"))
     with live.ranks(1):
         state = on_torch.shard(build("plain"), plan, fs.AdamW(lr=1e-5), device="cpu", cpu_share=share)
-        resting, lanes = state.tiers.resting, [p.lane for a in state.tiers.units for p in a.pieces]
+        memory, lanes = state.tiers.memory, [p.lane for a in state.tiers.units for p in a.pieces]
         state.tiers.close()
-    trays = min(6, lanes.count("cpu")) * 2 * resting.largest
-    assert sum(resting._sizes()) == 12 * found.numel + trays
-    assert resting.arena.used == resting.arena.nbytes < 12 * found.numel + trays + 4096 * (3 * len(plan.units) + 6)
+    buffers = min(6, lanes.count("cpu")) * 2 * memory.sizes.largest
+    assert sum(map(sum, memory.sizes.arena().values())) == 12 * found.numel + buffers
+    assert memory.arena.used == memory.arena.nbytes < 12 * found.numel + buffers + 4096 * (3 * len(plan.units) + 6)
 
 
 @pytest.mark.parametrize(("share", "clip"), [(0.0, 1.0), (0.5, 1.0), (0.5, None), (1.0, 1.0)])
@@ -56,13 +56,13 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         with contextlib.suppress(fs.FullshardError):  # gathers of a fake group give whatever lay in memory, infinities too
             state.flush()
         tiers = state.tiers
-        drained = sum(t.nbytes for t in tiers.drains.values())
-        slots, bench = [s.state for s in tiers.streamed.slots], tiers.streamed.bench
-        slots += [[t for t in (bench.gradients.memory, bench.master, bench.rounded) if t is not None]]
+        drained = sum(t.nbytes for t in tiers.host_gradients.flats.values())
+        slots, workspace = [s.state for s in tiers.gpu.slots], tiers.gpu.workspace
+        slots += [[t for t in (workspace.gradients.memory, workspace.master, workspace.rounded) if t is not None]]
         tiers.close()
-    assert sum(expected.host.values()) == sum(tiers.resting._sizes()) + drained
-    if tiers.resting.filed is not None:
-        assert expected.disk["params"] == tiers.resting.filed.spool.nbytes
+    assert sum(expected.host.values()) == sum(map(sum, tiers.memory.sizes.arena().values())) + drained
+    if tiers.memory.params_file is not None:
+        assert expected.disk["params"] == tiers.memory.params_file.file.nbytes
     assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)
 
 
@@ -72,24 +72,24 @@ def test_a_piece_on_disk_that_is_still_open_is_read_again_when_it_is_written(tmp
     with live.ranks(1):
         on_disk = plan.change("*", home=Home(optimizer="disk"))
         state = on_torch.shard(build("plain"), on_disk, fs.AdamW(lr=1e-5), device="cpu", cpu_share=0.0, disk=tmp_path)
-        spooled, piece = state.tiers.resting.spooled, state.tiers.units[0].pieces[0]
+        file, piece = state.tiers.memory.state_file, state.tiers.units[0].pieces[0]
         for step in (1.0, 2.0, 3.0):
-            spooled.expect([piece] if step == 1.0 else [])
-            found = opened(spooled, piece)
+            file.expect([piece] if step == 1.0 else [])
+            found = opened(file, piece)
             assert step == 1.0 or torch.all(found[0] == step - 1)
             for tensor in found:
                 tensor.fill_(step)
-            spooled.expect([piece])  # of the next step
-            spooled.close(piece, DONE)
-        opened(spooled, piece)
-        spooled.close(piece, None)
+            file.expect([piece])  # of the next step
+            file.close(piece, DONE)
+        opened(file, piece)
+        file.close(piece, None)
         state.tiers.close()
 
 
-def opened(spooled: Spooled, piece: Piece) -> list[torch.Tensor]:
+def opened(file: StateFile, piece: Piece) -> list[torch.Tensor]:
     """In half a minute at most."""
     found: list[torch.Tensor] = []
-    waiting = Thread(target=lambda: found.extend(spooled.open(piece)[0]), daemon=True)
+    waiting = Thread(target=lambda: found.extend(file.open(piece)[0]), daemon=True)
     waiting.start()
     waiting.join(30)
     assert found

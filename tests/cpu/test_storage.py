@@ -16,7 +16,7 @@ import torch
 
 from fullshard.direct_io import aligned
 from fullshard.errors import FullshardError
-from fullshard.storage.disk import PART, Spool
+from fullshard.storage.disk import PART, DiskFile
 from fullshard.storage.disk_speed import Rates, disk_rates, no_disk, verdict
 from fullshard.storage.host import Arena, bytes_of, room
 from fullshard.storage.memory_limits import own_groups
@@ -115,61 +115,61 @@ def test_what_is_written_in_any_order_lies_in_the_file_and_comes_back(directory,
     whole = noise(sum(sizes))
     pieces = [(at, whole[at : at + n]) for at, n in zip(starts, sizes, strict=True)]
     random.Random(0).shuffle(pieces)
-    with Spool(directory, "state", len(whole), checksums) as spool:
-        for write in [spool.write(at, piece) for at, piece in pieces]:
+    with DiskFile(directory, "state", len(whole), checksums) as file:
+        for write in [file.write(at, piece) for at, piece in pieces]:
             write.result()
-        assert Path(f"/proc/self/fd/{spool.file}").read_bytes() == whole  # by way of the page cache
+        assert Path(f"/proc/self/fd/{file.file}").read_bytes() == whole  # by way of the page cache
         back = aligned(len(whole))
-        for read in [spool.read(at, back[at : at + len(piece)]) for at, piece in pieces]:
+        for read in [file.read(at, back[at : at + len(piece)]) for at, piece in pieces]:
             read.result()
         assert back == whole
         assert list(directory.iterdir()) == []  # it has no name while it is in use
 
 
 def test_the_disk_is_written_past_the_page_cache_and_memory_is_not_called_a_disk(directory):
-    with Spool(directory, "state", MiB) as spool:
-        assert spool.direct == (directory.parts[:3] != SHM.parts)
-        assert os.fstat(spool.file).st_blocks * 512 >= MiB  # reserved
+    with DiskFile(directory, "state", MiB) as file:
+        assert file.direct == (directory.parts[:3] != SHM.parts)
+        assert os.fstat(file.file).st_blocks * 512 >= MiB  # reserved
 
 
 def test_a_tensors_memory_goes_to_disk_and_back(tmp_path):
     arena = Arena(2 * MiB, pinned=False, why="a test")
     values, back = (arena.take(MiB).view(torch.float32) for _ in range(2))
     values.normal_()
-    with Spool(tmp_path, "state", MiB) as spool:
-        spool.write(0, bytes_of(values)).result()
-        spool.read(0, bytes_of(back)).result()
+    with DiskFile(tmp_path, "state", MiB) as file:
+        file.write(0, bytes_of(values)).result()
+        file.read(0, bytes_of(back)).result()
     assert torch.equal(values, back)
 
 
 def test_a_file_that_was_cut_short_is_found(directory):
-    with Spool(directory, "moments", 3 * PART) as spool:
-        spool.write(0, noise(3 * PART)).result()
-        os.ftruncate(spool.file, PART + 5000)
-        spool.read(0, aligned(PART)).result()
+    with DiskFile(directory, "moments", 3 * PART) as file:
+        file.write(0, noise(3 * PART)).result()
+        os.ftruncate(file.file, PART + 5000)
+        file.read(0, aligned(PART)).result()
         with pytest.raises(FullshardError, match=f"moments was cut short: {PART} bytes at {PART} cannot be read"):
-            spool.read(0, aligned(2 * PART)).result()
+            file.read(0, aligned(2 * PART)).result()
 
 
 def test_an_error_of_the_disk_names_file_place_and_reason(directory):
-    with Spool(directory, "moments", MiB) as spool:
+    with DiskFile(directory, "moments", MiB) as file:
         broken = os.open("/proc/self/mem", os.O_RDWR)  # nothing is mapped at its start: the kernel answers EIO
-        os.dup2(broken, spool.file)
+        os.dup2(broken, file.file)
         os.close(broken)
         with pytest.raises(FullshardError) as caught:
-            spool.read(PAGE, aligned(PAGE)).result()
+            file.read(PAGE, aligned(PAGE)).result()
         assert str(caught.value) == f"{directory}/moments: cannot read 4096 bytes at 4096: Input/output error"
         with pytest.raises(FullshardError, match="moments: cannot write 4096 bytes at 0: Input/output error"):
-            spool.write(0, aligned(PAGE)).result()
+            file.write(0, aligned(PAGE)).result()
 
 
 def test_a_disk_that_fills_up_later_is_an_error_of_the_write(directory):
-    with Spool(directory, "moments", MiB) as spool:
+    with DiskFile(directory, "moments", MiB) as file:
         full = os.open("/dev/full", os.O_RDWR)
-        os.dup2(full, spool.file)
+        os.dup2(full, file.file)
         os.close(full)
         with pytest.raises(FullshardError, match="moments: cannot write 4096 bytes at 8192: No space left on device"):
-            spool.write(2 * PAGE, aligned(PAGE)).result()
+            file.write(2 * PAGE, aligned(PAGE)).result()
 
 
 @contextmanager
@@ -188,30 +188,30 @@ def small_disk(directory: Path, size: str):
 def test_a_disk_that_is_too_small_is_refused_at_once_and_left_empty(tmp_path):
     with small_disk(tmp_path, "2m"):
         with pytest.raises(FullshardError) as caught:
-            Spool(tmp_path, "moments", 3 * MiB)
+            DiskFile(tmp_path, "moments", 3 * MiB)
         said = f"{tmp_path} has 2.00 MiB free, but moments takes 3.00 MiB; make room, or use another disk"
         assert str(caught.value) == said
-        Spool(tmp_path, "moments", 2 * MiB).close()
+        DiskFile(tmp_path, "moments", 2 * MiB).close()
 
 
 def test_a_file_grows_and_keeps_what_is_in_it(directory):
     out, into = noise(MiB), aligned(MiB)
-    with Spool(directory, "moments", MiB) as spool:
-        spool.write(0, out).result()
+    with DiskFile(directory, "moments", MiB) as file:
+        file.write(0, out).result()
         with pytest.raises(ValueError, match="lie outside"):
-            spool.write(MiB, out)
-        spool.grow(MiB)
-        spool.write(MiB, out).result()
+            file.write(MiB, out)
+        file.grow(MiB)
+        file.write(MiB, out).result()
         for at in (0, MiB):
             into[:] = bytes(MiB)
-            spool.read(at, into).result()
+            file.read(at, into).result()
             assert into == out
 
 
 def test_a_file_that_cannot_grow_says_how_much_it_would_take(tmp_path):
-    with small_disk(tmp_path, "2m"), Spool(tmp_path, "activations", MiB) as spool:
+    with small_disk(tmp_path, "2m"), DiskFile(tmp_path, "activations", MiB) as file:
         with pytest.raises(FullshardError) as caught:
-            spool.grow(2 * MiB)
+            file.grow(2 * MiB)
         said = f"{tmp_path} has 2.00 MiB free, but activations takes 3.00 MiB; make room, or use another disk"
         assert str(caught.value) == said
 
@@ -219,18 +219,18 @@ def test_a_file_that_cannot_grow_says_how_much_it_would_take(tmp_path):
 def test_a_directory_that_is_missing_or_takes_no_files_is_a_sentence(tmp_path):
     for where in (tmp_path / "missing", "/proc"):
         with pytest.raises(FullshardError, match=f"no file can be made in {where}: No such file or directory"):
-            Spool(where, "moments", MiB)
+            DiskFile(where, "moments", MiB)
 
 
 def test_a_flipped_bit_is_found_where_checksums_are_kept(directory):
-    with Spool(directory, "moments", 2 * PART, checksums=True) as spool:
+    with DiskFile(directory, "moments", 2 * PART, checksums=True) as file:
         data = noise(2 * PART)
-        spool.write(0, data).result()
+        file.write(0, data).result()
         data[PART + 17] ^= 1
-        os.pwrite(spool.file, data[PART:], PART)
-        spool.read(0, aligned(PART)).result()
+        os.pwrite(file.file, data[PART:], PART)
+        file.read(0, aligned(PART)).result()
         with pytest.raises(FullshardError, match=f"the {PART} bytes at {PART} are not those that were written there"):
-            spool.read(0, aligned(2 * PART)).result()
+            file.read(0, aligned(2 * PART)).result()
 
 
 @pytest.mark.parametrize(
@@ -244,23 +244,23 @@ def test_a_flipped_bit_is_found_where_checksums_are_kept(directory):
     ],
 )
 def test_a_request_that_no_disk_takes_is_refused_on_every_file_system(directory, offset, memory, why):
-    with Spool(directory, "moments", MiB) as spool:
-        for request in (spool.read, spool.write):
+    with DiskFile(directory, "moments", MiB) as file:
+        for request in (file.read, file.write):
             with pytest.raises(ValueError, match=why):
                 request(offset, memory)
     with pytest.raises(ValueError, match="is closed"):
-        spool.read(0, aligned(PAGE))
+        file.read(0, aligned(PAGE))
 
 
 KILLED = """
 import sys, time
 from fullshard.direct_io import aligned
-from fullshard.storage.disk import Spool
-spool = Spool(sys.argv[1], "moments", 64 << 20)
-spool.write(0, aligned(64 << 20)).result()
+from fullshard.storage.disk import DiskFile
+file = DiskFile(sys.argv[1], "moments", 64 << 20)
+file.write(0, aligned(64 << 20)).result()
 print("written", flush=True)
 while True:
-    spool.write(0, aligned(64 << 20))
+    file.write(0, aligned(64 << 20))
     time.sleep(0.01)
 """
 

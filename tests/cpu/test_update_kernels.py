@@ -1,4 +1,4 @@
-"""Which kernels update state that rests elsewhere: said with the reason, and never guessed from a fault."""
+"""The kernels that update offloaded state are reported with the reason, and never guessed from an error."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Bytes of plans whose parameters, state or activations rest off the device, counted by hand."""
+"""Bytes of plans with offloaded parameters, state or activations, counted by hand."""
 
 import dataclasses
 
@@ -158,8 +158,8 @@ def test_parameters_on_the_host_without_a_packed_master_are_two_bytes_or_four():
     assert peak(fp32, cpu_share=0).host == {"optimizer": 12 * MODEL.numel, "params": 4 * MODEL.numel}
     momentum = peak(both, cpu_share=0, optimizer=fs.SGD(lr=0.1, momentum=0.9))
     assert momentum.host == {"optimizer": 8 * MODEL.numel, "params": 2 * MODEL.numel}
-    spooled = peak(plan(Home("host", "disk")), cpu_share=0)
-    assert spooled.host == {"params": 2 * MODEL.numel, "staging": 4 * 12 * LARGEST}
+    on_disk = peak(plan(Home("host", "disk")), cpu_share=0)
+    assert on_disk.host == {"params": 2 * MODEL.numel, "staging": 4 * 12 * LARGEST}
 
 
 def test_parameters_on_disk_pass_two_units_and_four_pieces_of_the_host():

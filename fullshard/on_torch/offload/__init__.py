@@ -1,1 +1,1 @@
-"""State and activations that rest away from the device: where, and how they are updated, sent and fetched."""
+"""State, parameters and activations with another home than the device: their memory, updates and copies."""

@@ -1,17 +1,17 @@
-"""Streams and events that are there on a GPU and nothing on a CPU, so that the same lines serve both."""
+"""CUDA streams and events. On a CPU they are empty, and everything is done at once: the same code serves both."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
-class Stream:
-    """A queue of a device's work. On a CPU everything is done when it is said, and so is every wait."""
+class DeviceStream:
+    """A queue of a device's work."""
 
     def __init__(self, device: torch.device, *, first: bool = False):
         self.stream = torch.cuda.Stream(device, priority=-1 if first else 0) if device.type == "cuda" else None
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "DeviceStream":
         self.held: AbstractContextManager[object] = torch.cuda.stream(self.stream) if self.stream else nullcontext()
         self.held.__enter__()
         return self
@@ -19,50 +19,51 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self.held.__exit__(*error)  # type: ignore[arg-type]
 
-    def after(self, *moments: "Moment") -> None:
-        """What is queued from here on comes after these."""
-        for moment in moments:
-            if self.stream is not None and moment.event is not None:
-                self.stream.wait_event(moment.event)
+    def after(self, *events: "StreamEvent") -> None:
+        """Work that is queued from here on waits for these events."""
+        for event in events:
+            if self.stream is not None and event.cuda is not None:
+                self.stream.wait_event(event.cuda)
 
-    def moment(self) -> "Moment":
-        return Moment(_record(self.stream) if self.stream else None)
+    def record(self) -> "StreamEvent":
+        """The event that all work queued so far is done."""
+        return StreamEvent(_record(self.stream) if self.stream else None)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory is not given to others before what this stream has queued is done."""
+        """The allocator reuses the tensor's memory only after the work that this stream has queued."""
         if self.stream is not None and tensor.is_cuda:
             tensor.record_stream(self.stream)
 
 
-class Moment:
-    """When something queued so far will be done."""
+class StreamEvent:
+    """A point in a stream's work. `cuda` is None where there is nothing to wait for."""
 
-    def __init__(self, event: torch.cuda.Event | None = None):
-        self.event = event
+    def __init__(self, cuda: torch.cuda.Event | None = None):
+        self.cuda = cuda
 
     @classmethod
-    def here(cls, device: torch.device) -> "Moment":
+    def here(cls, device: torch.device) -> "StreamEvent":
         """Of the current stream."""
         return cls(_record(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
 
     def hold_current(self) -> None:
-        """The current stream goes on after it."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+        """Work that the current stream queues from here on waits for this event."""
+        if self.cuda is not None:
+            torch.cuda.current_stream().wait_event(self.cuda)
 
     def done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.cuda is None or self.cuda.query()
 
     def wait(self) -> None:
-        """The calling thread goes on after it."""
-        if self.event is not None:
-            self.event.synchronize()
+        """Block the calling thread."""
+        if self.cuda is not None:
+            self.cuda.synchronize()
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: the cores are for the updates
+    event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps: the cores are for the updates
     event.record(stream)
     return event
 
 
-DONE = Moment()
+DONE = StreamEvent()

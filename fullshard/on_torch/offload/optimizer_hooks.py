@@ -1,7 +1,6 @@
-"""Torch's optimizer of a state, with away units among its parameters: `step`, `state_dict` and `load_state_dict` do for
-them what torch does for the others.
+"""Hooks on torch's optimizer: `step`, `state_dict` and `load_state_dict` include offloaded units.
 
-Hooks, not a class of its own: the optimizer stays torch's, so that schedulers, `GradScaler` and DCP take it as it is.
+Hooks instead of a class: the optimizer stays torch's, so that schedulers, `GradScaler` and DCP accept it.
 """
 
 import weakref
@@ -14,15 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
-from fullshard.on_torch.offload.tiered_optimizer import Tiered
-from fullshard.on_torch.offload.units import Away, part_of
+from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
+from fullshard.on_torch.offload.units import OffloadedUnit, part_of
 from fullshard.on_torch.sharded_optimizer import makes_slots
 
-Slot = dict[str, Any]  # what an optimizer keeps of a parameter
+ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
 
 
-def hook_optimizer(tiers: Tiered, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer keeps `tiers` alive: who has it can go on training."""
+def hook_optimizer(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Add the hooks. They keep `tiers` alive as long as the optimizer lives."""
     for p in (p for a in tiers.units for p in a.params):
         p._fullshard_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
     _watch_optimizers()
@@ -34,12 +33,12 @@ def hook_optimizer(tiers: Tiered, optimizer: torch.optim.Optimizer) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Every optimizer of this process asks first, once anything is away."""
+    """Check every optimizer's step in this process, once there are offloaded units."""
     register_optimizer_step_pre_hook(_refuse_stranger)
 
 
 def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An optimizer that is not the state's would update the copies that FSDP gathers from, or memory that is not there."""
+    """Raise if another optimizer than the state's holds offloaded parameters: it would update the shards, or freed memory."""
     for p in _parameters(optimizer):
         owner = getattr(p, "_fullshard_optimizer", None)
         if owner is not None and owner() is not optimizer:
@@ -49,8 +48,8 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
             )
 
 
-def _step(tiers: Tiered, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hand the gradients of away units to the lanes; torch's step finds none of them."""
+def _step(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hand the gradients of offloaded units to the lanes; torch's step then finds none."""
     if tiers.in_step:  # the engine's own step, which has done so
         return
     if any(a is not None for a in (*args[1:], kwargs.get("closure"))):
@@ -59,7 +58,7 @@ def _step(tiers: Tiered, optimizer: torch.optim.Optimizer, args: tuple[Any, ...]
             "update; call loss.backward() first, then step()"
         )
     if makes_slots(optimizer, kwargs):
-        optimizer.zero_grad()  # there are slots for away units, and `_complete` makes the others
+        optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)  # a GradScaler's
     factors = [] if scale is None else [scale.to(tiers.device).reciprocal()]
@@ -69,53 +68,53 @@ def _step(tiers: Tiered, optimizer: torch.optim.Optimizer, args: tuple[Any, ...]
 # -- state dicts ------------------------------------------------------------------------------------------
 
 
-def _complete(tiers: Tiered, optimizer: torch.optim.Optimizer) -> None:
-    """Slots of nothing for resident parameters that no step has updated yet, so that all parameters have some."""
+def _complete(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Add zero state for resident parameters that have had no step, so that all parameters have some."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not tiers.holds(p) and not optimizer.state.get(p):
-                optimizer.state[p] = _empty_slot(tiers, p)
+                optimizer.state[p] = _zero_state(tiers, p)
 
 
-def _empty_slot(tiers: Tiered, p: nn.Parameter) -> Slot:
-    """As torch's fused Adam and foreach SGD make theirs."""
-    slot: Slot = {key: torch.zeros_like(p, requires_grad=False) for key in tiers.rule.keys}
+def _zero_state(tiers: TieredOptimizer, p: nn.Parameter) -> ParameterState:
+    """Zero state, as torch's fused Adam and foreach SGD make it."""
+    slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in tiers.rule.keys}
     return slot if tiers.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=tiers.device)} | slot
 
 
-def _add_moments(tiers: Tiered, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-    """Copies of what away units have, wherever it rests."""
+def _add_moments(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    """Add copies of the state of offloaded units."""
     tiers.flush()
     refuse_copies(tiers, sum(a.moving for a in tiers.units) * tiers.rule.slots, "optimizer.state_dict()")
     places = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     state = dict(found["state"])
-    for away in tiers.units:
-        for i, p in enumerate(away.params[: away.trained]):
-            slot: Slot = {} if tiers.rule.kind == "sgd" else {"step": torch.tensor(float(tiers.steps[id(away)][i]))}
-            slot |= {key: copied(tiers, away, i, which) for which, key in enumerate(tiers.rule.keys, 1)}
+    for unit in tiers.units:
+        for i, p in enumerate(unit.params[: unit.trained]):
+            slot: ParameterState = {} if tiers.rule.kind == "sgd" else {"step": torch.tensor(float(unit.steps[i]))}
+            slot |= {key: copied(tiers, unit, i, which) for which, key in enumerate(tiers.rule.keys, 1)}
             if slot:
                 state[places[id(p)]] = slot
     return found | {"state": dict(sorted(state.items()))}
 
 
-def _load_moments(tiers: Tiered, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Take what belongs to away units to where it rests, in the master's dtype; torch would narrow it to the shards'."""
+def _load_moments(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Load the state of offloaded units in the master's dtype; torch would narrow it to that of the shards."""
     names = [name for g in given["param_groups"] for name in g["params"]]
     sizes = [[len(g["params"]) for g in groups] for groups in (given["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         return None  # torch refuses it
     slots = {id(p): (name, given["state"].get(name) or {}) for p, name in zip(_parameters(optimizer), names, strict=True)}
-    for away in tiers.units:
-        for p in away.params[: away.trained]:
-            _refuse_slot(tiers, p, *slots[id(p)])
+    for unit in tiers.units:
+        for p in unit.params[: unit.trained]:
+            _refuse_state(tiers, p, *slots[id(p)])
     tiers.flush()
-    for away in tiers.units:
-        _load_unit(tiers, away, [slots[id(p)][1] for p in away.params[: away.trained]])
+    for unit in tiers.units:
+        _load_unit(tiers, unit, [slots[id(p)][1] for p in unit.params[: unit.trained]])
     taken = {slots[id(p)][0] for a in tiers.units for p in a.params[: a.trained]}
     return given | {"state": {name: slot for name, slot in given["state"].items() if name not in taken}}
 
 
-def _refuse_slot(tiers: Tiered, p: nn.Parameter, name: object, slot: Slot) -> None:
+def _refuse_state(tiers: TieredOptimizer, p: nn.Parameter, name: object, slot: ParameterState) -> None:
     for key in tiers.rule.keys if slot else ():
         value = slot.get(key)
         if value is not None and (not isinstance(value, Tensor) or value.shape != p.shape):
@@ -126,19 +125,19 @@ def _refuse_slot(tiers: Tiered, p: nn.Parameter, name: object, slot: Slot) -> No
 
 
 @torch.no_grad()
-def _load_unit(tiers: Tiered, away: Away, slots: list[Slot]) -> None:
-    flats = tiers.resting.memory(away)
+def _load_unit(tiers: TieredOptimizer, unit: OffloadedUnit, slots: list[ParameterState]) -> None:
+    flats = unit.state.whole()
     for i, slot in enumerate(slots):
         for which, key in enumerate(tiers.rule.keys, 1):
-            value, target = slot.get(key), away.view(flats[which], i)
+            value, target = slot.get(key), unit.view(flats[which], i)
             if value is None:  # no step has updated it yet
                 target.zero_()
             else:
-                target.copy_(part_of(value, away.params[i]))
-    tiers.set_steps(away, [int(slot.get("step", 0)) for slot in slots])
-    tiers.resting.give_back(changed=True)
+                target.copy_(part_of(value, unit.params[i]))
+    tiers.set_steps(unit, [int(slot.get("step", 0)) for slot in slots])
+    tiers.memory.give_back(changed=True)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """In the order of their places in a state dict."""
+    """All parameters, in the order of a state dict."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,7 +1,7 @@
-"""`model.state_dict()` and `model.load_state_dict()`, with away units in the model: the masters in place of the copies in
-the compute dtype that FSDP gathers from, whose memory may not even be there.
+"""Hooks on `model.state_dict()` and `model.load_state_dict()`: they use the masters of offloaded units.
 
-What `state_dict` shows is a copy in host memory: masters rest packed while training runs, and on disk as a rule.
+The model's own parameters are shards in the compute dtype, and their memory may be freed. `state_dict` returns copies in host
+memory, as masters are packed during training or on disk.
 """
 
 import weakref
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.on_torch.offload.stores.disk_state import Stored
-from fullshard.on_torch.offload.tiered_optimizer import Tiered, gone
-from fullshard.on_torch.offload.units import Away, local, part_of, shadow
+from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
+from fullshard.on_torch.offload.units import OffloadedUnit, local, part_of, shadow
+from fullshard.on_torch.offload.weak_hooks import gone
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.storage.host import refuse_more_than
 
 
-def hook_model(tiers: Tiered, model: nn.Module) -> None:
-    """Weakly: the lanes' threads hold on to the model's modules, and would keep `tiers` alive with them."""
+def hook_model(tiers: TieredOptimizer, model: nn.Module) -> None:
+    """Add the hooks, with weak references: the lanes' threads hold the modules, and would keep `tiers` alive."""
     found = weakref.ref(tiers)
     for module in model.modules():
         if any(p is not None and tiers.holds(p) for p in module._parameters.values()):
@@ -29,23 +29,23 @@ def hook_model(tiers: Tiered, model: nn.Module) -> None:
 
 
 def _show_masters(
-    found: "weakref.ref[Tiered]", module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    found: "weakref.ref[TieredOptimizer]", module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Of the module's own parameters; its children have hooks of their own."""
+    """For the module's own parameters; its children have hooks of their own."""
     tiers = _alive(found)
     tiers.flush()
     for name, p in module._parameters.items():
         if p is not None and tiers.holds(p) and prefix + name in state_dict:
-            away, i = tiers.place_of(p)
+            unit, i = tiers.place_of(p)
             refuse_copies(tiers, local(p).numel(), "model.state_dict()")
-            state_dict[prefix + name] = copied(tiers, away, i, 0)
+            state_dict[prefix + name] = copied(tiers, unit, i, 0)
 
 
 def _load_masters(
-    found: "weakref.ref[Tiered]", module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
+    found: "weakref.ref[TieredOptimizer]", module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
 ) -> None:
-    """Of all parameters below the module at once: the outermost module comes first. What is taken is replaced by the
-    parameter itself, which torch then copies to itself; what has another shape is left for torch to refuse."""
+    """For all parameters below the module, as the outermost module comes first. A value that was taken is replaced by the
+    parameter, which torch copies to itself. Values of other shapes are left for torch to refuse."""
     tiers, values = _alive(found), {}
     for name, p in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
@@ -53,23 +53,23 @@ def _load_masters(
             values[id(p)], state_dict[prefix + name] = value, p
     if values:
         tiers.flush()
-        for away in tiers.units:
-            _load_unit(tiers, away, values)
+        for unit in tiers.units:
+            _load_unit(tiers, unit, values)
 
 
 @torch.no_grad()
-def _load_unit(tiers: Tiered, away: Away, values: dict[int, Tensor]) -> None:
-    own = [(i, values[id(p)]) for i, p in enumerate(away.params) if id(p) in values]
+def _load_unit(tiers: TieredOptimizer, unit: OffloadedUnit, values: dict[int, Tensor]) -> None:
+    own = [(i, values[id(p)]) for i, p in enumerate(unit.params) if id(p) in values]
     if not own:
         return
-    master = tiers.resting.memory(away)[0]
+    master = unit.state.whole()[0]
     for i, value in own:
-        away.view(master, i).copy_(part_of(value, away.params[i]))
-    tiers.resting.publish(away)
-    tiers.resting.give_back(changed=True)
+        unit.view(master, i).copy_(part_of(value, unit.params[i]))
+    tiers.memory.publish(unit)
+    tiers.memory.give_back(changed=True)
 
 
-def _alive(found: "weakref.ref[Tiered]") -> Tiered:
+def _alive(found: "weakref.ref[TieredOptimizer]") -> TieredOptimizer:
     tiers = found()
     if tiers is None:
         raise gone()
@@ -77,19 +77,18 @@ def _alive(found: "weakref.ref[Tiered]") -> Tiered:
 
 
 @torch.no_grad()
-def copied(tiers: Tiered, away: Away, index: int, which: int) -> Tensor:
-    """A parameter's master (0) or a moment, in host memory of its own; after `flush`."""
-    resting, (low, high) = tiers.resting, away.spans[index]
-    flat = torch.empty(high - low, dtype=resting.master)
-    if away.unit.home.optimizer == "disk":
-        assert resting.spooled is not None
-        Stored(resting.spooled, away, which, index).read(0, flat.view(torch.uint8))
+def copied(tiers: TieredOptimizer, unit: OffloadedUnit, index: int, which: int) -> Tensor:
+    """A copy of a parameter's master (0) or of a moment in host memory; after `flush`."""
+    low, high = unit.spans[index]
+    flat = torch.empty(high - low, dtype=tiers.master)
+    if (stored := unit.state.stored(which, index)) is not None:
+        stored.read(0, flat.view(torch.uint8))
     else:
-        flat.copy_(resting.memory(away)[which][low:high])
-    return shadow(away.params[index], flat.view(local(away.params[index]).shape))
+        flat.copy_(unit.state.whole()[which][low:high])
+    return shadow(unit.params[index], flat.view(local(unit.params[index]).shape))
 
 
-def refuse_copies(tiers: Tiered, elements: int, what: str) -> None:
-    """Raise where the host has no room for copies of so many elements."""
+def refuse_copies(tiers: TieredOptimizer, elements: int, what: str) -> None:
+    """Raise if the host has no room for copies of so many elements."""
     why = f"the copy that {what} makes of state that rests away from the device (fullshard.checkpoint.save needs none)"
-    refuse_more_than(elements * tiers.resting.master.itemsize, ranks_here(), why)
+    refuse_more_than(elements * tiers.master.itemsize, ranks_here(), why)

@@ -1,17 +1,16 @@
-"""The optimizer of away units: gradients arrive under backward, updates run beside it or beside the next forward.
+"""The optimizer of offloaded units: gradients arrive during backward, updates overlap with it or with the next forward.
 
-Without clipping a unit is updated as soon as its gradient is reduced; backward waits where the plan allows no more of them
-to wait for that. With clipping (or a loss scale) all wait for the global norm; until then the CPU's share of the gradients
-drains to the host and the first pieces of state come up. Either way the next gather of a unit waits for that unit's own
-update and for nothing else.
+Without clipping a unit is updated as soon as its gradient is reduced; backward waits if the plan's backlog is full. With
+clipping (or a loss scale) all updates wait for the global norm. Until then the CPU's share of the gradients is copied to the
+host, and the first pieces of state to the device. In both cases the next gather of a unit waits only for its own update.
 
-All this is the engine's own step, between `begin` and `update`. Outside of it, gradients stay in `.grad`, in the master's
-dtype as on the device, until the caller's `optimizer.step()` (`optimizer_hooks`) hands them over with `update_from_grad`.
+This is the engine's own step, between `begin` and `update`. Outside of it, gradients stay in `.grad` in the master's dtype,
+as on the device. The caller's `optimizer.step()` (`optimizer_hooks`) passes them to `update_from_grad`.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,67 +21,59 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.offload.events import Moment, Stream
-from fullshard.on_torch.offload.stores.resting import Resting
-from fullshard.on_torch.offload.units import Away, gradient_dtype, local
-from fullshard.on_torch.offload.updates.buffers import segment_views
-from fullshard.on_torch.offload.updates.copy_queue import Bus
-from fullshard.on_torch.offload.updates.cpu import Cores
+from fullshard.on_torch.offload.events import StreamEvent
+from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
+from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local
+from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
+from fullshard.on_torch.offload.updates.cpu import CpuUpdater
 from fullshard.on_torch.offload.updates.cpu_share import update_threads
-from fullshard.on_torch.offload.updates.gpu import Streamed
-from fullshard.on_torch.offload.updates.gradient_limit import Backlog
-from fullshard.on_torch.offload.updates.lane import Lane
-from fullshard.on_torch.offload.updates.lane_memory import make_staging, make_trays, widen_trays
-from fullshard.on_torch.offload.updates.threads import Crew
-from fullshard.on_torch.offload.updates.unit_update import Go, Job
+from fullshard.on_torch.offload.updates.gpu import GpuUpdater
+from fullshard.on_torch.offload.updates.gradient_limit import GradientLimit
+from fullshard.on_torch.offload.updates.lane import UpdateLane
+from fullshard.on_torch.offload.updates.lane_memory import make_cpu_buffers, make_staging, widen_cpu_buffers
+from fullshard.on_torch.offload.updates.threads import WorkerThreads
+from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpdate
+from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
+from fullshard.on_torch.offload.weak_hooks import weakly
 from fullshard.on_torch.private import avoid_reduction_uploads
 from fullshard.on_torch.sharded_optimizer import copies_of
 from fullshard.plan import Plan
-from fullshard.storage.host import Arena, room
-from fullshard.update_pieces import DISK_SLOTS
-from fullshard.update_pieces import Lane as LaneName
+from fullshard.update_pieces import Lane
 
-AHEAD = 3  # gathers: enough to keep the device busy
+AHEAD = 3  # gathers that the host queues before the device has done them: enough to keep it busy
 
 
-class Tiered:
-    """Carries the updates of away units. Made by `shard`; the step calls `begin`, `backward_done`, `update` and `end`."""
+class TieredOptimizer:
+    """Updates offloaded units. Made by `shard`; the step calls `begin`, `backward_done`, `update` and `end`."""
 
     def __init__(
         self,
         plan: Plan,
         device: torch.device,
-        resting: Resting,
+        memory: OffloadMemory,
         optimizer: torch.optim.Optimizer | None,
     ):
-        self.plan, self.device, self.rule, self.resting = plan, device, resting.rule, resting
-        # It keeps this one alive, by its hooks: in a circle both would stay until somebody looks for circles.
+        self.plan, self.device, self.rule, self.memory = plan, device, memory.rule, memory
+        # The optimizer's hooks keep this object alive. A reference back would be a cycle, and both would stay until it is found.
         self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
-        self.units, self.groups = resting.units, resting.groups
-        self.places = {id(p): (a, i) for a in self.units for i, p in enumerate(a.params)}
+        self.units = memory.units
+        self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.dtype, self.master = gradient_dtype(plan), PLAN_DTYPES[plan.precision.master]
-        self.steps = {id(a): [0] * a.trained for a in self.units}
-        self.jobs: dict[int, Job] = {}  # the last one of each unit
-        self.coming: dict[int, Job] = {}  # those that wait for the norm
         self.in_step = self.eager = self.draining = self.last = False
-        self.go, self.backlog = Go(), Backlog(plan.backlog)
-        self.norms: dict[int, Tensor] = {}  # of this rank's gradients, by parameter
-        self.received: dict[str, list[Tensor]] = {}  # the same, by unit
-        self.arrived: dict[int, set[int]] = {id(a): set() for a in self.units}
-        self.doubtful: Go | None = None  # an eager step of which it is not known yet whether its gradients were finite
-        self.settings: list[dict[str, Any]] = []  # the optimizer's groups as they are in this step
+        self.decision, self.limit = StepDecision(), GradientLimit(plan.backlog)
+        self.unconfirmed: StepDecision | None = None  # an eager step whose gradients may turn out not to be finite
+        self.settings: list[dict[str, Any]] = []  # the optimizer's groups in this step
         order = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]} if optimizer else {}
-        self.group_of = {id(a): [order[id(p)] for p in a.params[: a.trained]] for a in self.units}
-        self.begun: deque[Moment] = deque(maxlen=AHEAD)
-        self.drain = Stream(device)
-        self.drain_views: dict[int, list[Tensor]] = {}
-        self.drains: dict[int, Tensor] = {}
-        self._lanes()
+        for unit in self.units:
+            unit.settings = [order[id(p)] for p in unit.params[: unit.trained]]
+        self.gathers: deque[StreamEvent] = deque(maxlen=AHEAD)  # the last ones that were queued
+        self._make_lanes()
         self._hook()
         avoid_reduction_uploads()
-        resting.watch(_weakly(self._raise))
-        # The lanes' threads must have ended before the interpreter does, and go when the state goes.
-        self.close = weakref.finalize(self, _end, self.gpu, self.cpu, self.streamed.back, self.cores.crew, self.cores.post)
+        memory.watch(weakly(self._raise))
+        # The lanes' threads must have ended before the interpreter does, and end with the state.
+        threads = (self.gpu_lane, self.cpu_lane, self.gpu.returners, self.cpu.workers, self.cpu.senders)
+        self.close = weakref.finalize(self, _end, *threads)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -90,51 +81,47 @@ class Tiered:
 
     # -- made once -----------------------------------------------------------------------------------
 
-    def _lanes(self) -> None:
-        pieces = [p for a in self.units for p in a.pieces]
-        ring = min(self.plan.staging, sum(p.lane == "gpu" for p in pieces))
-        if self.resting.spooled:  # a slot of the device holds one of the file's
-            ring = min(ring, DISK_SLOTS)
-        in_turn = self.resting.spooled is not None or self.plan.backlog is not None  # what came first makes room first
-        slots, bench = make_staging(self.resting, ring)
-        self.bus = bus = Bus.of(self.device)
-        self.streamed = streamed = Streamed(self.device, self.rule, self.resting, slots, bench, self.resting.emit, bus)
-        self.gpu = Lane("stream", max(1, ring), streamed, in_turn=in_turn)
-        trays = make_trays(self.resting, self.dtype)
-        threads = update_threads()
-        self.cores = cores = Cores(self.device, self.rule, self.resting, trays, self.resting.emit, bus, threads=threads)
-        self.cpu = Lane("cores", cores.depth, cores, in_turn=in_turn)
-        cores.failed, streamed.failed = self.cpu.fail, self.gpu.fail
+    def _make_lanes(self) -> None:
+        memory, in_turn = self.memory, self.memory.sizes.in_turn
+        self.queues = CopyQueues.of(self.device)
+        slots, workspace = make_staging(memory)
+        self.gpu = GpuUpdater(self.device, self.rule, slots, workspace, self.queues)
+        self.gpu_lane = UpdateLane("gpu", max(1, len(slots)), self.gpu, in_turn=in_turn)
+        buffers = make_cpu_buffers(memory, self.dtype)
+        self.cpu = CpuUpdater(self.device, self.rule, buffers, self.queues, threads=update_threads())
+        self.cpu_lane = UpdateLane("cpu", self.cpu.depth, self.cpu, in_turn=in_turn)
+        self.cpu.failed, self.gpu.failed = self.cpu_lane.fail, self.gpu_lane.fail
+        self.host_gradients = HostGradients(memory, self.dtype, self.queues)
 
     def _hook(self) -> None:
-        for away in self.units:
-            for i, p in enumerate(away.params[: away.trained]):
-                p.register_post_accumulate_grad_hook(partial(_weakly(self._arrive, away), i))
-            needed = away.unit.home.params != "device"  # to gather at all
-            doors = [_weakly(m, away, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
-            self.groups[away.unit.name].around_gather(*doors)
+        for unit in self.units:
+            for i, p in enumerate(unit.params[: unit.trained]):
+                p.register_post_accumulate_grad_hook(partial(weakly(self._arrive, unit), i))
+            needed = not unit.shards.on_device  # to gather at all
+            hooks = [weakly(m, unit, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
+            unit.group.around_gather(*hooks)
 
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin(self, *, eager: bool, draining: bool) -> None:
-        """Before the first micro-batch. `eager`: update under backward."""
+        """Before the first micro-batch. `eager`: update during backward. `draining`: copy the CPU's gradients to the host."""
         self._open(eager, draining)
-        self.resting.begin()
-        self.backlog.begin()
+        self.memory.begin()
+        self.limit.begin()
         self.in_step = True
-        if draining and not self.drains:
-            self._make_drains()
-        for arrived in self.arrived.values():
-            arrived.clear()
+        if draining:
+            self.host_gradients.allocate()
+        for unit in self.units:
+            unit.arrived.clear()
 
     def _open(self, eager: bool, draining: bool) -> None:
         """A new step, with the optimizer's settings as they are now."""
         self._raise()
-        self._doubt()
-        self.go.drop()  # of a step that was given up in the middle, else long said
-        self.coming = {}
-        self.eager, self.draining, self.go = eager, draining, Go()
-        self.norms, self.received = {}, {}
+        self._confirm()
+        self.decision.cancel()  # of a step that was given up in the middle, else announced long ago
+        for unit in self.units:
+            unit.next_update, unit.norms = None, {}
+        self.eager, self.draining, self.decision = eager, draining, StepDecision()
         groups = self.optimizer.param_groups if self.optimizer else []
         self.settings = [{k: _number(v) for k, v in g.items() if k != "params"} for g in groups]
 
@@ -143,277 +130,265 @@ class Tiered:
         self.in_step = self.last = False
 
     def loss_known(self, summed: Tensor, *, last: bool) -> None:
-        """Before the backward of a micro-batch. Updates under the last one happen only where every rank's loss is finite;
-        for those that wait for the norm the first state comes up."""
+        """Before the backward of a micro-batch. Eager updates run during the last one, and only if every rank's loss is
+        finite. For updates that wait for the norm, the first state is copied to the device."""
         self.last = last
         if self.eager and last:
             bad = (~summed.isfinite()).double()
             dist.all_reduce(bad)
-            self.go.say([], bad, self.device)
-        elif not self.eager and not self.coming:
-            self._bring_first()
+            self.decision.announce([], bad, self.device)
+        elif not self.eager and all(unit.next_update is None for unit in self.units):
+            self._stage_first()
 
-    def _bring_first(self) -> None:
-        """The state that the GPU will update first comes up while gradients are made. After the last step's updates: a
-        lane that holds a piece of this step has to wait for its norm."""
-        for job in self.jobs.values():
-            job.issued.wait()
-        self.coming = {id(a): self._job(a) for a in self.units}
-        self.resting.expect([p for a in self.units for p in a.pieces])
-        for away in self.units:
-            self._give(self.coming[id(away)], "gpu")
+    def _stage_first(self) -> None:
+        """Copy the state that the GPU will update first to the device during backward. After the last step's updates: a
+        lane that holds a piece of this step waits for its norm."""
+        for unit in self.units:
+            if unit.update is not None:
+                unit.update.issued.wait()
+        for unit in self.units:
+            unit.next_update = self._new_update(unit)
+            unit.state.expect(unit.pieces)
+        for unit in self.units:
+            self._give(self._next(unit), "gpu")
 
-    def _job(self, away: Away) -> Job:
-        job = Job(away, self.go)
-        if not away.pieces:
-            job.issued.set()
-        return job
+    def _new_update(self, unit: OffloadedUnit) -> UnitUpdate:
+        update = UnitUpdate(unit, self.decision)
+        if not unit.pieces:
+            update.issued.set()
+        return update
 
-    def _arrive(self, away: Away, index: int, p: nn.Parameter) -> None:
+    def _next(self, unit: OffloadedUnit) -> UnitUpdate:
+        assert unit.next_update is not None
+        return unit.next_update
+
+    def _arrive(self, unit: OffloadedUnit, index: int, p: nn.Parameter) -> None:
         """A reduced gradient is there; on FSDP's stream."""
         if self.last:
-            arrived = self.arrived[id(away)]
-            arrived.add(index)
-            if len(arrived) == away.trained:
-                self._reduced(away)
+            unit.arrived.add(index)
+            if len(unit.arrived) == unit.trained:
+                self._reduced(unit)
 
-    def _reduced(self, away: Away) -> None:
+    def _reduced(self, unit: OffloadedUnit) -> None:
         """All gradients of a unit are there."""
-        job = self._job(away) if self.eager else self.coming[id(away)]
-        self._take(job)
-        there = [(p, g) for p, g in zip(away.params, job.gradients, strict=False) if g is not None]
+        update = self._new_update(unit) if self.eager else self._next(unit)
+        self._take(update)
+        there = [(i, g) for i, g in enumerate(update.gradients) if g is not None]
         if there:
             norms = torch._foreach_norm([g for _, g in there], 2.0, self.master)
-            self.norms |= {id(p): norm for (p, _), norm in zip(there, norms, strict=True)}
-            self.received[away.unit.name] = list(norms)
+            unit.norms = {i: norm for (i, _), norm in zip(there, norms, strict=True)}
         if self.eager:
-            self._keep(job)
-            self.jobs[id(away)] = job
-            self.resting.expect(away.pieces)
-            self.resting.renew([away])
-            self._give(job, "cpu")
-            self._give(job, "gpu")
-            self.backlog.add(job)
-            self._raise()
+            self._start(update)
         elif self.draining:
-            self._drain(job)
+            self.host_gradients.copy(update)
 
-    def _take(self, job: Job) -> None:
-        """A unit's gradients, from its parameters; there when the current stream is."""
-        params = job.away.params[: job.away.trained]
+    def _start(self, update: UnitUpdate) -> None:
+        """Hand an eager update to the lanes; wait if too many gradients are on the device."""
+        unit = update.unit
+        self._keep(update)
+        unit.update = update
+        unit.state.expect(unit.pieces)
+        unit.shards.renew()
+        self._give(update, "cpu")
+        self._give(update, "gpu")
+        self.limit.add(update)
+        self._raise()
+
+    def _take(self, update: UnitUpdate) -> None:
+        """Take a unit's gradients from its parameters; they are there when the current stream is."""
+        unit = update.unit
+        params = unit.params[: unit.trained]
         found = [local(p.grad).contiguous() if p.grad is not None else None for p in params]
-        job.gradients, job.had, job.ready = found, [g is not None for g in found], Moment.here(self.device)
-        self._settings(job)
+        update.gradients, update.had, update.ready = found, [g is not None for g in found], StreamEvent.here(self.device)
+        update.groups = [self.settings[i] for i in unit.settings]
+        update.steps = [step + 1 for step in unit.steps]
         for p in params:
             p.grad = None
 
-    def _settings(self, job: Job) -> None:
-        job.groups = [self.settings[i] for i in self.group_of[id(job.away)]]
-        job.steps = [step + 1 for step in self.steps[id(job.away)]]
+    def _keep(self, update: UnitUpdate) -> None:
+        update.keep(self.gpu.work, self.queues.down.stream)
 
-    def _keep(self, job: Job) -> None:
-        job.keep(self.streamed.work, self.bus.down.stream)
-
-    def _make_drains(self) -> None:
-        """Memory for the gradients of the CPU's pieces, between backward and the norm."""
-        pieces = [p for a in self.units for p in a.pieces if p.lane == "cpu"]
-        sizes = [p.elements * self.dtype.itemsize for p in pieces]
-        self.drain_arena = Arena(room(sizes), self.device.type == "cuda", "gradients that wait for the global norm")
-        self.drains = {p.number: self.drain_arena.take(n).view(self.dtype) for p, n in zip(pieces, sizes, strict=True)}
-        self.drain_views = {p.number: segment_views(self.drains[p.number], p) for p in pieces}
-
-    def _give(self, job: Job, lane: LaneName) -> None:
-        (self.cpu if lane == "cpu" else self.gpu).give(job, [p for p in job.away.pieces if p.lane == lane])
-
-    def _drain(self, job: Job) -> None:
-        """The CPU's share of a unit's gradients, to memory that waits for the norm."""
-        with self.drain:
-            self.drain.after(job.ready)
-            for piece in job.away.pieces:
-                if piece.lane == "cpu":
-                    target = self.drains[piece.number]
-                    job.collect(piece, self.drain_views[piece.number])
-                    job.drained[piece.number] = (target, self.drain.moment())
-                    self.bus.moved_down += target.nbytes
-        for g in {g.untyped_storage().data_ptr(): g for g in job.gradients if g is not None}.values():
-            self.drain.keep(g)
-        if all(piece.lane == "cpu" for piece in job.away.pieces):
-            job.gradients = []  # all of them are on the host
+    def _give(self, update: UnitUpdate, lane: Lane) -> None:
+        lanes = {"cpu": self.cpu_lane, "gpu": self.gpu_lane}
+        lanes[lane].give(update, [p for p in update.unit.pieces if p.lane == lane])
 
     def backward_done(self) -> None:
         """Units of which some parameters had no gradient are complete now."""
-        for away in self.units:
-            if away.trained and len(self.arrived[id(away)]) < away.trained:
-                self._reduced(away)
+        for unit in self.units:
+            if unit.trained and len(unit.arrived) < unit.trained:
+                self._reduced(unit)
+
+    @property
+    def received(self) -> dict[str, list[Tensor]]:
+        """The norms of this rank's gradients in this step, by unit."""
+        return {unit.name: list(unit.norms.values()) for unit in self.units if unit.norms}
 
     def square_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the away gradients; see `optim.square_norm`."""
-        found: dict[int, list[Tensor]] = {}  # in the order of the model, as if they were resident
-        for p in (p for a in self.units for p in a.params):
-            if id(p) in self.norms:
-                found.setdefault(copies_of(p), []).append(self.norms[id(p)])
+        """This rank's share of the squared norm of offloaded gradients; see `sharded_optimizer.square_norm`."""
+        found: dict[int, list[Tensor]] = {}  # in the order of the model, as on the device
+        for unit in self.units:
+            for i, norm in sorted(unit.norms.items()):
+                found.setdefault(copies_of(unit.params[i]), []).append(norm)
         shares = [torch.linalg.vector_norm(torch.stack(n)).double().square() / copies for copies, n in found.items()]
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, factors: list[Tensor], skip: Tensor) -> None:
         """After the norm is known. Units follow in the order in which the next forward needs them."""
         if self.eager:
-            self.doubtful = Go()
-            self.doubtful.say([], skip, self.device)
-            self.resting.end()
+            self.unconfirmed = StepDecision()
+            self.unconfirmed.announce([], skip, self.device)
+            self.memory.end()
             return
-        self.jobs, self.coming = self.coming, {}
-        for job in self.jobs.values():
-            self._keep(job)
-        self.resting.renew(self.units)
-        self.resting.end()
-        self.go.say(factors, skip, self.device)
-        for job in self.jobs.values():
-            self._give(job, "cpu")
+        updates = [self._next(unit) for unit in self.units]
+        for unit, update in zip(self.units, updates, strict=True):
+            unit.update, unit.next_update = update, None
+            self._keep(update)
+            unit.shards.renew()
+        self.memory.end()
+        self.decision.announce(factors, skip, self.device)
+        for update in updates:
+            self._give(update, "cpu")
 
     def update_from_grad(self, factors: list[Tensor], skip: Tensor) -> None:
-        """A step of the caller's own: update with whatever is in `.grad` now, and take it."""
-        if all(p.grad is None for a in self.units for p in a.params[: a.trained]):
+        """A step of the caller's own: update with the gradients in `.grad`, and take them."""
+        if all(p.grad is None for u in self.units for p in u.params[: u.trained]):
             return
         self._open(eager=False, draining=False)
-        self.resting.packed.pack()
+        self.memory.packing.pack()
         if self.dtype != self.master:
-            widen_trays(self.cores.trays, self.resting)
-        self._bring_first()
-        for job in self.coming.values():
-            job.wide = True
-            self._take(job)
+            widen_cpu_buffers(self.cpu.buffers, self.memory)
+        self._stage_first()
+        for unit in self.units:
+            update = self._next(unit)
+            update.wide = True
+            self._take(update)
         self.update(factors, skip)
 
     # -- gathers -----------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
-        """The host runs AHEAD gathers ahead of the device and no more. Where the queue of launches is full, the call that
-        waits for room keeps the lanes' calls out as well."""
-        if len(self.begun) == AHEAD:
-            self.begun[0].wait()
-        self.begun.append(Moment.here(self.device))
+        """The host queues at most AHEAD gathers ahead of the device. If the queue of launches is full, the call that waits
+        for room keeps the lanes' calls out as well."""
+        if len(self.gathers) == AHEAD:
+            self.gathers[0].wait()
+        self.gathers.append(StreamEvent.here(self.device))
 
-    def _before_gather(self, away: Away) -> None:
+    def _before_gather(self, unit: OffloadedUnit) -> None:
         self._pace()
-        group = self.groups[away.unit.name]
-        group.reduce_into(self.dtype if self.in_step else self.master)
-        for moment in self._finished(away):
-            if moment.event is not None:
-                group.hold_gathers(moment.event)
-        if away.unit.home.params != "device":
-            fetched = self.resting.fetch(away, self._finished(away))
-            if fetched.event is not None:
-                group.hold_gathers(fetched.event)
+        unit.group.reduce_into(self.dtype if self.in_step else self.master)
+        ready = self._finished(unit)
+        if not unit.shards.on_device:
+            ready = [*ready, self.memory.fetcher.fetch(unit, ready)]
+        for event in ready:
+            if event.cuda is not None:
+                unit.group.hold_gathers(event.cuda)
 
-    def _at_copy(self, away: Away) -> None:
-        for moment in self._finished(away):
-            moment.hold_current()
-        self.resting.arrived(away)
+    def _at_copy(self, unit: OffloadedUnit) -> None:
+        for event in (*self._finished(unit), unit.fetched):
+            event.hold_current()
 
-    def _after_copy(self, away: Away) -> None:
-        if away.unit.home.params != "device":
-            self.resting.release(away)
+    def _after_copy(self, unit: OffloadedUnit) -> None:
+        if not unit.shards.on_device:
+            self.memory.fetcher.release(unit)
 
-    def _finished(self, away: Away) -> list[Moment]:
+    def _finished(self, unit: OffloadedUnit) -> list[StreamEvent]:
         """When the unit's parameters are new; waits until that is queued."""
-        job = self.jobs.get(id(away))
-        if job is None:
+        update = unit.update
+        if update is None:
             return []
-        job.issued.wait()
+        update.issued.wait()
         self._raise()
-        self._count(job)
-        return job.moments
+        self._count(update)
+        return update.events
 
-    def _count(self, job: Job) -> None:
-        """A job that was carried out counts, once."""
-        if job.steps and not job.counted:
-            job.counted = True
-            if not job.go.wait()[1]:
-                before = self.steps[id(job.away)]
-                pairs = zip(before, job.steps, job.had, strict=True)
-                self.steps[id(job.away)] = [new if had else old for old, new, had in pairs]
+    def _count(self, update: UnitUpdate) -> None:
+        """Count an update that was not skipped, once."""
+        if update.steps and not update.counted:
+            update.counted = True
+            if not update.decision.wait()[1]:
+                pairs = zip(update.unit.steps, update.steps, update.had, strict=True)
+                update.unit.steps = [new if had else old for old, new, had in pairs]
 
-    # -- at rest -----------------------------------------------------------------------------------------
+    # -- between steps -----------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until everything queued is done and at rest."""
-        for away in self.units:
-            for moment in self._finished(away):
-                moment.wait()
-        self.streamed.settle()
-        self.resting.settle()
-        self._doubt(wait=True)
+        """Wait until every update is done and its results are in their homes."""
+        for unit in self.units:
+            for event in self._finished(unit):
+                event.wait()
+        self.gpu.settle()
+        self.memory.settle()
+        self._confirm(wait=True)
         self._raise()
-        for away in self.units:
-            self._publish_steps(away)
+        for unit in self.units:
+            self._publish_steps(unit)
 
     @contextmanager
     def shown(self, *, changed: bool, at_rest: bool = False) -> Iterator[dict[str, Tensor]]:
-        """By name, the master copies of all away parameters; torch's optimizer shows the moments as its own. `changed`:
-        both are written to inside, and the shards follow. `at_rest`: what is on disk is not read, but shown on meta."""
+        """By name, the masters of all offloaded parameters; torch's optimizer shows the moments as its own. `changed`: both
+        are written to inside, and the shards follow. `at_rest`: what is on disk is not read, but shown on meta."""
         self.flush()
         found: dict[str, Tensor] = {}
-        for away in self.units:
-            tensors = self.resting.tensors(away, at_rest=at_rest)
-            found |= {n: t["master"] for n, t in zip(away.names, tensors, strict=True)}
-            for p, own in zip(away.params[: away.trained], tensors, strict=False):
+        for unit in self.units:
+            tensors = self.memory.tensors(unit, at_rest=at_rest)
+            found |= {n: t["master"] for n, t in zip(unit.names, tensors, strict=True)}
+            for p, own in zip(unit.params[: unit.trained], tensors, strict=False):
                 self._state(p).update({k: t for k, t in own.items() if k != "master"})
         try:
             yield found
-            for away in self.units if changed else ():
-                self._read_steps(away)
-                self.resting.publish(away)
+            for unit in self.units if changed else ():
+                self._read_steps(unit)
+                self.memory.publish(unit)
         except BaseException:
-            changed = False  # what was half written stays as it was on disk; in memory the caller has to load again
+            changed = False  # the file keeps what it had; what was half written in memory the caller has to load again
             raise
         finally:
-            for p in (p for a in self.units for p in a.params[: a.trained]):
+            for p in (p for u in self.units for p in u.params[: u.trained]):
                 for key in self.rule.keys:
                     self._state(p).pop(key, None)
-            self.resting.give_back(changed=changed)
+            self.memory.give_back(changed=changed)
 
     def moved(self) -> dict[str, int]:
-        """Bytes over the bus each way, and from and to the disk, since the start."""
-        bus, files = self.bus, [f for f in (self.resting.spooled, self.resting.filed) if f]
-        found = {"up": bus.moved_up + self.resting.fetched_bytes, "down": bus.moved_down}
-        return found | {"read": sum(f.read_bytes for f in files), "written": sum(f.written_bytes for f in files)}
+        """Bytes over PCIe each way, and from and to the disk, since the start."""
+        up, down = self.queues.moved_up + self.memory.fetcher.fetched_bytes, self.queues.moved_down
+        return {"up": up, "down": down} | self.memory.moved()
 
     def holds(self, p: nn.Parameter) -> bool:
         return id(p) in self.places
 
+    def place_of(self, p: nn.Parameter) -> tuple[OffloadedUnit, int]:
+        """A parameter's unit, and its index in it."""
+        return self.places[id(p)]
+
     def _state(self, p: nn.Parameter) -> dict[str, Any]:
         return self.optimizer.state[p] if self.optimizer else {}
 
-    def place_of(self, p: nn.Parameter) -> tuple[Away, int]:
-        """Its unit, and its index in it."""
-        return self.places[id(p)]
+    def set_steps(self, unit: OffloadedUnit, steps: list[int]) -> None:
+        """Set the number of updates of each trained parameter; after `flush`."""
+        unit.steps = steps
+        for each in self.units:
+            each.update = None
 
-    def set_steps(self, away: Away, steps: list[int]) -> None:
-        """How many updates each trained parameter has had; at rest."""
-        self.steps[id(away)] = steps
-        self.jobs.clear()
+    def _read_steps(self, unit: OffloadedUnit) -> None:
+        self.set_steps(unit, [int(self._state(p).get("step", 0)) for p in unit.params[: unit.trained]])
 
-    def _read_steps(self, away: Away) -> None:
-        self.set_steps(away, [int(self._state(p).get("step", 0)) for p in away.params[: away.trained]])
-
-    def _publish_steps(self, away: Away) -> None:
+    def _publish_steps(self, unit: OffloadedUnit) -> None:
         if self.rule.kind != "sgd":
-            for p, step in zip(away.params, self.steps[id(away)], strict=False):
+            for p, step in zip(unit.params, unit.steps, strict=False):
                 self._state(p)["step"] = torch.tensor(float(step))
 
     def _raise(self) -> None:
-        for lane in (self.gpu, self.cpu):
+        for lane in (self.gpu_lane, self.cpu_lane):
             if lane.error is not None:
                 raise lane.error
 
-    def _doubt(self, wait: bool = False) -> None:
-        """Gradients that were not finite, found after units were updated with them."""
-        go = self.doubtful
-        if go is None or not (wait or go.moment.done()):
+    def _confirm(self, wait: bool = False) -> None:
+        """Raise if units were updated with gradients that turned out not to be finite."""
+        decision = self.unconfirmed
+        if decision is None or not (wait or decision.event.done()):
             return
-        self.doubtful = None
-        if go.wait()[1] and not self.go.wait()[1]:
+        self.unconfirmed = None
+        if decision.wait()[1] and not self.decision.wait()[1]:
             raise FullshardError(
                 "a gradient of the last step was not finite, and without clipping units are updated before that is known: "
                 "go on from the last checkpoint, with optim.clip set so that such steps are skipped"
@@ -425,24 +400,6 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _end(*threads: Lane | Crew) -> None:
+def _end(*threads: UpdateLane | WorkerThreads) -> None:
     for each in threads:
         each.close()
-
-
-def gone() -> FullshardError:
-    return FullshardError("the state of this model is gone; keep what shard() returned for as long as the model is used")
-
-
-def _weakly(method: Callable[..., None], *about: Away, needed: bool = False) -> Callable[..., None]:
-    """A hook that keeps neither what it calls alive nor the units it is told: the lanes' threads hold on to parameters, and
-    these to their hooks, where Python's collector of cycles does not look. `needed`: nothing goes without it."""
-    found, units = weakref.WeakMethod(method), [weakref.ref(away) for away in about]
-
-    def call(*arguments: Any) -> None:
-        if (alive := found()) is not None:
-            alive(*(unit() for unit in units), *arguments)
-        elif needed:
-            raise gone()
-
-    return call

@@ -1,21 +1,27 @@
-"""Units that a plan sends away from the device: what of them rests where, and how it is cut.
+"""Offloaded units: their parameters, the pieces that their updates are cut into, and one record of each unit's progress.
 
-An away unit has its master copy and moments in flat memory (or in a file), trained parameters first, in the order of
-the optimizer's groups. What FSDP gathers from is a second copy in the compute dtype, or part of the first. Names, shapes
-and spans live here; who moves and updates them is in `lanes` and `tiered`.
+A unit is offloaded if its parameters or its optimizer state have another home than the device. Its master copy and moments
+lie in flat memory or in a file: trained parameters first, in the order of the optimizer's groups. FSDP gathers from a copy
+in the compute dtype. Two stores hold the bytes (`stores`); the lanes update them (`updates`).
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.private import GatherGroup, dtensor_like
 from fullshard.on_torch.shard_ranges import local_part
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Home, Plan, Unit
 from fullshard.update_pieces import Lane, cut
+
+if TYPE_CHECKING:
+    from fullshard.on_torch.offload.stores.store import ParameterStore, StateStore
+    from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
 
 @dataclass(frozen=True)
@@ -35,37 +41,45 @@ class Segment:
 
 @dataclass
 class Piece:
-    """What is updated at once. `number` counts through all pieces in the order of forward."""
+    """A part of a unit's flat state that is updated at once. `number` counts all pieces of a rank in forward order."""
 
-    away: "Away"
+    unit: "OffloadedUnit"
     number: int
     start: int  # in the unit's flat memory
     stop: int
     segments: list[Segment]
     lane: Lane = "gpu"
-    packed: bool = False  # its master rests as what the parameter does not tell of it
-
-    @property
-    def paired(self) -> bool:
-        """Whether it rests packed with its parameters beside it, in the master's memory."""
-        return self.packed and self.away.unit.home.params == "host"
+    packed: bool = False  # only the low 16 bits of its fp32 master are stored
+    paired: bool = False  # packed, and its bf16 parameters lie in the other half of the master's memory
 
     @property
     def elements(self) -> int:
         return self.stop - self.start
 
 
-@dataclass
-class Away:
-    """One unit away from the device."""
+@dataclass(eq=False)
+class OffloadedUnit:
+    """One offloaded unit of this rank: its parameters, where their bytes are, and how far its update has come."""
 
-    unit: Unit
-    names: list[str]
+    name: str
+    home: Home
+    names: list[str]  # of the parameters
     params: list[nn.Parameter]
-    trained: int  # so many of them, the first ones
-    padded: list[int]  # elements of the memory that FSDP gathers each from
+    trained: int  # the first so many parameters are trained, the others frozen
+    padded: list[int]  # elements of the memory that FSDP gathers each parameter from
+    group: GatherGroup
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each parameter in the flat memory
     pieces: list[Piece] = field(default_factory=list)
+    state: "StateStore" = field(init=False)
+    shards: "ParameterStore" = field(init=False)
+    fetched: StreamEvent = DONE  # its shards are on the device, for one gather
+    # What the optimizer knows of it.
+    steps: list[int] = field(default_factory=list)  # updates so far, by trained parameter
+    settings: list[int] = field(default_factory=list)  # index of the optimizer's parameter group, by trained parameter
+    arrived: set[int] = field(default_factory=set)  # trained parameters whose gradients are there in this step
+    norms: dict[int, Tensor] = field(default_factory=dict)  # of this rank's gradients in this step, by parameter
+    update: "UnitUpdate | None" = None  # the last one
+    next_update: "UnitUpdate | None" = None  # one that waits for the gradient norm
 
     def __post_init__(self) -> None:
         at = 0
@@ -73,6 +87,7 @@ class Away:
             size = local(p).numel()
             self.spans.append((at, at + size))
             at += size
+        self.steps = [0] * self.trained
 
     @property
     def elements(self) -> int:
@@ -80,7 +95,7 @@ class Away:
 
     @property
     def moving(self) -> int:
-        """Elements that have moments."""
+        """Elements of the trained parameters, which have moments."""
         return self.spans[self.trained - 1][1] if self.trained else 0
 
     def segments(self, start: int, stop: int) -> list[Segment]:
@@ -96,25 +111,30 @@ class Away:
         low, high = self.spans[index]
         return flat[low:high].view(local(self.params[index]).shape)
 
+    def state_sizes(self, slots: int) -> list[int]:
+        """Elements of the flat master and of each of `slots` moments."""
+        return [self.elements, *[self.moving] * slots]
 
-def is_away(unit: Unit) -> bool:
+
+def is_offloaded(unit: Unit) -> bool:
     return unit.home.optimizer != "device" or unit.home.params != "device"
 
 
-def away_units(model: nn.Module, plan: Plan, groups: dict[str, GatherGroup]) -> list[Away]:
-    """The plan's away units with their parameters, those that are decayed (matrices) before the others."""
+def offloaded_units(model: nn.Module, plan: Plan, groups: dict[str, GatherGroup]) -> list[OffloadedUnit]:
+    """The plan's offloaded units with their parameters and pieces. Matrices, which are decayed, come before the others."""
     found = []
     for unit in plan.units:
-        own = [(n, p) for n, p in model.named_parameters() if is_away(unit) and plan.unit_of(n) is unit]
+        own = [(n, p) for n, p in model.named_parameters() if is_offloaded(unit) and plan.unit_of(n) is unit]
         own.sort(key=lambda pair: (not pair[1].requires_grad, pair[1].ndim < 2))
         if own:
-            sizes = {id(p): size for p, size in groups[unit.name].padded()}
-            trained = sum(p.requires_grad for _, p in own)
-            found.append(Away(unit, [n for n, _ in own], [p for _, p in own], trained, [sizes[id(p)] for _, p in own]))
+            group = groups[unit.name]
+            sizes = {id(p): size for p, size in group.padded()}
+            trained, padded = sum(p.requires_grad for _, p in own), [sizes[id(p)] for _, p in own]
+            found.append(OffloadedUnit(unit.name, unit.home, [n for n, _ in own], [p for _, p in own], trained, padded, group))
     number = 0
-    for away in found:
-        for start, stop in cut(away.moving):
-            away.pieces.append(Piece(away, number, start, stop, away.segments(start, stop)))
+    for offloaded in found:
+        for start, stop in cut(offloaded.moving):
+            offloaded.pieces.append(Piece(offloaded, number, start, stop, offloaded.segments(start, stop)))
             number += 1
     return found
 
@@ -125,7 +145,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
-    """A tensor cut like `p`, of which this rank's part is `part`, wherever that lies."""
+    """A tensor cut like `p`, of which this rank's part is `part`, on any device."""
     return dtensor_like(p, part) if isinstance(p, DTensor) else part
 
 
@@ -138,5 +158,5 @@ def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def gradient_dtype(plan: Plan) -> torch.dtype:
-    """Of the gradients of an away unit."""
+    """Of the gradients of an offloaded unit."""
     return PLAN_DTYPES[plan.away_gradients]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from fullshard.on_torch.offload.events import DONE, Moment
+from fullshard.on_torch.offload.events import DONE, StreamEvent
 
 
 class PendingCopies:
@@ -22,7 +22,7 @@ class PendingCopies:
 
     error: Exception | None
 
-    def __init__(self, moment: Moment = DONE, copies: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
+    def __init__(self, moment: StreamEvent = DONE, copies: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
         self.moment, self.queue, self.parts, self.done = moment, deque(enumerate(copies)), parts, threading.Event()
         self.lock, self.unfinished, self.error = threading.Lock(), len(self.queue), None
         self.copied = [False] * self.unfinished

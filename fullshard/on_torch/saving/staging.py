@@ -20,7 +20,7 @@ from fullshard.checkpoint.manifest import TensorRecord, field_text, shard_name, 
 from fullshard.checkpoint.place import Place
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import decide, gather_integers, gather_results
-from fullshard.on_torch.offload.events import Moment, Stream
+from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.saving import state_tensors
@@ -119,14 +119,14 @@ class Staging:
         if self.overlap:
             return PendingCopies(copies=self.image.copies(cast(list[Tensor], sources)), parts=self.image.group_bytes)
         self.image.fill(sources)
-        return PendingCopies(Moment.here(self.state.device))
+        return PendingCopies(StreamEvent.here(self.state.device))
 
     def _copy_on_side_stream(self, sources: Sequence[ItemSource]) -> PendingCopies:
-        stream = Stream(self.state.device)
-        stream.after(Moment.here(self.state.device))
+        stream = DeviceStream(self.state.device)
+        stream.after(StreamEvent.here(self.state.device))
         with stream:
             self.image.fill(sources)
-            copied = stream.moment()
+            copied = stream.record()
         for source in sources:
             if isinstance(source, Tensor):
                 stream.keep(source)
@@ -245,7 +245,7 @@ class Staging:
 
 def stored_items(state: State) -> dict[str, StoredItem]:
     """The items of a state that are on disk, by name."""
-    found = state.tiers.resting.stored() if state.tiers else {}
+    found = state.tiers.memory.stored() if state.tiers else {}
     return {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
 
 
@@ -258,4 +258,4 @@ def may_overlap(state: State) -> bool:
     if state.optimizer is None:
         return False
     away = state.tiers.units if state.tiers else []
-    return not away or (state.device.type == "cuda" and all(a.unit.home.optimizer != "device" for a in away))
+    return not away or (state.device.type == "cuda" and all(a.home.optimizer != "device" for a in away))

@@ -27,7 +27,7 @@ EXISTING = -1  # the number of all tensors that existed before the trace
 class RawSection:
     """The allocations and kernels between one phase and the next."""
 
-    moment: Phase
+    phase: Phase
     unit: str
     events: list[RawEvent] = field(default_factory=list)
     ops: list[KernelWork] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
         self.closed = self.in_backward = False
         self.values = MetaValues()
 
-    def mark(self, moment: Phase, unit: str) -> None:
+    def mark(self, phase: Phase, unit: str) -> None:
         """Begin a new section."""
         self.sections.append(RawSection(phase, unit))
 

@@ -9,7 +9,7 @@ from fullshard.plan import Plan
 from fullshard.planner.memory.allocator import GRAIN, replay
 from fullshard.planner.memory.replay import Replay
 from fullshard.planner.memory.tape import PeakGauge, Tape, Term
-from fullshard.planner.step.offload_bytes import SHARE, Away, slots_of
+from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
 
@@ -176,11 +176,11 @@ def _moment(operations: tuple[Operation, ...], index: int) -> str:
 def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[str, int]]:
     """Bytes that stay between steps, by tier and kind."""
     units = unit_sizes(plan, description)
-    away = Away(plan, units, slots)
+    away = OffloadBytes(plan, units, slots)
     found: dict[str, dict[str, int]] = {}
     for sizes in units.values():
-        shard = away.apart(sizes) if sizes.away else sum(sizes.shards) * away.master
-        state = away.resting(sizes) if sizes.away else slots * sizes.moving * away.master
+        shard = away.shard_of(sizes) if sizes.away else sum(sizes.shards) * away.master
+        state = away.state_of(sizes) if sizes.away else slots * sizes.moving * away.master
         for kind, place, nbytes in (
             ("params", sizes.home.params, shard),
             ("optimizer", sizes.home.optimizer, state),

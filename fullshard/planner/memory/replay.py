@@ -10,8 +10,8 @@ from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, WORKSPACES
 from fullshard.plan import Place, Plan
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.memory.tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
-from fullshard.planner.step.offload_bytes import SHARE, Away, Waiting
-from fullshard.planner.step.saved_activations import Spilled
+from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
+from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
@@ -22,9 +22,9 @@ class Replay:
     def __init__(self, plan: Plan, description: Description, slots: int, *, clip: bool = True, cpu_share: float = SHARE):
         self.plan, self.tape, self.slots = plan, Tape(), slots
         self.units = unit_sizes(plan, description)
-        self.away = Away(plan, self.units, slots, clip=clip, cpu_share=cpu_share)
-        self.waiting = Waiting(self.away)
-        self.spilled: Spilled[Term] = Spilled()  # activations off the device
+        self.away = OffloadBytes(plan, self.units, slots, clip=clip, cpu_share=cpu_share)
+        self.waiting = WaitingGradients(self.away)
+        self.spilled: SpilledBytes[Term] = SpilledBytes()  # activations off the device
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
@@ -58,7 +58,7 @@ class Replay:
                 for p, n in zip(sizes.parameters, sizes.shards, strict=True):
                     self._add("rest", f"param:{p.name}", n * (self.compute if sizes.away else self.master), "params")
             if sizes.away and unit.home.optimizer == "device":  # master and moments, apart from the shard's memory
-                self._add("rest", f"state:{unit.name}", self.away.resting(sizes), "optimizer")
+                self._add("rest", f"state:{unit.name}", self.away.state_of(sizes), "optimizer")
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:

@@ -12,7 +12,7 @@ from fullshard.plan import Plan
 from fullshard.planner.estimate import Estimate, available, cores_share, estimate, host_available
 from fullshard.planner.memory.peak import PeakBytes, peak_bytes, predict
 from fullshard.planner.search.space import PlanRequest
-from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.timeline import timeline
 
@@ -48,7 +48,7 @@ class FullModel:
             return self.peak(plan)
         r = self.request
         share = cores_share(plan, r.cluster, r.optimizer)
-        away = Away(plan, unit_sizes(plan, r.description), slots_of(r.optimizer), clip=r.clip, cpu_share=share)
+        away = OffloadBytes(plan, unit_sizes(plan, r.description), slots_of(r.optimizer), clip=r.clip, cpu_share=share)
         staging = sum(away.staging())
         return PeakBytes(before.device + staging - before.staging, away.host(before.host.get("activations", 0)), staging)
 

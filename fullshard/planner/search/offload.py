@@ -14,7 +14,7 @@ from fullshard.planner.estimate import disk_available, host_available
 from fullshard.planner.memory.peak import PeakBytes
 from fullshard.planner.search.full_model import FullModel, FullResult
 from fullshard.planner.search.reduced_model import ReducedModel
-from fullshard.planner.step.saved_activations import VISITS
+from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
 from fullshard.planner.time.step_lanes import Timeline
 
 LEVELS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
@@ -246,9 +246,11 @@ def _activations_to_disk(plan: Plan, held: int, shortage: int) -> tuple[Plan, in
     """The plan with activations of the first units on disk, and the bytes still missing. `held`: bytes on the host."""
     there = [u.name for u in plan.units if u.home.activations == "host"]
     each = held // max(len(there), 1)
-    count = min(len(there), -(-shortage // each) + VISITS) if each else 0  # VISITS of them pass the host at any time
+    count = (
+        min(len(there), -(-shortage // each) + UNITS_IN_TRANSIT) if each else 0
+    )  # UNITS_IN_TRANSIT of them pass the host at any time
     units = (replace(u, home=replace(u.home, activations="disk")) if u.name in there[:count] else u for u in plan.units)
-    return replace(plan, units=tuple(units)), shortage - each * max(count - VISITS, 0)
+    return replace(plan, units=tuple(units)), shortage - each * max(count - UNITS_IN_TRANSIT, 0)
 
 
 def _units_to_disk(plan: Plan, description: Description, held: int, kind: str, shortage: int) -> tuple[Plan, int]:

@@ -1,29 +1,51 @@
-"""What rests away from the device, in bytes: pieces of the update and who does them, arenas, staging, files.
+"""Bytes of offloaded units: pieces of the update and their lanes, pinned memory, device staging, files.
 
-An away unit's shard, which is gathered from, is in the compute dtype; its master and moments lie in its home; its
-gradient is one flat buffer in the dtype it was reduced in. (on_torch/offload/units.py) A shard in host memory may be half of the
-master there, and then takes no memory of its own. (on_torch/offload/stores/packed.py)
+Engine and planner both take their sizes from here. The shard of an offloaded unit, which is gathered from, is in the compute
+dtype. Its master and moments lie in the home of its optimizer state. Its gradient is one flat buffer in the dtype of the
+reduction. A shard in host memory may lie in half of the master's memory, and then takes none of its own (`Plan.pairs`).
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.plan import Place, Plan
+from fullshard.plan import Home, Place, Plan
 from fullshard.planner.step.unit_sizes import UnitSizes, item
-from fullshard.update_pieces import DISK_SLOTS, READ_SLOTS, TRAYS, WRITE_SLOTS, Lane, cut, deal, filed
+from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, shard_file_bytes
 
-SHARE = 0.5  # of the pieces that the CPU updates, where nobody knows the cluster
+SHARE = 0.5  # of the pieces that the CPU updates, if the cluster is unknown
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a unit's update; `home` is where its state rests."""
+class UnitElements:
+    """One offloaded unit of a rank, in elements."""
+
+    name: str
+    home: Home
+    elements: int  # of its parameters
+    moving: int  # of its trained parameters, which have moments
+    padded: int  # of the memory that FSDP gathers from
+
+
+@dataclass(frozen=True)
+class PieceSize:
+    """A piece of a unit's update; `home` is that of its state."""
 
     unit: str
     elements: int
     lane: Lane
     home: Place
+
+
+@dataclass(frozen=True)
+class StagingLayout:
+    """Device memory of the GPU lane: slots that state is streamed through, and a workspace to update one piece in."""
+
+    slots: int
+    low_halves: bool  # of masters, only the low 16 bits pass the slots
+    master: bool  # the workspace holds a master that was packed
+    params: bool  # the workspace holds parameters: pieces come packed without them, or send them to the host
 
 
 def slots_of(optimizer: Optimizer) -> int:
@@ -34,34 +56,51 @@ def slots_of(optimizer: Optimizer) -> int:
 
 
 def waits_for_norm(plan: Plan, clip: bool) -> bool:
-    """Whether updates wait for all gradients: to clip them, or to see that none is infinite."""
+    """True if updates wait for all gradients: to clip them, or to see that none is infinite."""
     return clip or plan.precision.compute == "fp16"
 
 
-def pieces(groups: dict[str, UnitSizes], cpu_share: float) -> list[Piece]:
-    """All pieces of all away units in the order of forward; state that is on the device anyway is never the CPU's."""
-    every = [(g, stop - start) for g in groups.values() if g.away for start, stop in cut(g.moving)]
+def cut_units(units: Iterable[UnitElements], cpu_share: float) -> list[PieceSize]:
+    """All pieces of all offloaded units, in forward order. The CPU never updates state on the device."""
+    every = [(u, stop - start) for u in units for start, stop in cut(u.moving)]
     dealt = zip(every, deal(len(every), cpu_share), strict=True)
-    return [Piece(g.name, n, "gpu" if g.home.optimizer == "device" else lane, g.home.optimizer) for (g, n), lane in dealt]
+    return [PieceSize(u.name, n, "gpu" if u.home.optimizer == "device" else lane, u.home.optimizer) for (u, n), lane in dealt]
 
 
-def staying(plan: Plan, groups: dict[str, UnitSizes], cut_up: list[Piece], clip: bool) -> set[str]:
-    """Units whose gradient stays on the device until their update: all, but for those that the CPU alone updates, whose
+def pieces(groups: dict[str, UnitSizes], cpu_share: float) -> list[PieceSize]:
+    """`cut_units` of the units of a plan."""
+    return cut_units(offloaded(groups), cpu_share)
+
+
+def offloaded(groups: dict[str, UnitSizes]) -> list[UnitElements]:
+    every = ((g, sum(g.shards)) for g in groups.values() if g.away)
+    return [UnitElements(g.name, g.home, n, g.moving, n) for g, n in every]
+
+
+def pcie_traffic(plan: Plan, slots: int) -> tuple[int, int]:
+    """Bytes an element over PCIe: of state, each way, if the GPU updates it; of gradient and new parameter if the CPU does."""
+    p = plan.precision
+    state = (1 + slots) * item(p.master)
+    return state - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units), item(plan.away_gradients) + item(p.compute)
+
+
+def staying(plan: Plan, groups: dict[str, UnitSizes], cut_up: list[PieceSize], clip: bool) -> set[str]:
+    """Units whose gradient stays on the device until their update: all, except those that the CPU alone updates. Their
     gradients wait for the norm in host memory."""
     by_cores = {p.unit for p in cut_up} - {p.unit for p in cut_up if p.lane == "gpu"}
     return set(groups) - (by_cores if waits_for_norm(plan, clip) else set())
 
 
-class Waiting:
-    """Units whose gradients wait on the device, as they come; not more than the plan's backlog, but for one that is larger
-    than that. (on_torch/offload/updates/gradient_limit.py)"""
+class WaitingGradients:
+    """Units whose gradients wait on the device for their update. They have at most as many pieces as the plan's backlog; a
+    unit that is larger than that waits alone. (on_torch/offload/updates/gradient_limit.py)"""
 
-    def __init__(self, away: "Away"):
-        self.limit, self.pieces = away.backlog, Counter(p.unit for p in away.pieces)
+    def __init__(self, sizes: "OffloadBytes"):
+        self.limit, self.pieces = sizes.backlog, Counter(p.unit for p in sizes.pieces)
         self.units: list[str] = []
 
     def add(self, unit: str) -> list[str]:
-        """The units that must be gone before backward goes on after this one, the oldest first."""
+        """Add a unit; return those whose updates must be done before backward goes on, the oldest first."""
         self.units.append(unit)
         gone = 0
         while self.limit is not None and sum(self.pieces[u] for u in self.units[gone:]) > self.limit:
@@ -72,126 +111,193 @@ class Waiting:
         return waited
 
     def drop(self, unit: str) -> None:
-        """Its update is known to be done."""
+        """The unit's update is done."""
         if unit in self.units:
             self.units.remove(unit)
 
 
-class Away:
-    """The bytes of a plan's away units on one rank. `cpu_share`: where the plan leaves it open."""
+class OffloadSizes:
+    """Sizes of the pinned memory and the device staging of one rank's offloaded units."""
 
-    def __init__(self, plan: Plan, groups: dict[str, UnitSizes], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
-        self.plan, self.groups, self.slots, self.clip = plan, groups, slots, clip
+    def __init__(self, plan: Plan, units: Sequence[UnitElements], slots: int, cpu_share: float):
+        self.plan, self.offloaded, self.slots = plan, {u.name: u for u in units}, slots
         p = plan.precision
         self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.away_gradients)
-        self.pieces = pieces(groups, cpu_share if plan.cpu_share is None else plan.cpu_share)
-        self.late = waits_for_norm(plan, clip)
-        self.staying = staying(plan, groups, self.pieces, clip)
-
-    @property
-    def backlog(self) -> int | None:
-        """Pieces whose gradients may wait beside the unit at hand; where updates wait for the norm, all of them do."""
-        return None if self.late else self.plan.backlog
-
-    @property
-    def by_need(self) -> bool:
-        """Whether, of the pieces that have their gradients, those are updated first that the next forward needs first; else
-        as they came. (on_torch/offload/tiered_optimizer.py)"""
-        return not (self.late or self.plan.backlog or self._on_disk())
-
-    def __bool__(self) -> bool:
-        return any(g.away or g.home.activations != "device" for g in self.groups.values())
+        self.pieces = cut_units(units, cpu_share)
 
     @property
     def state(self) -> int:
         """Bytes of master and moments, an element."""
         return (1 + self.slots) * self.master
 
-    def resting(self, group: UnitSizes) -> int:
-        """Bytes of an away unit's master and moments; what is frozen has no moments."""
-        return self.master * (sum(group.shards) + self.slots * group.moving)
-
     @property
     def largest(self) -> int:
-        """Elements of the largest piece: what every slot of staging is made for."""
+        """Elements of the largest piece, the size of every staging buffer."""
         return max((p.elements for p in self.pieces), default=0)
 
+    @property
+    def in_turn(self) -> bool:
+        """True if pieces are updated in the order of backward, as they come from a file or make room for the next. Else
+        the pieces that the next forward needs first are updated first."""
+        return self.plan.backlog is not None or self.state_on_disk
+
+    @property
+    def state_on_disk(self) -> bool:
+        return any(u.home.optimizer == "disk" for u in self.offloaded.values())
+
+    def home(self, piece: PieceSize) -> Home:
+        return self.offloaded[piece.unit].home
+
+    def packed(self, piece: PieceSize) -> bool:
+        """True if only the low 16 bits of the piece's masters are stored. Where the parameters are on the device, the CPU
+        updates its pieces wide."""
+        home = self.home(piece)
+        return self.plan.packs(home, self.slots) and (piece.lane == "gpu" or home.params == "host")
+
+    def paired(self, piece: PieceSize) -> bool:
+        """True if the piece's parameters lie in the half of the masters' memory that packing frees."""
+        return self.plan.pairs(self.home(piece), self.slots)
+
+    # -- device --------------------------------------------------------------------------------------------
+
+    def staging_layout(self) -> StagingLayout:
+        streamed = [p for p in self.pieces if p.lane == "gpu"]
+        slots = min(self.plan.staging, len(streamed))
+        return StagingLayout(
+            min(slots, DISK_SLOTS) if self.state_on_disk else slots,  # a device slot holds one buffer of the file
+            all(self.streamed(p) < self.state for p in streamed) and bool(streamed),
+            any(self.packed(p) for p in streamed),
+            any(self.streamed(p) < self.state or self.emitted(p) for p in streamed),
+        )
+
     def staging(self) -> list[int]:
-        """Bytes of each device slot: those that state is streamed through; the bench that it is updated on, with the gradient
-        in the master dtype, the master where pieces come packed, and the parameters where they do so without them, or go on
-        to the host."""
-        streamed = sum(p.lane == "gpu" for p in self.pieces)
-        files = DISK_SLOTS if self._on_disk() else streamed  # a slot holds one of the file's
-        slots = min(self.plan.staging, streamed, files)
-        bench = [self._bench()] if slots else []
-        slot = max((self.streamed(p) for p in self.pieces if p.lane == "gpu"), default=0)
-        return [self.largest * nbytes for nbytes in [slot] * slots + bench]
+        """Bytes of each slot, then of the workspace: the gradient in the master dtype, and what `StagingLayout` names."""
+        found = self.staging_layout()
+        streamed = [p for p in self.pieces if p.lane == "gpu"]
+        slot = max((self.streamed(p) for p in streamed), default=0)
+        workspace = self.master * (1 + found.master) + self.compute * found.params
+        return [self.largest * nbytes for nbytes in [slot] * found.slots + [workspace] * bool(found.slots)]
 
-    def streamed(self, piece: Piece) -> int:
-        """Bytes of state, an element, that pass the device and come back; of a pair, parameters among them."""
-        return self.state - self.plan.bytes_in_parameter(self.groups[piece.unit].home, self.slots)
+    def streamed(self, piece: PieceSize) -> int:
+        """Bytes of state, an element, that go to the device and come back; of a pair, parameters among them."""
+        return self.state - self.plan.bytes_in_parameter(self.home(piece), self.slots)
 
-    def emitted(self, piece: Piece) -> int:
+    def emitted(self, piece: PieceSize) -> int:
         """Bytes of new parameters, an element, that leave the device beside the state."""
-        home = self.groups[piece.unit].home
+        home = self.home(piece)
         return 0 if home.params == "device" or self.plan.pairs(home, self.slots) else self.compute
 
-    def apart(self, group: UnitSizes) -> int:
-        """Bytes of a shard away from the device, in memory of its own: all of it, but where it is half of the master, only
-        what is frozen."""
-        return self.compute * (sum(group.shards) - group.moving * self.plan.pairs(group.home, self.slots))
+    # -- host ----------------------------------------------------------------------------------------------
 
-    def _bench(self) -> int:
-        """Bytes of the memory that pieces are updated in, an element."""
-        streamed = [p for p in self.pieces if p.lane == "gpu"]
-        packed = any(self.plan.packs(self.groups[p.unit].home, self.slots) for p in streamed)
-        rounded = any(self.streamed(p) < self.state or self.emitted(p) for p in streamed)
-        return self.master * (1 + packed) + self.compute * rounded
+    def arena(self) -> dict[str, list[int]]:
+        """Bytes of each tensor in pinned memory, by term; without gradients that wait for the norm."""
+        every = self.offloaded.values()
+        return {
+            "optimizer": [n for u in every if u.home.optimizer == "host" for n in self.state_bytes(u)],
+            "params": [self.shard_bytes(u) for u in every if u.home.params == "host"],
+            "staging": [*self._gradient_buffers(), *self._state_buffers(), *self._shard_buffers()],
+        }
 
-    def _on_disk(self) -> bool:
-        return any(p.home == "disk" for p in self.pieces)
+    def state_bytes(self, unit: UnitElements) -> list[int]:
+        """Of master and each moment. Frozen parameters have no moments."""
+        return [n * self.master for n in (unit.elements, *[unit.moving] * self.slots)]
+
+    def shard_elements(self, unit: UnitElements) -> int:
+        """Elements of a shard in memory of its own. Of a pair, that is what is frozen: the rest lies with the masters."""
+        return unit.elements - unit.moving if self.plan.pairs(unit.home, self.slots) else unit.padded
+
+    def shard_bytes(self, unit: UnitElements) -> int:
+        return self.compute * self.shard_elements(unit)
+
+    def waiting_gradients(self) -> list[int]:
+        """Bytes of each of the CPU's gradients, where they wait for the norm in host memory."""
+        return [p.elements * self.gradient for p in self.pieces if p.lane == "cpu"]
+
+    def file_bytes(self) -> list[int]:
+        """Bytes in the file of each unit whose parameters are on disk."""
+        on_disk = [u for u in self.offloaded.values() if u.home.params == "disk"]
+        return [shard_file_bytes(u.elements, u.moving, self.compute) for u in on_disk]
+
+    @property
+    def cpu_buffers(self) -> int:
+        """Pinned buffers of the CPU lane."""
+        return min(CPU_BUFFERS, sum(p.lane == "cpu" for p in self.pieces))
+
+    @property
+    def cpu_sends(self) -> bool:
+        """True if the CPU lane sends new parameters to the device."""
+        return any(p.lane == "cpu" and self.home(p).params == "device" for p in self.pieces)
+
+    def _gradient_buffers(self) -> list[int]:
+        """Of the CPU lane: gradients, and parameters to be sent."""
+        each = [self.gradient, self.compute] if self.cpu_sends else [self.gradient]
+        return [self.largest * nbytes for nbytes in each for _ in range(self.cpu_buffers)]
+
+    def _state_buffers(self) -> list[int]:
+        """Between disk and device: master and moments of a piece."""
+        return [self.largest * self.master] * DISK_SLOTS * (1 + self.slots) if self.state_on_disk else []
+
+    def _shard_buffers(self) -> list[int]:
+        """Between disk and device: a unit's shard, and a piece's new parameters."""
+        shards = self.file_bytes()
+        return [max(shards)] * READ_SLOTS + [self.largest * self.compute] * WRITE_SLOTS if shards else []
+
+
+class OffloadBytes(OffloadSizes):
+    """What the offloaded units of a plan take and move, for the planner. `cpu_share`: if the plan does not say."""
+
+    def __init__(self, plan: Plan, groups: dict[str, UnitSizes], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
+        super().__init__(plan, offloaded(groups), slots, cpu_share if plan.cpu_share is None else plan.cpu_share)
+        self.groups, self.clip = groups, clip
+        self.late = waits_for_norm(plan, clip)
+        self.staying = staying(plan, groups, self.pieces, clip)
+
+    def __bool__(self) -> bool:
+        return any(g.away or g.home.activations != "device" for g in self.groups.values())
+
+    @property
+    def backlog(self) -> int | None:
+        """Pieces whose gradients may wait beside the unit at hand. If updates wait for the norm, all of them wait."""
+        return None if self.late else self.plan.backlog
+
+    @property
+    def by_need(self) -> bool:
+        """True if, of the pieces that have their gradients, those are updated first that the next forward needs first."""
+        return not (self.late or self.in_turn)
+
+    def state_of(self, group: UnitSizes) -> int:
+        """Bytes of an offloaded unit's master and moments."""
+        return sum(self.state_bytes(self.offloaded[group.name]))
+
+    def shard_of(self, group: UnitSizes) -> int:
+        """Bytes of an offloaded unit's shard, in memory of its own."""
+        return self.shard_bytes(self.offloaded[group.name])
 
     def host(self, activations: int = 0) -> dict[str, int]:
         """Pinned bytes by term. `activations`: those that are there at once."""
+        arena = {term: sum(sizes) for term, sizes in self.arena().items()}
         terms = {
-            "optimizer": self._states("host"),
-            "params": sum(self.apart(g) for g in self.groups.values() if g.home.params == "host"),
-            "gradients": self.gradient * sum(p.elements for p in self.pieces if p.lane == "cpu") if self.late else 0,
+            "optimizer": arena["optimizer"],
+            "params": arena["params"],
+            "gradients": sum(self.waiting_gradients()) if self.late else 0,
             "activations": activations,
-            "staging": self._host_staging(),
+            "staging": arena["staging"],
         }
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def disk(self, activations: int = 0) -> dict[str, int]:
         """Bytes of files by term. `activations`: those that are there at once."""
-        terms = {"optimizer": self._states("disk"), "params": sum(self._filed()), "activations": activations}
+        state = sum(sum(self.state_bytes(u)) for u in self.offloaded.values() if u.home.optimizer == "disk")
+        terms = {"optimizer": state, "params": sum(self.file_bytes()), "activations": activations}
         return {term: nbytes for term, nbytes in terms.items() if nbytes}
 
     def disk_traffic(self) -> tuple[int, int]:
-        """Bytes of a step from disk and to it: state once each way, a shard once a gather and once an update."""
+        """Bytes that a step reads from disk and writes to it: state once each way, a shard once a gather and once an update."""
         state = sum(self.state * g.moving for g in self.groups.values() if g.home.optimizer == "disk")
         on_disk = [g for g in self.groups.values() if g.home.params == "disk"]
-        read = sum(self._gathers(g) * nbytes for g, nbytes in zip(on_disk, self._filed(), strict=True))
+        read = sum(self._gathers(g) * nbytes for g, nbytes in zip(on_disk, self.file_bytes(), strict=True))
         return state + read, state + sum(g.moving * self.compute for g in on_disk)
 
     def _gathers(self, group: UnitSizes) -> int:
-        """Of a step: for forward, and for backward where nothing was kept."""
+        """Of a step: for forward, and for backward unless the unit stays gathered."""
         return 1 if group.keeps else self.plan.batch.accumulate * (2 if group.reshard is True else 1)
-
-    def _states(self, place: Place) -> int:
-        return sum(self.resting(g) for g in self.groups.values() if g.home.optimizer == place)
-
-    def _filed(self) -> list[int]:
-        """Of each unit whose shard rests on disk, its bytes there."""
-        on_disk = [g for g in self.groups.values() if g.home.params == "disk"]
-        return [filed(sum(g.shards), g.moving, self.compute) for g in on_disk]
-
-    def _host_staging(self) -> int:
-        """Gradients down and parameters up, of the CPU's pieces; state and shards between disk and device."""
-        by_cores = [p for p in self.pieces if p.lane == "cpu"]
-        sends = any(self.groups[p.unit].home.params == "device" for p in by_cores)
-        cores = min(TRAYS, len(by_cores)) * (self.gradient + self.compute * sends)
-        files = DISK_SLOTS * self.state if self._on_disk() else 0
-        shards = self._filed()
-        new = WRITE_SLOTS * self.compute if shards else 0
-        return (cores + files + new) * self.largest + READ_SLOTS * max(shards, default=0)

@@ -1,6 +1,7 @@
-"""Which tensors a unit's forward leaves behind for its backward: what moves when activations rest away.
+"""The tensors that a unit's forward saves for its backward: what moves when activations leave the device.
 
-As the engine does it (on_torch/offload/activations/hooks.py): small tensors stay, and so does what backward wants back at once.
+The engine (on_torch/offload/activations/hooks.py) follows the same rules: small tensors stay, and so do those that backward
+needs at once.
 """
 
 from collections.abc import Mapping
@@ -11,15 +12,15 @@ from typing import Generic, TypeVar
 from fullshard.plan import Place, Plan
 from fullshard.planner.step.phases import PhaseSections, owner
 
-SMALL = 1 << 20  # bytes: less is not worth a copy
-VISITS = 2  # units whose activations pass the host at once on their way to disk and back
+SMALL = 1 << 20  # bytes: smaller tensors stay on a GPU, as a copy does not pay
+UNITS_IN_TRANSIT = 2  # units whose activations are in host memory at once, between device and disk
 
-Kind = TypeVar("Kind")
+Payload = TypeVar("Payload")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor by the name that replays know it by, and its bytes."""
+    """A saved tensor: its name in replays, and its bytes."""
 
     owner: str
     tensor: str
@@ -29,7 +30,7 @@ class Saved:
 def saved_tensors(
     moments: PhaseSections, near: dict[str, tuple[str, str]], rows: int, tokens: int
 ) -> dict[str, tuple[Saved, ...]]:
-    """By unit: its own tensors and its input, as far as they are still there when the next unit's forward is done."""
+    """By unit: its own tensors and its input, if they are still alive after the next unit's forward."""
     alive: dict[tuple[str, str], int] = {}
     inside: dict[str, list[str]] = {}  # tensors that a unit's own forward made
     found: dict[str, tuple[Saved, ...]] = {}
@@ -60,37 +61,36 @@ def _kept(unit: str, before: str, made: list[str], alive: dict[tuple[str, str], 
 
 
 def leads(plan: Plan, row: list[str]) -> dict[str, int]:
-    """The units whose activations leave, and for how many units a copy may take: as many as lie before the next of
-    them. `row`: all units in the order of forward. The last of all, or the last but one, stays."""
-    away = {u.name for u in plan.units if u.home.activations != "device"}
-    places = [i for i, name in enumerate(row) if name in away]
+    """The units whose activations leave the device, and the number of units that a copy may take: those before the next unit
+    that spills. `row`: all units in forward order. The last unit, or the last but one, stays: backward needs it at once."""
+    chosen = {u.name for u in plan.units if u.home.activations != "device"}
+    places = [i for i, name in enumerate(row) if name in chosen]
     found = [after - place for place, after in pairwise(places)]
     if places and len(row) - places[-1] > 2:
         found.append(found[-1] if found else 1)
     return {row[place]: lead for place, lead in zip(places, found, strict=False)}
 
 
-class Spilled(Generic[Kind]):
-    """Activations that have left the device: how many bytes lie where at most. Those on disk pass the host, a few units' at
-    a time."""
+class SpilledBytes(Generic[Payload]):
+    """Peak bytes of spilled activations, by place. Those on disk pass the host, a few units at a time."""
 
     def __init__(self) -> None:
-        self.there: dict[tuple[str, str], tuple[int, Kind, Place]] = {}
+        self.there: dict[tuple[str, str], tuple[int, Payload, Place]] = {}
         self.now: dict[Place, int] = {"host": 0, "disk": 0}
         self.most: dict[Place, int] = {"host": 0, "disk": 0}
-        self.filed: dict[str, int] = {}  # by unit
+        self.on_disk: dict[str, int] = {}  # bytes by unit
 
-    def add(self, unit: str, place: Place, gone: Mapping[tuple[str, str], tuple[int, Kind]]) -> None:
-        """What a unit has saved."""
+    def add(self, unit: str, place: Place, gone: Mapping[tuple[str, str], tuple[int, Payload]]) -> None:
+        """A unit's tensors have left the device."""
         for key, (nbytes, kind) in gone.items():
             self.there[key] = (nbytes, kind, place)
             self.now[place] += nbytes
         self.most[place] = max(self.most[place], self.now[place])
         if place == "disk":
-            self.filed[unit] = sum(nbytes for nbytes, _ in gone.values())
+            self.on_disk[unit] = sum(nbytes for nbytes, _ in gone.values())
 
-    def pop(self, key: tuple[str, str]) -> tuple[int, Kind] | None:
-        """What lay there under that name, no longer there."""
+    def pop(self, key: tuple[str, str]) -> tuple[int, Payload] | None:
+        """Remove and return a tensor; None if it is on the device."""
         found = self.there.pop(key, None)
         if found is None:
             return None
@@ -99,5 +99,5 @@ class Spilled(Generic[Kind]):
 
     @property
     def host(self) -> int:
-        """Bytes of the host, at most."""
-        return self.most["host"] + min(VISITS, len(self.filed)) * max(self.filed.values(), default=0)
+        """Peak bytes of host memory."""
+        return self.most["host"] + min(UNITS_IN_TRANSIT, len(self.on_disk)) * max(self.on_disk.values(), default=0)

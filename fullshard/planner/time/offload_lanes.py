@@ -12,10 +12,9 @@ from typing import Literal
 
 from fullshard.cluster.cluster import Cluster
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, Piece
-from fullshard.planner.step.saved_activations import VISITS
-from fullshard.planner.step.unit_sizes import item
-from fullshard.update_pieces import DISK_SLOTS, READ_SLOTS, TRAYS, balanced
+from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic
+from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
+from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced
 
 TransferLane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 TRANSFER_LANES: tuple[TransferLane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
@@ -26,9 +25,8 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
     both, cores = rates(cluster, slots, at_once=True)
-    p, gradient = plan.precision, item(plan.away_gradients)
-    streamed = (1 + slots) * item(p.master) - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units)
-    return balanced(2 * streamed / both, cores, (gradient + item(p.compute)) / both)
+    streamed, sent = pcie_traffic(plan, slots)
+    return balanced(2 * streamed / both, cores, sent / both)
 
 
 def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
@@ -96,7 +94,7 @@ class SlotPool:
 class Transfers:
     """Transfers between device, host and disk, and the updates of offloaded units."""
 
-    def __init__(self, cluster: Cluster, away: Away):
+    def __init__(self, cluster: Cluster, away: OffloadBytes):
         self.away = away
         self.gpu = cluster.device.kind != "cpu"
         self.lanes = {lane: Calendar() for lane in TRANSFER_LANES}
@@ -113,13 +111,13 @@ class Transfers:
         self.disk_pieces_done, self.disk_pieces = 0, sum(p.home == "disk" for p in away.pieces)  # in this step so far, and in all
         self.kernel = (2 * away.state + away.gradient + away.compute) / cluster.of("hbm")
         self.staging = SlotPool.of(None if away.by_need else away.plan.staging)
-        self.disk_slots, self.gradient_slots = SlotPool.of(DISK_SLOTS), SlotPool.of(None if away.by_need else TRAYS)
+        self.disk_slots, self.gradient_slots = SlotPool.of(DISK_SLOTS), SlotPool.of(None if away.by_need else CPU_BUFFERS)
         self.shard_slots = SlotPool.of(READ_SLOTS)
-        self.activation_slots = SlotPool.of(VISITS)  # activations on their way to disk, by unit
+        self.activation_slots = SlotPool.of(UNITS_IN_TRANSIT)  # activations on their way to disk, by unit
         self.began = 0.0  # state may be fetched ahead from here: the first backward if updates wait for the norm, else the last
         self.drained: dict[str, float] = {}  # time at which a unit's gradients are on the host
         self.taken: dict[str, float] = {}  # time at which a unit's gradient on the device is no longer needed
-        self.of_unit: dict[str, list[Piece]] = {}
+        self.of_unit: dict[str, list[PieceSize]] = {}
         for piece in away.pieces:
             self.of_unit.setdefault(piece.unit, []).append(piece)
 
@@ -166,13 +164,13 @@ class Transfers:
         self.taken[unit] = ready
         return max((self._in_home(p, self._piece(p, ready)) for p in self.of_unit.get(unit, [])), default=ready)
 
-    def _in_home(self, piece: Piece, updated: float) -> float:
+    def _in_home(self, piece: PieceSize, updated: float) -> float:
         """The time at which a piece's new parameters are in their home."""
         if self.away.groups[piece.unit].home.params != "disk":
             return updated
         return self.place("disk", updated, piece.elements * self.away.compute / self.write)
 
-    def _piece(self, piece: Piece, ready: float) -> float:
+    def _piece(self, piece: PieceSize, ready: float) -> float:
         ahead = self.began if self.away.late else ready  # when its state may be fetched
         if piece.home == "host":
             return self._work(piece, ready, ahead)[0]
@@ -185,14 +183,14 @@ class Transfers:
         self.disk_slots.give(self.place("disk", back, writing * state / self.write))
         return updated
 
-    def _take(self, piece: Piece, when: float) -> None:
+    def _take(self, piece: PieceSize, when: float) -> None:
         self.taken[piece.unit] = max(self.taken[piece.unit], when)
 
-    def _work(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+    def _work(self, piece: PieceSize, ready: float, ahead: float) -> tuple[float, float]:
         """The times at which the parameters are updated, and the state is back on the host."""
         return self._stream(piece, ready, ahead) if piece.lane == "gpu" else self._by_cores(piece, ready)
 
-    def _stream(self, piece: Piece, ready: float, ahead: float) -> tuple[float, float]:
+    def _stream(self, piece: PieceSize, ready: float, ahead: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
         state = away.streamed(piece)
         up = self.place("pcie_up", max(self.staging.take(), ahead), n * state / self.both)
@@ -203,7 +201,7 @@ class Transfers:
         self.staging.give(down)
         return (done if there else down), down
 
-    def _by_cores(self, piece: Piece, ready: float) -> tuple[float, float]:
+    def _by_cores(self, piece: PieceSize, ready: float) -> tuple[float, float]:
         n, away = piece.elements, self.away
         slot_free = self.gradient_slots.take()
         if away.late:

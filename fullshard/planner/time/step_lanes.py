@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fullshard.cluster.cluster import Cluster
 from fullshard.model.costs import Phase
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, Waiting
+from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import UnitSizes, item
@@ -36,12 +36,12 @@ class Timeline:
 class StepLanes:
     """The lanes of one rank. `begin` a step, `run` its operations in order, then `finish`."""
 
-    def __init__(self, plan: Plan, units: dict[str, UnitSizes], cluster: Cluster, away: Away):
+    def __init__(self, plan: Plan, units: dict[str, UnitSizes], cluster: Cluster, away: OffloadBytes):
         self.plan, self.cluster, self.units, self.away = plan, cluster, units, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # time at which a unit's update is done
         self.put_off: dict[str, float] = {}  # units whose update is not placed yet, and when it may begin
-        self.waiting = Waiting(away)  # units whose gradients still wait for their update
+        self.waiting = WaitingGradients(away)  # units whose gradients still wait for their update
         self.arrived: dict[str, float] = {}  # time at which a unit's shard is on the device
         self.returned: dict[str, float] = {}  # time at which its activations are
         self.spilled: dict[str, float] = {}  # time at which its activations are on the host

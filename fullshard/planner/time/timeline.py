@@ -9,7 +9,7 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import Away, slots_of
+from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.phases import phase_sections
 from fullshard.planner.step.schedule import chunks, costs_of, schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
@@ -46,7 +46,7 @@ def timeline(
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     units = unit_sizes(plan, description)
-    away = Away(plan, units, slots, clip=clip, cpu_share=share)
+    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
     operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]

@@ -1,7 +1,7 @@
-"""Activations in a file: host memory that they pass in little, and a file behind it that grows in the first forward.
+"""Activations in a file, with a little host memory before it. The file grows in the first forward.
 
-What has reached the host is written, and its memory is free when it is; before backward wants it, it is read back into
-such memory. Knows bytes and when they are there, not whose they are.
+Bytes that have reached the host are written, and then their memory is free. They are read back before backward needs them.
+Knows bytes and events, not modules.
 """
 
 from collections import deque
@@ -13,142 +13,142 @@ import torch
 from torch import Tensor
 
 from fullshard.direct_io import ALIGNMENT, aligned_size
-from fullshard.on_torch.offload.activations.host_pool import Holes, Slot, Slots
-from fullshard.storage.disk import Spool
+from fullshard.on_torch.offload.activations.host_pool import FreeRanges, HostBlock, HostPool
+from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
+from fullshard.storage.disk import DiskFile
 from fullshard.storage.host import bytes_of
 
-GROWTH = 64 << 20  # bytes that the file grows by, at least
-VISITS = 2  # forwards of a module whose bytes may be in host memory at once
-BEHIND = 4  # threads that wait for a GPU
+GROWTH = 64 << 20  # bytes: the file grows by at least so many
+WAITING_THREADS = 4  # that wait for copies of a GPU
 
 
-class Filed:
-    """The place of some bytes in the file, and in host memory while they pass it."""
+class FileRange:
+    """Bytes in the file, and their block of host memory before they are written and after they are read."""
 
-    __slots__ = ("nbytes", "read", "slot", "start", "written")
+    __slots__ = ("block", "nbytes", "read", "start", "written")
 
-    def __init__(self, nbytes: int, start: int, slot: Slot):
+    def __init__(self, nbytes: int, start: int, block: HostBlock):
         self.nbytes, self.start = nbytes, start
-        self.slot: Slot | None = slot
+        self.block: HostBlock | None = block
         self.written: Future[None] | None = None
         self.read: Future[None] | None = None
 
     @property
     def bytes(self) -> Tensor:
         """In host memory."""
-        assert self.slot is not None
-        return self.slot.bytes[: self.nbytes]
+        assert self.block is not None
+        return self.block.bytes[: self.nbytes]
 
     @property
-    def at_rest(self) -> bool:
-        """Whether no request for its place in the file is under way."""
+    def idle(self) -> bool:
+        """True if no read or write of this range is under way."""
         return all(request is None or request.done() for request in (self.written, self.read))
 
 
-class FiledActivations:
-    """The file of one rank. `written` and `read` count the bytes since the start; `passing` says how many are in host
-    memory, `most` how many were there at once."""
+class ActivationFile:
+    """The file of one rank. `written` and `read` count bytes since the start. `passing` are the bytes in host memory now,
+    `most` those that were there at once."""
 
     def __init__(self, directory: str | Path, *, pinned: bool):
-        self.spool = Spool(directory, "activations", ALIGNMENT)
-        self.holes = Holes(self.spool.nbytes)
-        self.slots = Slots(pinned, paged=True)
+        self.file = DiskFile(directory, "activations", ALIGNMENT)
+        self.ranges = FreeRanges(self.file.nbytes)
+        self.pool = HostPool(pinned, paged=True)
         self.limit = self.passing = self.most = 0
-        self.leaving: deque[tuple[Slot, Future[None]]] = deque()  # memory, and what it is free after
-        self.forgotten: deque[Filed] = deque()
-        self.behind = ThreadPoolExecutor(BEHIND, "activations")
+        self.leaving: deque[tuple[HostBlock, Future[None]]] = deque()  # memory, and the request after which it is free
+        self.forgotten: deque[FileRange] = deque()
+        self.waiters = ThreadPoolExecutor(WAITING_THREADS, "activations")
         self.written = self.read = 0
 
-    def visited(self, filed: Iterable[Filed]) -> None:
-        """A module's forward has sent these here."""
-        self.limit = max(self.limit, VISITS * sum(aligned_size(f.nbytes) for f in filed))
+    def visited(self, places: Iterable[FileRange]) -> None:
+        """A module's forward has written these: the limit of host memory follows the largest."""
+        self.limit = max(self.limit, UNITS_IN_TRANSIT * sum(aligned_size(p.nbytes) for p in places))
 
     # -- out ---------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> Filed:
-        """A place in the file, and memory to fill before it is written."""
-        return Filed(nbytes, self._place(aligned_size(nbytes)), self._memory(aligned_size(nbytes)))
+    def take(self, nbytes: int) -> FileRange:
+        """A range of the file, with memory to fill before `write`."""
+        return FileRange(nbytes, self._place(aligned_size(nbytes)), self._memory(aligned_size(nbytes)))
 
-    def write(self, filed: Filed, copied: torch.cuda.Event | None) -> None:
-        """Once `copied`, its bytes go to the file, and then their memory is free."""
-        slot = filed.slot
-        assert slot is not None
+    def write(self, place: FileRange, copied: torch.cuda.Event | None) -> None:
+        """Write the bytes once they are `copied`; then their memory is free."""
+        block = place.block
+        assert block is not None
         if copied is None:
-            filed.written = self.spool.write(filed.start, bytes_of(slot.bytes))
+            place.written = self.file.write(place.start, bytes_of(block.bytes))
         else:
-            filed.written = self.behind.submit(self._write_after, copied, filed.start, slot)
-        self.leaving.append((slot, filed.written))
-        self.written += filed.nbytes
-        filed.slot = None
+            place.written = self.waiters.submit(self._write_after, copied, place.start, block)
+        self.leaving.append((block, place.written))
+        self.written += place.nbytes
+        place.block = None
 
-    def _write_after(self, copied: torch.cuda.Event, start: int, slot: Slot) -> None:
+    def _write_after(self, copied: torch.cuda.Event, start: int, block: HostBlock) -> None:
         copied.synchronize()
-        self.spool.write(start, bytes_of(slot.bytes)).result()
+        self.file.write(start, bytes_of(block.bytes)).result()
 
     # -- back --------------------------------------------------------------------------------------------
 
-    def send_for(self, filed: Filed) -> None:
-        """Start to read, unless that has happened."""
-        if filed.read is not None:
+    def start_read(self, place: FileRange) -> None:
+        """Start to read, unless that was done before."""
+        if place.read is not None:
             return
-        assert filed.written is not None
-        filed.written.result()  # requests have no order
-        filed.slot = self._memory(aligned_size(filed.nbytes))
-        filed.read = self.spool.read(filed.start, bytes_of(filed.slot.bytes))
-        self.read += filed.nbytes
+        assert place.written is not None
+        place.written.result()  # requests run in no order
+        place.block = self._memory(aligned_size(place.nbytes))
+        place.read = self.file.read(place.start, bytes_of(place.block.bytes))
+        self.read += place.nbytes
 
-    def await_read(self, filed: Filed) -> None:
-        """Until its bytes are in host memory."""
-        self.send_for(filed)
-        assert filed.read is not None
-        filed.read.result()
+    def await_read(self, place: FileRange) -> None:
+        """Wait until the bytes are in host memory."""
+        self.start_read(place)
+        assert place.read is not None
+        place.read.result()
 
-    def let_go(self, filed: Filed, copied: torch.cuda.Event | None) -> None:
-        """Its bytes are wanted in host memory no more once they are `copied`."""
-        slot, filed.slot = filed.slot, None
-        assert slot is not None
+    def release(self, place: FileRange, copied: torch.cuda.Event | None) -> None:
+        """The memory is free once the bytes are `copied` to the device."""
+        block, place.block = place.block, None
+        assert block is not None
         if copied is None:
-            self._give(slot)
+            self._give(block)
         else:
-            self.leaving.append((slot, self.behind.submit(copied.synchronize)))
+            self.leaving.append((block, self.waiters.submit(copied.synchronize)))
 
-    def forget(self, filed: Filed) -> None:
-        """Nobody wants it any more; its place is free when no request for it is under way. Called from wherever the last
-        reference goes, so that it neither waits nor fails."""
-        slot, filed.slot = filed.slot, None
-        if slot is not None:
-            self.leaving.append((slot, filed.read or _done()))
-        self.forgotten.append(filed)
+    def forget(self, place: FileRange) -> None:
+        """The range is not needed any more; it is free when no request for it is under way. Neither waits nor fails, as it is
+        called when the last reference goes."""
+        block, place.block = place.block, None
+        if block is not None:
+            self.leaving.append((block, place.read or _done()))
+        self.forgotten.append(place)
 
     # -- room --------------------------------------------------------------------------------------------
 
-    def _memory(self, nbytes: int) -> Slot:
-        """Host memory; as long as there is more of it than `limit`, what leaves it is waited for, the oldest first."""
+    def _memory(self, nbytes: int) -> HostBlock:
+        """A block of host memory. Above `limit`, wait for blocks that are being written, the oldest first."""
         while self.leaving and (self.leaving[0][1].done() or self.passing + nbytes > self.limit):
-            slot, gone = self.leaving.popleft()
+            block, gone = self.leaving.popleft()
             gone.result()
-            self._give(slot)
+            self._give(block)
         self.passing += nbytes
         self.most = max(self.most, self.passing)
-        return self.slots.take(nbytes)
+        return self.pool.take(nbytes)
 
-    def _give(self, slot: Slot) -> None:
-        self.passing -= slot.bytes.numel()
-        self.slots.give(slot)
+    def _give(self, block: HostBlock) -> None:
+        self.passing -= block.bytes.numel()
+        self.pool.give(block)
 
     def _place(self, nbytes: int) -> int:
-        """Where so many bytes begin in the file, which grows if it must."""
-        for filed in [self.forgotten.popleft() for _ in range(len(self.forgotten))]:
-            if filed.at_rest:
-                self.holes.give(filed.start, filed.start + aligned_size(filed.nbytes))
+        """The start of a free range of the file, which grows if there is none."""
+        for place in [self.forgotten.popleft() for _ in range(len(self.forgotten))]:
+            if place.idle:
+                self.ranges.give(place.start, place.start + aligned_size(place.nbytes))
             else:
-                self.forgotten.append(filed)
-        start = self.holes.take(nbytes)
+                self.forgotten.append(place)
+        start = self.ranges.take(nbytes)
         if start is None:
-            end = self.spool.nbytes
-            self.spool.grow(max(nbytes, GROWTH))
-            self.holes.give(end, self.spool.nbytes)
-            start = self.holes.take(nbytes)
+            end = self.file.nbytes
+            self.file.grow(max(nbytes, GROWTH))
+            self.ranges.give(end, self.file.nbytes)
+            start = self.ranges.take(nbytes)
         assert start is not None
         return start
 

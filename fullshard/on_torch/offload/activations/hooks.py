@@ -1,8 +1,8 @@
-"""Activations that rest away from the device: what autograd saves in a unit's forward, copied out and brought back.
+"""Activation offload: what autograd saves in a unit's forward is copied to the host and back.
 
-Copies out run under the forward of the units after, copies back under the backward of those units, each on a
-stream of its own. The compute stream waits for them; the host never does, but for those that go on to a file
-(`disk_activations`). Knows nothing of the model but its units.
+Copies to the host overlap with the forward of later units, copies back with their backward, each on a stream of its own. The
+compute stream waits for them. The host waits only for activations in a file (`disk_activations`). Knows only the model's
+units.
 """
 
 import warnings
@@ -20,24 +20,25 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.offload.activations.disk_activations import Filed, FiledActivations
-from fullshard.on_torch.offload.activations.host_pool import Slot, Slots
+from fullshard.on_torch.offload.activations.disk_activations import ActivationFile, FileRange
+from fullshard.on_torch.offload.activations.host_pool import HostBlock, HostPool
 from fullshard.on_torch.offload.activations.select import leads, row
 from fullshard.on_torch.private import StorageWeakRef
 from fullshard.on_torch.remat import keep_products_by
 from fullshard.plan import Plan, Unit
+from fullshard.planner.step import saved_activations
 
-SMALL = {"cuda": 1 << 20, "cpu": 1}  # bytes: less is not worth a copy on a GPU
+SMALL = {"cuda": saved_activations.SMALL, "cpu": 1}  # bytes: smaller tensors stay on the device
 
 
 def spill_activations(model: nn.Module, plan: Plan, device: torch.device, disk: str | Path | None = None) -> "Activations | None":
-    """Hooks on the modules of all units, if any unit's activations rest away. Before FSDP's own, which then run outside of
-    them: parameters are gathered before and freed after. `disk`: the directory for those that rest there."""
+    """Hook the modules of all units, if any unit's activations leave the device. Call before FSDP adds its hooks, which then
+    run outside: parameters are gathered before and freed after. `disk`: the directory for activations on disk."""
     ahead = leads(plan)
     if not ahead:
         return None
-    filed = disk is not None and any(u.name in ahead and u.home.activations == "disk" for u in plan.units)
-    activations = Activations(device, reach=max(ahead.values()), disk=disk if filed else None)
+    on_disk = disk is not None and any(u.name in ahead and u.home.activations == "disk" for u in plan.units)
+    activations = Activations(device, reach=max(ahead.values()), disk=disk if on_disk else None)
     for unit in row(plan):
         for module in (model.get_submodule(path) for path in unit.modules):
             if unit.name in ahead:
@@ -46,85 +47,92 @@ def spill_activations(model: nn.Module, plan: Plan, device: torch.device, disk: 
     return activations
 
 
-class Spilled:
-    """The bytes of one storage in host memory or in a file, and on the device again once fetched. Lives as long as
-    autograd wants it: then its place is free again."""
+class SpilledStorage:
+    """One storage's bytes in host memory or in a file, and on the device again once fetched. Autograd holds it; its place is
+    free when it is deleted."""
 
     __slots__ = ("__weakref__", "copied", "device", "fetched", "forget", "key", "nbytes", "place", "version")
 
-    def __init__(self, key: StorageWeakRef, version: int, nbytes: int, place: Slot | Filed, forget: "Callable[[Spilled], None]"):
+    def __init__(
+        self,
+        key: StorageWeakRef,
+        version: int,
+        nbytes: int,
+        place: HostBlock | FileRange,
+        forget: "Callable[[SpilledStorage], None]",
+    ):
         self.key, self.version, self.nbytes, self.place, self.forget = key, version, nbytes, place, forget
         self.device: Tensor | None = None
-        self.copied: torch.cuda.Event | None = None  # out
-        self.fetched: torch.cuda.Event | None = None  # back; nothing once the compute stream has waited for it
+        self.copied: torch.cuda.Event | None = None  # to the host
+        self.fetched: torch.cuda.Event | None = None  # back to the device; None once the compute stream has waited for it
 
     def __del__(self) -> None:
         self.forget(self)
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """In a saved tensor's place."""
+class _Saved:
+    """What autograd saves in place of a tensor."""
 
-    spilled: Spilled
+    spilled: SpilledStorage
     look: Callable[[Tensor], Tensor]  # from the storage's bytes to the tensor
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """A tensor that is being copied out, held until then."""
+class _CopyOut:
+    """A tensor that is held until its copy to the host is done."""
 
     tensor: Tensor
     nbytes: int
     version: int
     done: torch.cuda.Event
-    lands: int  # the last visit it may stay in the air for
+    until: int  # the last visit during which the copy may run
 
 
 class _Visit:
-    """One forward of one module: what was spilled in it, and the visit before it. Held by the graph it made."""
+    """One forward of one module: what was spilled in it, and the visit before it. Held by its autograd graph."""
 
     __slots__ = ("__weakref__", "before", "forwards", "home", "index", "lead", "name", "spilled")
 
     def __init__(self, index: int, before: "weakref.ref[_Visit] | None", unit: Unit | None = None, lead: int = 0):
         self.index, self.before, self.lead = index, before, lead
         self.name, self.home = (unit.name, unit.home.activations) if unit else ("", "device")
-        self.forwards = unit is not None and unit.remat != "none"  # whether backward wants the first first, as recomputing does
-        self.spilled: list[weakref.ref[Spilled]] = []
+        self.forwards = unit is not None and unit.remat != "none"  # backward needs the first tensors first, as it recomputes
+        self.spilled: list[weakref.ref[SpilledStorage]] = []
 
     def earlier(self) -> "_Visit | None":
         return self.before() if self.before else None
 
 
 class Activations:
-    """Spills and fetches. `spilled` and `fetched` count the bytes since the start; `on` may be set to False between
-    two steps to compare with activations that stay. `files`: behind those units that rest on disk."""
+    """Spills and fetches. `spilled` and `fetched` count bytes since the start. `on` may be set to False between two steps, to
+    compare with activations that stay. `files`: of the units whose activations are on disk."""
 
     def __init__(self, device: torch.device, reach: int, disk: str | Path | None = None):
         cuda = device.type == "cuda"
         self.device, self.reach, self.small = device, reach, SMALL[device.type]
         self.on = True
         self.spilled = self.fetched = 0
-        self.slots = Slots(pinned=cuda)
-        self.files = FiledActivations(disk, pinned=cuda) if disk is not None else None
+        self.pool = HostPool(pinned=cuda)
+        self.files = ActivationFile(disk, pinned=cuda) if disk is not None else None
         self.out: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
         self.back: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
-        self.flights: deque[_Flight] = deque()
-        self.flying = 0  # bytes of them
-        self.seen: dict[StorageWeakRef, weakref.ref[Spilled]] = {}
+        self.copies_out: deque[_CopyOut] = deque()
+        self.copying = 0  # bytes of `copies_out`
+        self.seen: dict[StorageWeakRef, weakref.ref[SpilledStorage]] = {}
         self.resident: set[int] = set()  # storages of parameters and buffers
         self.open: tuple[_Visit, saved_tensors_hooks] | None = None
         self.last: weakref.ref[_Visit] | None = None
         self.visits = 0
-        self.idle: dict[str, str] = {}  # units visited, but nothing spilled, and their homes
+        self.idle: dict[str, str] = {}  # homes of units of which nothing was spilled, by name
         self.largest = 0  # bytes of a visit
-        self.reusing = False  # slots may have been given back that copies back still read
+        self.reusing = False  # freed blocks may still be read by copies back
         self.settled = False  # a whole forward has been seen
 
     # -- around the forward of a module ----------------------------------------------------------------
 
     def spill(self, module: nn.Module, unit: Unit, lead: int, *, compiled: bool) -> None:
-        """From here on, spill what `module` saves."""
+        """Hook a module: spill what it saves."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if self.on and torch.is_grad_enabled():
@@ -143,7 +151,7 @@ class Activations:
         hooks.__enter__()
 
     def passed(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module's forward is over, or has failed."""
+        """A module's forward has ended or failed."""
         visit = _Visit(self.visits, self.last)
         if self.open:
             visit, hooks = self.open
@@ -156,36 +164,36 @@ class Activations:
             tensor.register_hook(lambda _: self._begin(visit))
         self.largest = max(self.largest, sum(s.nbytes for s in _alive(visit)))
         if self.files:
-            self.files.visited(_filed(_alive(visit)))
+            self.files.visited(_in_file(_alive(visit)))
         self.last = weakref.ref(visit)
         self.visits += 1
-        self._land(until=visit.index)
+        self._release(until=visit.index)
 
     def _begin(self, visit: _Visit) -> None:
-        """Backward has come to a module: bring up what the next ones need."""
+        """Backward begins a module: fetch what the next ones need."""
         self._settle()
-        self._land()
+        self._release()
         near = visit.earlier()
         for _ in range(self.reach):
             if near is None:
                 break
             if visit.index - near.index <= near.lead:
-                self._bring(near)
+                self._start_fetch(near)
             near = near.earlier()
 
-        if self.files:  # what was read ahead of its backward goes up at the beginning of it
-            self._fetch(s for s in _wanted(visit) if isinstance(s.place, Filed))
+        if self.files:  # read ahead before; copied to the device now
+            self._fetch(s for s in _wanted(visit) if isinstance(s.place, FileRange))
 
-    def _bring(self, visit: _Visit) -> None:
-        """To the device from host memory; from the file to host memory only."""
+    def _start_fetch(self, visit: _Visit) -> None:
+        """Start copies from host memory to the device, and reads from the file to host memory."""
         wanted = _wanted(visit)
         if self.files:
-            for place in _filed(wanted):
-                self.files.send_for(place)
-        self._fetch(s for s in wanted if not isinstance(s.place, Filed))
+            for place in _in_file(wanted):
+                self.files.start_read(place)
+        self._fetch(s for s in wanted if not isinstance(s.place, FileRange))
 
     def _settle(self) -> None:
-        """After the first forward it is known what is spilled."""
+        """After the first forward, raise if a unit has spilled nothing."""
         if not self.settled and self.idle:
             name = min(self.idle)
             raise FullshardError(
@@ -197,7 +205,7 @@ class Activations:
     # -- what autograd calls ---------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
-        """In place of a tensor that autograd saves: where to find it."""
+        """What autograd saves in place of a tensor: where to find it."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not self.open or not self._movable(local):
             return tensor.detach()
@@ -206,10 +214,10 @@ class Activations:
         if all(ref() is not spilled for ref in visit.spilled):
             visit.spilled.append(weakref.ref(spilled))
             self.idle.pop(visit.name, None)
-        return _Packed(spilled, _look(tensor, local))
+        return _Saved(spilled, _look(tensor, local))
 
     def unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Packed):
+        if not isinstance(packed, _Saved):
             return packed
         spilled = packed.spilled
         if spilled.device is None:
@@ -219,38 +227,38 @@ class Activations:
         return packed.look(spilled.device)
 
     def _movable(self, tensor: Tensor) -> bool:
-        """Whether spilling it would free memory."""
+        """True if spilling the tensor would free memory."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.device != self.device:
             return False
         storage = tensor.untyped_storage()
         unusual = tensor.is_conj() or tensor.is_neg()
         return not unusual and storage.nbytes() >= self.small and storage.data_ptr() not in self.resident
 
-    def _find(self, tensor: Tensor) -> Spilled | None:
-        """The same storage, spilled already: another view of it, or a table that all units share."""
+    def _find(self, tensor: Tensor) -> SpilledStorage | None:
+        """The tensor's storage if it is spilled already: for another view, or a table that all units share."""
         found = self.seen.get(StorageWeakRef(tensor.untyped_storage()))
         spilled = found() if found else None
         return spilled if spilled is not None and spilled.version == tensor._version else None
 
     # -- copies ----------------------------------------------------------------------------------------
 
-    def _spill(self, tensor: Tensor, visit: _Visit) -> Spilled:
+    def _spill(self, tensor: Tensor, visit: _Visit) -> SpilledStorage:
         source = _bytes(tensor)
         place = self.files.take(source.numel()) if self.files and visit.home == "disk" else self._take(source.numel())
         key = StorageWeakRef(tensor.untyped_storage())
-        spilled = Spilled(key, tensor._version, source.numel(), place, self._forget)
+        spilled = SpilledStorage(key, tensor._version, source.numel(), place, self._forget)
         self.seen[spilled.key] = weakref.ref(spilled)
         self.spilled += source.numel()
         if self.out is None:
             place.bytes.copy_(source)
         else:
             self._send(spilled, tensor, source, visit)
-        if self.files and isinstance(place, Filed):
+        if self.files and isinstance(place, FileRange):
             self.files.write(place, spilled.copied)
         return spilled
 
-    def _send(self, spilled: Spilled, tensor: Tensor, source: Tensor, visit: _Visit) -> None:
-        """Start a GPU's copy out."""
+    def _send(self, spilled: SpilledStorage, tensor: Tensor, source: Tensor, visit: _Visit) -> None:
+        """Start a GPU's copy to the host."""
         assert self.out is not None
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         if self.reusing and self.back is not None:
@@ -259,42 +267,44 @@ class Activations:
         with torch.cuda.stream(self.out):
             spilled.place.bytes.copy_(source, non_blocking=True)
         spilled.copied = self.out.record_event()
-        self.flights.append(_Flight(tensor.detach(), source.numel(), spilled.version, spilled.copied, visit.index + visit.lead))
-        self.flying += source.numel()
-        self._land(until=visit.index - 1, limit=self.largest)
+        self.copies_out.append(
+            _CopyOut(tensor.detach(), source.numel(), spilled.version, spilled.copied, visit.index + visit.lead)
+        )
+        self.copying += source.numel()
+        self._release(until=visit.index - 1, limit=self.largest)
 
-    def _take(self, nbytes: int) -> Slot:
-        before = self.slots.nbytes
-        slot = self.slots.take(nbytes)
-        if self.settled and self.slots.nbytes > before:
+    def _take(self, nbytes: int) -> HostBlock:
+        before = self.pool.nbytes
+        block = self.pool.take(nbytes)
+        if self.settled and self.pool.nbytes > before:
             warnings.warn(
-                f"activations need {self.slots.nbytes} bytes of host memory, {self.slots.nbytes - before} more than before: "
+                f"activations need {self.pool.nbytes} bytes of host memory, {self.pool.nbytes - before} more than before: "
                 "a longer batch than the first",
                 stacklevel=2,
             )
-        return slot
+        return block
 
-    def _land(self, until: int | None = None, limit: int | None = None) -> None:
-        """Let go of tensors whose time in the air is over, the oldest first: by visit, and down to `limit` bytes.
+    def _release(self, until: int | None = None, limit: int | None = None) -> None:
+        """Release tensors whose copies should be done, the oldest first: by visit, and down to `limit` bytes.
 
-        The compute stream waits for their copies, so that it may use the memory again at once. Waiting for the
-        host to see a copy done would free nothing, as the host is far ahead.
+        The compute stream waits for the copies, so that it can use the memory at once. To poll for their end on the host
+        would free nothing: the host is far ahead.
         """
-        while self.flights:
-            flight = self.flights[0]
-            if until is not None and flight.lands > until and not (limit and self.flying > limit):
+        while self.copies_out:
+            copy = self.copies_out[0]
+            if until is not None and copy.until > until and not (limit and self.copying > limit):
                 return
-            self.flights.popleft()
-            self.flying -= flight.nbytes
-            torch.cuda.current_stream(self.device).wait_event(flight.done)
-            if flight.tensor._version != flight.version:
+            self.copies_out.popleft()
+            self.copying -= copy.nbytes
+            torch.cuda.current_stream(self.device).wait_event(copy.done)
+            if copy.tensor._version != copy.version:
                 raise FullshardError(
                     "a tensor that is saved for backward was changed in place: write x = x + y, not x += y, "
                     "or home.activations = 'device'"
                 )
 
-    def _fetch(self, wanted: Iterable[Spilled]) -> None:
-        """Start copies back. The memory is the compute stream's, so that it is freed there without any wait."""
+    def _fetch(self, wanted: Iterable[SpilledStorage]) -> None:
+        """Start copies to the device. The memory belongs to the compute stream, which frees it without a wait."""
         wanted = list(wanted)
         for spilled in wanted:
             spilled.device = torch.empty(spilled.nbytes, dtype=torch.uint8, device=self.device)
@@ -303,13 +313,13 @@ class Activations:
             self.back.wait_stream(torch.cuda.current_stream(self.device))
             self.reusing = True
         for spilled in wanted:
-            if self.files and isinstance(spilled.place, Filed):
+            if self.files and isinstance(spilled.place, FileRange):
                 self.files.await_read(spilled.place)
             self._copy_back(spilled)
-            if self.files and isinstance(spilled.place, Filed):
-                self.files.let_go(spilled.place, spilled.fetched)
+            if self.files and isinstance(spilled.place, FileRange):
+                self.files.release(spilled.place, spilled.fetched)
 
-    def _copy_back(self, spilled: Spilled) -> None:
+    def _copy_back(self, spilled: SpilledStorage) -> None:
         assert spilled.device is not None
         if self.back is None:
             spilled.device.copy_(spilled.place.bytes)
@@ -320,33 +330,33 @@ class Activations:
             spilled.device.copy_(spilled.place.bytes, non_blocking=True)
         spilled.fetched = self.back.record_event()
 
-    def _await(self, spilled: Spilled) -> None:
+    def _await(self, spilled: SpilledStorage) -> None:
         if spilled.fetched is not None:
             torch.cuda.current_stream(self.device).wait_event(spilled.fetched)
             spilled.fetched = None
 
-    def _forget(self, spilled: Spilled) -> None:
-        """Nobody wants it any more. If it was fetched for nothing, its memory must not be used before the copy is done."""
+    def _forget(self, spilled: SpilledStorage) -> None:
+        """Free its place. If it was fetched but not used, its memory must not be reused before the copy is done."""
         self._await(spilled)
-        if isinstance(spilled.place, Slot):
-            self.slots.give(spilled.place)
+        if isinstance(spilled.place, HostBlock):
+            self.pool.give(spilled.place)
         elif self.files:
             self.files.forget(spilled.place)
-        if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer one of the same storage
+        if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer copy of the same storage
             del self.seen[spilled.key]
 
 
-def _alive(visit: _Visit) -> list[Spilled]:
+def _alive(visit: _Visit) -> list[SpilledStorage]:
     return [s for ref in visit.spilled if (s := ref()) is not None]
 
 
-def _wanted(visit: _Visit) -> list[Spilled]:
-    """What is not on the device, in the order in which backward comes to it."""
+def _wanted(visit: _Visit) -> list[SpilledStorage]:
+    """What is not on the device, in the order in which backward needs it."""
     return [s for s in _alive(visit) if s.device is None][:: 1 if visit.forwards else -1]
 
 
-def _filed(spilled: Iterable[Spilled]) -> list[Filed]:
-    return [s.place for s in spilled if isinstance(s.place, Filed)]
+def _in_file(spilled: Iterable[SpilledStorage]) -> list[FileRange]:
+    return [s.place for s in spilled if isinstance(s.place, FileRange)]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -359,7 +369,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _look(tensor: Tensor, local: Tensor) -> Callable[[Tensor], Tensor]:
-    """How to see `tensor` in a copy of its storage."""
+    """A function that makes `tensor` from a copy of its storage."""
     dtype, offset, size, stride = local.dtype, local.storage_offset(), local.size(), local.stride()
 
     def look(memory: Tensor) -> Tensor:

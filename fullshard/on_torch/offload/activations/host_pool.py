@@ -1,7 +1,6 @@
-"""Host memory in slots: taken and given back, never returned to the system while the run lasts.
+"""Host memory in blocks, which are taken and given back. The pool keeps its memory while the run lasts.
 
-Chunks are added while the first step finds out how much it needs; after that the same slots are used again
-every step. Knows bytes, not what they mean.
+It adds chunks while the first step finds out how much it needs. Later steps reuse the same blocks. Knows bytes only.
 """
 
 import weakref
@@ -14,13 +13,13 @@ from torch import Tensor
 from fullshard import direct_io
 from fullshard.errors import FullshardError
 
-ALIGNMENT = 512  # bytes: what the GPU's copy engines like best
+ALIGNMENT = 512  # bytes: the fastest for a GPU's copy engines
 SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a chunk
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Some bytes of a chunk."""
+class HostBlock:
+    """A range of a chunk."""
 
     chunk: "_Chunk"
     start: int
@@ -31,9 +30,9 @@ class Slot:
         return self.chunk.memory[self.start : self.end]
 
 
-class Slots:
-    """First fit over chunks of host memory, pinned or not. `paged`: chunks begin with a page, so that slots of whole pages
-    are fit for direct requests to a disk."""
+class HostPool:
+    """First fit over chunks of host memory, pinned or not. `paged`: chunks begin at a page, so that blocks of whole pages can be
+    used for direct I/O."""
 
     def __init__(self, pinned: bool, *, paged: bool = False):
         self.pinned, self.paged = pinned, paged
@@ -41,33 +40,33 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """What is held from the system."""
+        """Bytes that are allocated."""
         return sum(c.memory.numel() for c in self.chunks)
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> HostBlock:
         rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for chunk in self.chunks:
-            if (start := chunk.holes.take(rounded)) is not None:
-                return Slot(chunk, start, start + nbytes)
-        # A quarter of what there is already: few chunks, and little of the last one in vain.
+            if (start := chunk.ranges.take(rounded)) is not None:
+                return HostBlock(chunk, start, start + nbytes)
+        # A quarter of what there is: few chunks, and little unused memory in the last one.
         chunk = _Chunk(max(rounded, min(LARGEST, max(SMALLEST, self.nbytes // 4))), self.pinned, self.paged)
         self.chunks.append(chunk)
-        start = chunk.holes.take(rounded)
+        start = chunk.ranges.take(rounded)
         assert start is not None
-        return Slot(chunk, start, start + nbytes)
+        return HostBlock(chunk, start, start + nbytes)
 
-    def give(self, slot: Slot) -> None:
-        slot.chunk.holes.give(slot.start, -(-slot.end // ALIGNMENT) * ALIGNMENT)
+    def give(self, block: HostBlock) -> None:
+        block.chunk.ranges.give(block.start, -(-block.end // ALIGNMENT) * ALIGNMENT)
 
 
-class Holes:
-    """What is free of a number of bytes."""
+class FreeRanges:
+    """The free ranges of a number of bytes."""
 
     def __init__(self, nbytes: int):
         self.free = [(0, nbytes)]  # in order: start, end
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes begin that are free no more; None if there is no room."""
+        """Take so many bytes; return their start, or None if there is no room."""
         for i, (start, end) in enumerate(self.free):
             if end - start >= nbytes:
                 self.free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -89,11 +88,11 @@ class _Chunk:
     pinned: bool
     paged: bool
     memory: Tensor = field(init=False)
-    holes: Holes = field(init=False)
+    ranges: FreeRanges = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = _whole_pages(self.nbytes) if self.paged else torch.empty(self.nbytes, dtype=torch.uint8)
-        self.holes = Holes(self.nbytes)
+        self.ranges = FreeRanges(self.nbytes)
         if self.pinned:
             _pin(self.memory)
             weakref.finalize(self, _unpin, self.memory)
@@ -106,7 +105,7 @@ def _whole_pages(nbytes: int) -> Tensor:
 
 
 def _pin(memory: Tensor) -> None:
-    """Not by torch's own pinned memory: its cache rounds up to powers of two and only grows."""
+    """Register memory with CUDA. Torch's pinned memory would come from a cache that rounds up to powers of two and only grows."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error):
         raise FullshardError(

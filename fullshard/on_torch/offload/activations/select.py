@@ -1,15 +1,14 @@
-"""Which units' activations leave the device, and for how long: read from a plan, or refused."""
-
-from itertools import pairwise
+"""The units whose activations leave the device, read from a plan; and plans that are refused."""
 
 from torch import nn
 
 from fullshard.errors import FullshardError
 from fullshard.plan import Plan, Unit
+from fullshard.planner.step import saved_activations
 
 
 def refuse_activations(model: nn.Module, plan: Plan) -> None:
-    """Raise a `FullshardError` where activations away from the device cannot be had, or would change nothing."""
+    """Raise a `FullshardError` if activations cannot leave the device as the plan says, or if that would have no effect."""
     learning = False
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
@@ -26,7 +25,7 @@ def refuse_activations(model: nn.Module, plan: Plan) -> None:
 
 
 def _objection(unit: Unit, plan: Plan, modules: list[nn.Module], learning: bool) -> str:
-    """Why not, or nothing."""
+    """The reason against it, or an empty string."""
     inside = [u.name for u in plan.units if u is not unit and _around(unit, u)]
     recomputed = [u.name for u in plan.units if u is not unit and _around(u, unit) and u.remat != "none"]
     if inside:
@@ -45,16 +44,10 @@ def _around(outer: Unit, inner: Unit) -> bool:
 
 
 def row(plan: Plan) -> list[Unit]:
-    """The units that run one after the other: not those around others."""
+    """The units that run one after the other, without those that contain others."""
     return [u for u in plan.units if not any(v is not u and _around(u, v) for v in plan.units)]
 
 
 def leads(plan: Plan) -> dict[str, int]:
-    """The units whose activations leave the device, and how many units each has for a copy: as many as lie before the
-    next chosen one. The last unit of all, or the last but the head, stays: backward would want it back at once."""
-    units = row(plan)
-    places = [i for i, u in enumerate(units) if u.home.activations != "device"]
-    found = [after - place for place, after in pairwise(places)]
-    if places and len(units) - places[-1] > 2:
-        found.append(found[-1] if found else 1)
-    return {units[place].name: lead for place, lead in zip(places, found, strict=False)}
+    """The units whose activations leave the device, and over how many units each may spread its copies."""
+    return saved_activations.leads(plan, [unit.name for unit in row(plan)])

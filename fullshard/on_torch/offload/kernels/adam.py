@@ -1,7 +1,6 @@
-"""The optimizers' update on plain memory: one fused call on flat tensors, on a CPU or a GPU alike.
+"""The optimizers' update on flat tensors, by torch's fused kernels, on a CPU or a GPU.
 
-What resident parameters get from `torch.optim` over DTensors, parameters whose state rests elsewhere get from here, by
-the same kernels: on flat pieces, which `torch.optim` cannot address.
+`torch.optim` updates resident parameters with the same kernels. It cannot address pieces of flat memory.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
 
 @dataclass(frozen=True)
 class Rule:
-    """`keys`: what `torch.optim` calls the tensors beside a parameter that are as large as it."""
+    """An optimizer's kind, and torch's names of its moments (`keys`)."""
 
     kind: str
     keys: tuple[str, ...]
@@ -52,7 +51,7 @@ def apply_rule(rule: Rule, master: Tensor, gradient: Tensor, moments: list[Tenso
             dampening=0.0,
             nesterov=group["nesterov"],
             maximize=False,
-            is_first_step=False,  # the buffer starts from zeros, which comes to the same
+            is_first_step=False,  # the buffer starts from zeros, with the same result
         )
         return
     fused = torch._fused_adamw_ if rule.kind == "adamw" else torch._fused_adam_

@@ -1,7 +1,7 @@
 /* Adam's update of a run of parameters by a few cores, in one pass over memory: the gradient as it came, in bf16 or fp32,
    and the new parameter also in bf16; the master as it is, or packed (packing.py). Step by step the arithmetic of torch's
    fused kernels for the CPU, so that both give the same bits. Each core takes the next chunk when it is done with its own:
-   on rented machines they are not equally fast. Compiled by one_pass.py. */
+   on rented machines they are not equally fast. Compiled by cpu_adam.py. */
 
 #include <math.h>
 #include <stddef.h>

@@ -1,9 +1,9 @@
-"""An update by the CPU's cores in one pass over memory: the gradient as it came in, the new parameter out in the compute dtype.
-A master that rests packed is made whole on the way and packed again.
+"""An Adam update by the CPU in one pass over memory: it reads the gradient in its own dtype and writes the parameter in the
+compute dtype. A packed master is unpacked and packed again on the way.
 
-The host's memory is what such updates wait for, and torch's kernels would go over it three times: to widen a gradient, to
-update, to narrow. `cpu_adam.c` does it in one, outside the interpreter, with the same result to the bit. It is compiled once
-for a machine where that has a C compiler; where not, torch's kernels do it.
+The host's memory bandwidth limits these updates. Torch's kernels would pass over it three times: to widen the gradient, to
+update, to narrow the parameter. `cpu_adam.c` gives the same bits in one pass. It is compiled once for a machine; without a C
+compiler torch's kernels are used.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ KINDS = {torch.float32: "from_fp32", torch.bfloat16: "from_bf16"}  # of gradient
 SOURCE = Path(__file__).with_name("cpu_adam.c")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
 CHUNK = 1 << 20  # elements of a call to torch: milliseconds
-SECONDS = 60  # that a compiler may take
-FUSES = {b"fma", b"asimd"}  # instructions, of x86 and Arm, that multiply and add with one rounding, as torch's kernels do
+SECONDS = 60  # limit for the compiler
+FUSES = {b"fma", b"asimd"}  # CPU flags of fused multiply-add, which torch's kernels use
 
 
 class Numbers(ctypes.Structure):
@@ -43,9 +43,9 @@ class Numbers(ctypes.Structure):
 
 
 class OnePass:
-    """The update of a piece. `rounded`: memory for the new parameters in the compute dtype, if they are wanted; it holds the
-    old ones where the master is packed (int16). `threads`: of each call, where it is compiled; torch's kernels get one, as
-    calls of others run beside."""
+    """The update of one piece. `rounded`: memory for the new parameters in the compute dtype, if they are wanted; if the
+    master is packed (int16), it holds the old ones. `threads`: of each compiled call. Torch's kernels get one thread, as
+    several calls run at a time."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class OnePass:
         self.sizes = [0 if t is None else t.itemsize for t in (state[0], gradient, *state[1:], rounded)]
 
     def calls(self, runs: Iterable[tuple[int, int, int, dict[str, Any]]]) -> list[tuple[int, int, int, dict[str, Any]]]:
-        """What `run` is to be called with for these spans, each with its `step` and `group`."""
+        """The arguments of each `run` for these spans, each with its `step` and `group`."""
         size = CHUNK if self.compiled is None else 1 << 62
         return [(a, min(a + size, stop), step, group) for start, stop, step, group in runs for a in range(start, stop, size)]
 
     def run(self, start: int, stop: int, step: int, group: dict[str, Any]) -> None:
-        """Of elements `start` to `stop`. `step`, `group`: see `apply_rule`."""
+        """Update elements `start` to `stop`. `step`, `group`: see `apply_rule`."""
         if self.compiled is None:
             return self._by_torch(start, stop, step, group)
         at = [address + start * size for address, size in zip(self.addresses, self.sizes, strict=True)]
@@ -94,7 +94,7 @@ class OnePass:
 
 
 def _numbers(rule: Rule, factors: Sequence[float], step: int, group: dict[str, Any]) -> Numbers:
-    """As torch's kernel has them: computed in double, used in single precision."""
+    """The kernel's constants, as torch computes them: in double precision, then rounded to single."""
     lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
     decoupled = rule.kind == "adamw"
     lerp = ctypes.c_float(1 - beta1).value
@@ -115,7 +115,7 @@ def _numbers(rule: Rule, factors: Sequence[float], step: int, group: dict[str, A
 def _fitting(
     rule: Rule, state: Sequence[Tensor], gradient: Tensor, rounded: Tensor | None, factors: Sequence[float]
 ) -> Callable[..., None] | None:
-    """The compiled function for these, if there is one."""
+    """The compiled function for these dtypes, or None."""
     packed = state[0].dtype is torch.int16
     dtypes = [t.dtype for t in state[packed:]], gradient.dtype, rounded.dtype if rounded is not None else None
     if unfit(rule, *dtypes) or len(factors) > 2 or library() is None:
@@ -124,7 +124,7 @@ def _fitting(
 
 
 def unfit(rule: Rule, state: Iterable[torch.dtype], gradient: torch.dtype, rounded: torch.dtype | None) -> str:
-    """What cpu_adam.c has no function for, if anything."""
+    """The kind or dtype that cpu_adam.c does not support, or an empty string."""
     if rule.kind not in ("adamw", "adam"):
         return rule.kind
     odd = [d for d in state if d is not torch.float32] + [d for d in (gradient,) if d not in KINDS]
@@ -134,7 +134,7 @@ def unfit(rule: Rule, state: Iterable[torch.dtype], gradient: torch.dtype, round
 
 @dataclass(frozen=True)
 class Built:
-    """cpu_adam.c as a library, or why there is none."""
+    """cpu_adam.c as a library, or the reason that there is none."""
 
     library: ctypes.CDLL | None
     why: str = ""
@@ -146,12 +146,12 @@ def built() -> Built:
 
 
 def library() -> ctypes.CDLL | None:
-    """cpu_adam.c, compiled for this machine; None where that does not work."""
+    """cpu_adam.c, compiled for this machine, or None."""
     return built().library
 
 
 def build() -> Built:
-    """Compile cpu_adam.c for this machine, into a folder of the user's, unless it is there."""
+    """Compile cpu_adam.c for this machine into the user's cache, unless it is there."""
     try:
         source, machine = SOURCE.read_bytes(), _machine()
         if not FUSES & set(machine.split()):
@@ -175,13 +175,13 @@ def _compiler() -> str:
 
 
 def _machine() -> bytes:
-    """The instructions that this CPU has: homes are shared by machines that differ in them."""
+    """This CPU's instruction flags: machines that share a home directory may differ in them."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
 def _compile(target: Path) -> None:
-    """Ranks may do it at the same time: each in a folder of its own, the last one stays."""
+    """Compile in a folder of its own and move the result: several ranks may do it at the same time."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name

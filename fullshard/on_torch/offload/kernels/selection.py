@@ -1,26 +1,26 @@
-"""Which kernels update the units that rest away from the device, and why those: said once, so that nobody wonders."""
+"""The kernels that update offloaded units, and the reason for the choice, for the run's log."""
 
 from fullshard.on_torch.offload.kernels import cpu_adam
-from fullshard.on_torch.offload.tiered_optimizer import Tiered
+from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units import Piece
 from fullshard.on_torch.offload.updates.gpu import find_kernel
 
-FALLBACK = "torch: "  # how a text begins that tells of something missing
+FALLBACK = "torch: "  # how the text begins if something faster is missing
 
 
-def update_kernels(tiers: Tiered) -> dict[str, str]:
-    """By lane, `compiled (cc)`, `triton` or `torch`: in brackets where torch's kernels are meant, after a colon where
-    something that would be quicker is missing."""
+def update_kernels(tiers: TieredOptimizer) -> dict[str, str]:
+    """By lane, `compiled (cpu_adam.c)`, `triton` or `torch`. After `torch` the reason: in brackets if nothing faster exists,
+    after a colon if something faster is missing."""
     pieces = [p for a in tiers.units for p in a.pieces]
     lanes = {name: [p for p in pieces if p.lane == name] for name in ("cpu", "gpu")}
-    found = {"cpu_update": _cores(tiers, lanes["cpu"]), "gpu_update": _streamed(tiers, lanes["gpu"])}
+    found = {"cpu_update": _cpu_kernel(tiers, lanes["cpu"]), "gpu_update": _gpu_kernel(tiers, lanes["gpu"])}
     return {lane: text for lane, text in found.items() if text}
 
 
-def _cores(tiers: Tiered, pieces: list[Piece]) -> str:
+def _cpu_kernel(tiers: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
-    compute = tiers.resting.compute if tiers.resting.sends else None
+    compute = tiers.memory.compute if tiers.memory.sizes.cpu_sends else None
     unfit = cpu_adam.unfit(tiers.rule, [tiers.master], tiers.dtype, compute)
     if unfit:
         return f"torch (cpu_adam.c is not for {unfit})"
@@ -28,7 +28,7 @@ def _cores(tiers: Tiered, pieces: list[Piece]) -> str:
     return f"{FALLBACK}{found.why}" if found.library is None else "compiled (cpu_adam.c)"
 
 
-def _streamed(tiers: Tiered, pieces: list[Piece]) -> str:
+def _gpu_kernel(tiers: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
     if tiers.device.type != "cuda" or not any(p.packed for p in pieces):

@@ -1,10 +1,9 @@
-"""An update by the GPU in one pass over memory: a packed piece's state, gradient and parameter in, and out again.
+"""An Adam update by the GPU in one pass over memory: state, gradient and parameter of a packed piece.
 
-By torch's kernels the same takes a dozen passes: to collect gradients and parameters, to make the master whole, to update,
-to narrow, to pack. They run beside forward and backward and take that much of the device's memory from them. This is a
-kernel in Triton, which comes with torch for GPUs, with the arithmetic of torch's fused Adam; it is used where it has been
-seen to give the same bits. With weight decay these differ by a rounding here and there: torch's own binary fuses the decay's
-multiplication and addition in some elements and not in others, this one in all.
+Torch's kernels need a dozen passes: to collect gradients and parameters, to unpack, update, narrow and pack. They take device
+memory bandwidth from forward and backward, which run at the same time. This Triton kernel repeats the arithmetic of torch's
+fused Adam. It is used only if it gives the same bits (`agrees`). With weight decay a few results differ by one rounding:
+torch's binary fuses the decay's multiplication and addition for some elements only, this kernel for all.
 """
 
 from collections.abc import Sequence
@@ -88,8 +87,8 @@ def update_packed(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Of a run of a packed piece, all of it flat. `rounded`: its parameters; `state`: low halves and moments; both as `words`
-    has them. `factors`: on the gradient, one after the other; `step`, `group`: see `apply_rule`."""
+    """Update a run of a packed piece in place; all tensors are flat. `rounded`, its parameters, and `state`, low halves and
+    moments, come from `words`. `factors`: on the gradient, one after the other. `step`, `group`: see `apply_rule`."""
     low, first, second = state
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     _update[(triton.cdiv(low.numel(), BLOCK),)](
@@ -110,19 +109,19 @@ def update_packed(
         DECOUPLED=rule.kind == "adamw",
         DECAYS=decay != 0,
         BLOCK=BLOCK,
-        enable_fp_fusion=False,  # torch's has fused multiplications where it says so, and nowhere else
+        enable_fp_fusion=False,  # the kernel fuses explicitly, where torch's does
     )
 
 
 def words(rounded: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Parameters and state as the kernel takes them: bits, where they are packed."""
+    """Parameters and state as the kernel takes them, as integers where it works on bits."""
     low, first, second = state
     return rounded.view(torch.int16), [low, first, second.view(torch.int32)]
 
 
 @lru_cache(maxsize=16)
 def _powers(beta1: float, beta2: float, step: int, stream: torch.cuda.Stream) -> Tensor:
-    """Of both betas, by torch's own function: others differ in the last bit. For what is queued on this stream."""
+    """Both betas to the power of `step`, by torch's function: others differ in the last bit. Cached for each stream."""
     return torch.pow(_betas(beta1, beta2, stream.device), torch.full((2,), float(step), device=stream.device))
 
 
@@ -133,12 +132,12 @@ def _betas(beta1: float, beta2: float, device: torch.device) -> Tensor:
 
 @cache
 def agrees(rule: Rule, device: torch.device) -> bool:
-    """Whether it gives the bits of torch's kernels on this device: tried with values of every kind, ties among them."""
+    """True if the kernel gives the same bits as torch's on this device; tried with values of all sizes, ties among them."""
     generator = torch.Generator(device).manual_seed(0)
     master, first, second, gradient = (torch.randn(TRIAL, generator=generator, device=device) for _ in range(4))
     scale = torch.logspace(-12, 4, TRIAL, device=device)
     master[::2], second = master[::2] * scale[::2], (second * scale.flip(0)).square()
-    master.view(torch.int32)[::3] = (master.view(torch.int32)[::3] & ~0xFFFF) | 0x8000  # in the middle of two roundings
+    master.view(torch.int32)[::3] = (master.view(torch.int32)[::3] & ~0xFFFF) | 0x8000  # in the middle between two bf16 values
     first, gradient = first * scale.sqrt(), (gradient * scale).to(torch.bfloat16)
     factors = torch.tensor([0.7, 3.0], device=device)
     rounded, low = master.to(torch.bfloat16), torch.empty(TRIAL, dtype=torch.int16, device=device)

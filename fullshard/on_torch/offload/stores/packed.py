@@ -1,7 +1,8 @@
-"""Pieces whose master rests packed: both forms of their memory, and how one becomes the other where it lies.
+"""State of which only the low 16 bits of each fp32 master are stored: both forms of its memory, converted in place.
 
-Training runs on packed pieces; whole units are looked at wide. Where the parameters rest on the host as well, they lie in
-the half of the master's memory that packing frees: then a unit can be gathered only while it is packed.
+The high bits are those of the bf16 parameter (`packing`). Training runs on the packed form; state.values()
+sees the wide one. If the parameters have their home on the host as well, they are paired with the state: they lie in the
+half of the master's memory that packing frees. Then a unit can be gathered only while it is packed.
 """
 
 from collections.abc import Callable
@@ -10,72 +11,67 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.offload.events import StreamEvent
+from fullshard.on_torch.offload.stores.device_store import MemoryParameters, MemoryState
 from fullshard.on_torch.offload.stores.packing import halves, pack, unpack
-from fullshard.on_torch.offload.units import Piece
+from fullshard.on_torch.offload.stores.store import ShardPart
+from fullshard.on_torch.offload.units import OffloadedUnit, Piece
+from fullshard.on_torch.offload.updates.buffers import segment_views
 
-PART = 1 << 22  # elements that are packed at a time
+PART = 1 << 22  # elements that are converted at a time: the device has memory for so many in any case
 
 
-class Packed:
-    """`wide`: a piece's master and moments; `shards_of`: its parameters, by segment."""
+class Packing:
+    """All packed pieces of a rank, which are packed and widened together."""
 
-    def __init__(
-        self,
-        pieces: list[Piece],
-        wide: Callable[[Piece], list[Tensor]],
-        shards_of: Callable[[Piece], list[Tensor]],
-        device: torch.device,
-    ):
-        self.pieces = [p for p in pieces if p.packed]
-        self.wide, self.shards_of, self.device = wide, shards_of, device
-        self.now = False  # whether they are
-        self.looked_at = False  # whether somebody looks at whole units
-
-    def views(self, piece: Piece) -> list[Tensor]:
-        """What the parameters do not tell of the master, in the first half of its memory, and the moments; for a pair, the
-        parameters, in the other half."""
-        master, *moments = self.wide(piece)
-        low, rounded = halves(master)
-        return [low, *moments, rounded] if piece.paired else [low, *moments]
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stores: list[PackedState] = []
+        self.packed = False  # the form that all of them have now
+        self.looked_at = False  # whole units are in use
 
     @torch.no_grad()
     def pack(self) -> None:
         """Before pieces are opened and units gathered."""
-        if self.now or not self.pieces:
+        pieces = self._pieces()
+        if self.packed or not pieces:
             return
         if self.looked_at:
             raise FullshardError("the model is run while its state is looked at; leave state.values() first")
-        for piece in self.pieces:
-            self._pack(piece)
-        self.now = True
+        for store, piece in pieces:
+            self._pack(store, piece)
+        self.packed = True
 
-    def _pack(self, piece: Piece) -> None:
-        (master, _, second), (low, _, _, *beside) = self.wide(piece), self.views(piece)
-        rounded = self._like(beside[0]) if beside else self._rounded(piece)
+    def _pieces(self) -> "list[tuple[PackedState, Piece]]":
+        return [(store, piece) for store in self.stores for piece in store.unit.pieces if piece.packed]
+
+    def _pack(self, store: "PackedState", piece: Piece) -> None:
+        (master, _, second), (low, _, _, *paired) = store.slices(piece), store.view(piece)
+        rounded = self._like(paired[0]) if paired else self._rounded(piece)
         for part in _parts(piece):
             values, moment, half = self._here(master[part]), self._here(second[part]), self._like(low[part])
-            if beside:
+            if paired:
                 rounded[part] = values
             pack(values, rounded[part], half, moment)
             low[part], second[part] = half, moment
-        for memory in beside:  # at last: the end of the master lies there
+        for memory in paired:  # last: the end of the master lies there
             memory.copy_(rounded)
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Before whole units are looked at; at rest."""
-        for piece in self.pieces if self.now else ():
-            (low, _, second, *_), master = self.views(piece), self.wide(piece)[0]
+        """Before whole units are looked at; no update may be under way."""
+        for store, piece in self._pieces() if self.packed else ():
+            (low, _, second, *_), master = store.view(piece), store.slices(piece)[0]
             rounded = self._rounded(piece)
             for part in reversed(_parts(piece)):  # the low halves lie in the first half of what is written
                 half, moment, values = self._here(low[part]), self._here(second[part]), self._like(master[part])
                 unpack(rounded[part], half, moment, values)
                 master[part], second[part] = values, moment
-        self.now = False
+        self.packed = False
 
     def _rounded(self, piece: Piece) -> Tensor:
         """A copy of its parameters, on the device."""
-        return torch.cat(self.shards_of(piece)).to(self.device)
+        return torch.cat(piece.unit.shards.segments(piece)).to(self.device)
 
     def _here(self, values: Tensor) -> Tensor:
         return values.to(self.device, copy=True)
@@ -84,6 +80,53 @@ class Packed:
         return torch.empty_like(values, device=self.device)
 
 
+class PackedState(MemoryState):
+    """Master and moments in host memory, packed while training runs. The CPU updates some pieces wide (`Piece.packed`)."""
+
+    def __init__(self, unit: OffloadedUnit, flats: list[Tensor], packing: Packing):
+        super().__init__(flats)
+        self.unit, self.packing = unit, packing
+        packing.stores.append(self)
+
+    def view(self, piece: Piece) -> list[Tensor]:
+        """Of a packed piece: the low halves, in the first half of the master's memory, and the moments. Of a paired one, the
+        parameters as well, from the other half."""
+        master, *moments = self.slices(piece)
+        if not piece.packed:
+            return [master, *moments]
+        low, rounded = halves(master)
+        return [low, *moments, rounded] if piece.paired else [low, *moments]
+
+    def whole(self) -> list[Tensor]:
+        self.packing.widen()
+        return self.flats
+
+
+class PairedParameters(MemoryParameters):
+    """Shards in the masters' memory. `memory` has the frozen ones, which have no moments and are not packed."""
+
+    def __init__(self, unit: OffloadedUnit, state: PackedState, memory: Tensor):
+        super().__init__(unit)
+        self.state, self.memory = state, memory
+
+    def find_segments(self, piece: Piece) -> list[Tensor]:
+        return segment_views(halves(self.state.slices(piece)[0])[1], piece, flat=True)
+
+    def send(self, copy: Callable[[list[ShardPart]], StreamEvent]) -> StreamEvent:
+        every = [pair for piece in self.unit.pieces for pair in zip(piece.segments, self.segments(piece), strict=True)]
+        frozen = range(self.unit.trained, len(self.unit.params))
+        return copy([(s.parameter, s.start, part) for s, part in every] + [(i, 0, self._frozen(i)) for i in frozen])
+
+    def publish(self, master: Tensor) -> None:
+        """The trained ones are made when the unit is packed again."""
+        for i in range(self.unit.trained, len(self.unit.params)):
+            low, high = self.unit.spans[i]
+            self._frozen(i).copy_(master[low:high])
+
+    def _frozen(self, index: int) -> Tensor:
+        low, high = (at - self.unit.moving for at in self.unit.spans[index])
+        return self.memory[low:high]
+
+
 def _parts(piece: Piece) -> list[slice]:
-    """A piece in parts for which the device has room in any case."""
     return [slice(a, min(a + PART, piece.elements)) for a in range(0, piece.elements, PART)]

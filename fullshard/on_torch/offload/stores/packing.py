@@ -1,25 +1,25 @@
-"""A master copy in half its bytes, where its rounding is at hand: exact, in 10 bytes of state instead of 12.
+"""Packed masters: the low 16 bits of each fp32 value, beside its bf16 parameter. Exact, in 10 bytes of state instead of 12.
 
-An fp32 value is its bf16 rounding, which is there as the parameter, and its own low 16 bits: these tell which way it was
-rounded. A value in the middle between two roundings has gone to the even one, from above or from below; which of the two
-goes into the sign of the second moment, which has none of its own.
+An fp32 value is its bf16 rounding plus its low 16 bits, which also tell in which direction it was rounded. A value in the
+middle between two bf16 values is rounded to the even one, from above or from below. The sign of the second moment, which is
+never negative, stores which.
 """
 
 import torch
 from torch import Tensor
 
-MIDDLE = -(1 << 15)  # the low half of such a value, as a signed number
+MIDDLE = -(1 << 15)  # the low half of a value in the middle, as a signed number
 HIGH = 1 << 16  # one in the high half
 
 
 def halves(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory of a flat master for its low halves and, after all of them, its roundings."""
+    """A flat master's memory as two parts: low halves, then bf16 parameters."""
     both = master.view(torch.int16)
     return both[: master.numel()], both[master.numel() :].view(torch.bfloat16)
 
 
 def pack(master: Tensor, rounded: Tensor, low: Tensor, second: Tensor) -> None:
-    """Fill `low` with what `rounded` does not say of `master`, and mark `second`, all of them flat."""
+    """Fill `low` from `master`, and set the signs of `second`. `rounded`: the master in bf16. All are flat."""
     words = master.view(torch.int16).view(-1, 2)  # low, high
     low.copy_(words[:, 0])
     from_above = (low == MIDDLE).logical_and_(rounded.view(torch.int16) == words[:, 1])
@@ -27,7 +27,7 @@ def pack(master: Tensor, rounded: Tensor, low: Tensor, second: Tensor) -> None:
 
 
 def unpack(rounded: Tensor, low: Tensor, second: Tensor, master: Tensor) -> None:
-    """Fill `master`, and take the marks from `second`."""
+    """Fill `master`, and remove the signs from `second`."""
     from_above = (low == MIDDLE).logical_and_(second.signbit())
     bits = master.view(torch.int32)
     bits.copy_(low)

@@ -1,5 +1,6 @@
-"""The fixed memory that pieces pass on their way: slots of the device for state, trays of the host for gradients and new
-parameters, and a bench to update on. Made once; who may use which, and when, is in `streamed` and `cores`.
+"""Fixed memory that pieces pass during an update: staging slots and a workspace on the device, buffers on the host.
+
+Made once. `gpu` and `cpu` decide which piece uses which.
 """
 
 import threading
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import DONE, Moment
+from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.offload.stores.packing import halves
 from fullshard.on_torch.offload.units import Piece
 from fullshard.storage.host import Arena
@@ -21,18 +22,20 @@ def _set() -> threading.Event:
 
 
 @dataclass
-class Slot:
-    """Staging memory of the device for one piece's state; free again after `free`."""
+class StagingSlot:
+    """Device memory for one piece's state. It can be filled again after `free`."""
 
     state: list[Tensor]
-    free: Moment = DONE
-    filled: Moment = DONE
-    idle: threading.Event = field(default_factory=_set)  # what it holds is queued to go back
+    free: StreamEvent = DONE
+    filled: StreamEvent = DONE
+    idle: threading.Event = field(default_factory=_set)  # the copy of its contents to the host is queued
     views: dict[int, list[Tensor]] = field(default_factory=dict)  # by piece
-    words: dict[int, list[tuple[Tensor, list[Tensor]]]] = field(default_factory=dict)  # the same for the kernel, by segment
+    words: dict[int, list[tuple[Tensor, list[Tensor]]]] = field(
+        default_factory=dict
+    )  # the same as the Triton kernel takes it, by segment
 
     def of(self, piece: Piece) -> list[Tensor]:
-        """As the piece rests."""
+        """Its memory in the form in which the piece is stored."""
         if piece.number not in self.views:
             first, *moments = self.state
             moments = [t[: piece.elements] for t in moments]
@@ -46,7 +49,7 @@ class Slot:
 
 
 @dataclass
-class Gradients:
+class GradientBuffer:
     """Memory for the gradients of one piece."""
 
     memory: Tensor
@@ -60,32 +63,32 @@ class Gradients:
 
 
 @dataclass
-class Bench:
-    """Memory of the device that one piece after the other is updated in."""
+class Workspace:
+    """Device memory that pieces are updated in, one after the other."""
 
-    gradients: Gradients
-    master: Tensor | None  # where pieces come packed
-    rounded: Tensor | None  # the parameters, where pieces come packed without them, or go on to the host
+    gradients: GradientBuffer
+    master: Tensor | None  # unpacked, if pieces are packed
+    rounded: Tensor | None  # parameters in the compute dtype; see `offload_bytes.StagingLayout`
 
 
 @dataclass
-class Tray:
-    """Memory of the host for one piece that the cores update: its gradients come to it, its new parameters go from it."""
+class CpuBuffer:
+    """Host memory for one piece of the CPU lane: its gradients, and its new parameters until they are sent."""
 
-    gradients: Gradients
-    rounded: Tensor | None  # None: they rest on the host
-    filled: Moment = DONE
-    sent: Moment = DONE
-    idle: threading.Event = field(default_factory=_set)  # no core works in it, and what it holds is queued to be sent
-    wide: Gradients | None = None  # in the master's dtype, for steps of the caller's own, where `gradients` are narrower
-    arena: Arena | None = None  # what `wide` was taken from: it is unpinned when it goes
+    gradients: GradientBuffer
+    rounded: Tensor | None  # None: the parameters stay on the host
+    filled: StreamEvent = DONE
+    sent: StreamEvent = DONE
+    idle: threading.Event = field(default_factory=_set)  # nothing works in it, and the copy of its contents is queued
+    wide: GradientBuffer | None = None  # in the master's dtype, for the caller's own steps
+    arena: Arena | None = None  # of `wide`: unpinned when this reference goes
 
-    def of(self, *, wide: bool) -> Gradients:
+    def of(self, *, wide: bool) -> GradientBuffer:
         return self.wide if wide and self.wide is not None else self.gradients
 
 
 def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:
-    """A piece's segments in flat memory; whole parameters in their own shape, so that gradients are copied as they come."""
+    """A piece's segments in flat memory. Whole parameters keep their shape, as their gradients have it, unless `flat`."""
     found = [memory[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
     if flat:
         return found

@@ -1,4 +1,4 @@
-"""The bus between device and host, as the lanes share it: one queue for each direction, and never a long one."""
+"""Copies between device and host, for both lanes: one short queue for each direction."""
 
 import threading
 from collections import deque
@@ -7,43 +7,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import Moment, Stream
+from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
 
-FLYING = 2  # copies of pieces under way in one direction
+IN_FLIGHT = 2  # copies of pieces that are queued in one direction
 
 
-class Wire:
-    """One direction of the bus, for both lanes. A copy engine serves what is queued before it looks at another stream, so
-    there is one queue, it never holds more than two copies, and none that would have to wait."""
+class CopyQueue:
+    """One direction. A copy engine does all queued copies of a stream before it looks at another stream. So there is one
+    stream, it holds at most two copies, and none that would have to wait."""
 
     def __init__(self, device: torch.device):
-        self.stream = Stream(device)
+        self.stream = DeviceStream(device)
         self.turn = threading.Lock()
-        self.flying: deque[Moment] = deque()
+        self.in_flight: deque[StreamEvent] = deque()
 
-    def send(self, targets: list[Tensor], sources: list[Tensor], *after: Moment) -> Moment:
-        """Copy, once it is `after`; the calling thread waits until it is queued."""
-        for moment in after:
-            moment.wait()
+    def send(self, targets: list[Tensor], sources: list[Tensor], *after: StreamEvent) -> StreamEvent:
+        """Queue a copy after these events; the calling thread waits until it is queued."""
+        for event in after:
+            event.wait()
         with self.turn:
-            if len(self.flying) == FLYING:
-                self.flying.popleft().wait()
+            if len(self.in_flight) == IN_FLIGHT:
+                self.in_flight.popleft().wait()
             with self.stream:
                 if targets:
                     torch._foreach_copy_(targets, sources, non_blocking=True)
-                self.flying.append(self.stream.moment())
-            return self.flying[-1]
+                self.in_flight.append(self.stream.record())
+            return self.in_flight[-1]
 
 
 @dataclass
-class Bus:
-    """Both directions, and the bytes that the lanes have sent, since the start."""
+class CopyQueues:
+    """Both directions, and the bytes that were copied since the start."""
 
-    up: Wire
-    down: Wire
+    up: CopyQueue
+    down: CopyQueue
     moved_up: int = 0
     moved_down: int = 0
 
     @classmethod
-    def of(cls, device: torch.device) -> "Bus":
-        return cls(Wire(device), Wire(device))
+    def of(cls, device: torch.device) -> "CopyQueues":
+        return cls(CopyQueue(device), CopyQueue(device))

@@ -1,4 +1,4 @@
-"""The CPU's lane: pieces that the cores update where their state rests."""
+"""The CPU lane: pieces that the CPU updates in host memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,114 +6,115 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import DONE, Moment, Stream
+from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.kernels.adam import Rule
 from fullshard.on_torch.offload.kernels.cpu_adam import OnePass, library
 from fullshard.on_torch.offload.units import Piece
-from fullshard.on_torch.offload.updates.buffers import Tray, segment_views
-from fullshard.on_torch.offload.updates.copy_queue import Bus
-from fullshard.on_torch.offload.updates.lane import LATER, Emit, Store, unheard
-from fullshard.on_torch.offload.updates.threads import Crew
-from fullshard.on_torch.offload.updates.unit_update import Job
+from fullshard.on_torch.offload.updates.buffers import CpuBuffer, segment_views
+from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
+from fullshard.on_torch.offload.updates.lane import LATER, raise_now, skip
+from fullshard.on_torch.offload.updates.threads import WorkerThreads
+from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
-POSTING = 4  # cores that narrow parameters on their way to host memory
+SENDER_CORES = 4  # that convert new parameters to the compute dtype
 
 
-class Cores:
-    """The gradient down, the update in place, the new parameters up.
+class CpuUpdater:
+    """Copies gradients to the host, updates the state in place, and sends the new parameters.
 
-    The lane's thread waits for gradients and shares the pieces out to the cores, and another one sends off what they have
-    updated: so the cores go on with the next piece while this one's last chunk ends.
+    The lane's thread waits for gradients and queues the calls. Worker threads run them, and another thread sends the results:
+    the workers go on with the next piece meanwhile.
     """
 
     def __init__(
         self,
         device: torch.device,
         rule: Rule,
-        store: Store,
-        trays: list[Tray],
-        emit: Emit,
-        bus: Bus,
+        buffers: list[CpuBuffer],
+        queues: CopyQueues,
         *,
         threads: int,
     ):
-        self.rule, self.store, self.trays, self.emit, self.bus = rule, store, trays, emit, bus
-        self.work = Stream(device, first=True)
+        self.rule, self.buffers, self.queues = rule, buffers, queues
+        self.work = DeviceStream(device, first=True)
         self.turn = 0
         size, self.threads = teams(threads)
-        self.crew, self.post = Crew("cores", size if trays else 0), Crew("post", 1 if trays else 0, cores=POSTING)
-        self.depth = max(1, len(trays) // 2)  # of the trays, those that gradients come to; in the others cores work
-        self.failed: Callable[[BaseException], None] = unheard
+        self.workers = WorkerThreads("cpu-update", size if buffers else 0)
+        self.senders = WorkerThreads("cpu-send", 1 if buffers else 0, cores=SENDER_CORES)
+        self.depth = max(1, len(buffers) // 2)  # half of the buffers receive gradients, the others are worked on
+        self.failed: Callable[[BaseException], None] = raise_now
 
-    def stage(self, job: Job, piece: Piece) -> Tray:
-        tray = self.trays[self.turn % len(self.trays)]
+    def stage(self, update: UnitUpdate, piece: Piece) -> CpuBuffer:
+        buffer = self.buffers[self.turn % len(self.buffers)]
         self.turn += 1
-        tray.idle.wait()
-        tray.idle.clear()
-        tray.sent.wait()
-        if piece.number not in job.drained:
-            gradients = tray.of(wide=job.wide)
-            tray.filled = self.bus.down.send(*job.copies(piece, gradients.of(piece)), job.ready)
-            self.bus.moved_down += piece.elements * gradients.memory.itemsize
-            job.read()
-        return tray
+        buffer.idle.wait()
+        buffer.idle.clear()
+        buffer.sent.wait()
+        if piece.number not in update.on_host:
+            gradients = buffer.of(wide=update.wide)
+            buffer.filled = self.queues.down.send(*update.copies(piece, gradients.of(piece)), update.ready)
+            self.queues.moved_down += piece.elements * gradients.memory.itemsize
+            update.read()
+        return buffer
 
-    def apply(self, job: Job, piece: Piece, tray: Tray) -> Moment:
-        factors, skip = job.go.wait()
-        resting, there = self.store.open(piece)
-        if skip:
-            self.store.close(piece, None)
-            tray.idle.set()
+    def apply(self, update: UnitUpdate, piece: Piece, buffer: CpuBuffer) -> StreamEvent:
+        factors, skipped = update.decision.wait()
+        stored, there = piece.unit.state.open(piece)
+        if skipped:
+            skip(piece)
+            buffer.idle.set()
             return DONE
-        gradient, filled = job.drained.get(piece.number, (tray.of(wide=job.wide).memory, tray.filled))
-        for moment in (filled, there):
-            moment.wait()
-        rounded = resting[3] if piece.paired else tray.rounded if piece.away.unit.home.params == "device" else None
-        state = resting[: 1 + self.rule.slots]
-        update = OnePass(self.rule, state, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
-        calls = update.calls((start, stop, job.steps[i], job.groups[i]) for start, stop, i in job.runs(piece))
-        self.crew.share(update.run, calls, partial(self._updated, job, piece, tray, resting[0]))
+        gradient, filled = update.on_host.get(piece.number, (buffer.of(wide=update.wide).memory, buffer.filled))
+        for event in (filled, there):
+            event.wait()
+        rounded = stored[3] if piece.paired else buffer.rounded if piece.unit.shards.on_device else None
+        state = stored[: 1 + self.rule.slots]
+        adam = OnePass(self.rule, state, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
+        calls = adam.calls((start, stop, update.steps[i], update.groups[i]) for start, stop, i in update.runs(piece))
+        self.workers.share(adam.run, calls, partial(self._updated, update, piece, buffer, stored[0]))
         return LATER
 
     def release(self) -> None:
-        """The lane is broken: nobody may wait for what does not come."""
-        for tray in self.trays:
-            tray.idle.set()
+        """The lane has failed: wake whoever waits for a buffer."""
+        for buffer in self.buffers:
+            buffer.idle.set()
 
-    def _updated(self, job: Job, piece: Piece, tray: Tray, master: Tensor, error: BaseException | None) -> None:
+    def _updated(self, update: UnitUpdate, piece: Piece, buffer: CpuBuffer, master: Tensor, error: BaseException | None) -> None:
         if error is not None:
             self.failed(error)
-            tray.idle.set()
-            job.issue(DONE)
+            buffer.idle.set()
+            update.issue(DONE)
         else:
-            self.post.share(self._send, [(job, piece, tray, master)], lambda _: None)
+            self.senders.share(self._send, [(update, piece, buffer, master)], lambda _: None)
 
-    def _send(self, job: Job, piece: Piece, tray: Tray, master: Tensor) -> None:
-        """New parameters on their way to where the unit's shards rest."""
+    def _send(self, update: UnitUpdate, piece: Piece, buffer: CpuBuffer, master: Tensor) -> None:
+        """Store the new parameters in the unit's shards."""
         new = DONE
         try:
-            if piece.away.unit.home.params == "device":
-                new = tray.sent = self._up(job, piece, tray)
-            elif not piece.paired:  # of a pair, the parameters were updated where they rest
-                new = self.emit(piece, master, self.work)
-            self.store.close(piece, new)
+            if piece.unit.shards.on_device:
+                new = buffer.sent = self._up(update, piece, buffer)
+            elif not piece.paired:  # the parameters of a pair were updated in place
+                new = piece.unit.shards.write(piece, master, self.work)
+            piece.unit.state.close(piece, new)
         except BaseException as error:
-            self.failed(error)  # before anybody goes on who waits for the piece
-        tray.idle.set()
-        job.issue(new)
+            self.failed(error)  # before those go on who wait for the piece
+        buffer.idle.set()
+        update.issue(new)
 
-    def _up(self, job: Job, piece: Piece, tray: Tray) -> Moment:
-        """To the shards on the device, but for parameters that had no gradient."""
-        assert tray.rounded is not None
-        there = zip(piece.segments, self.store.shards_of(piece), segment_views(tray.rounded, piece, flat=True), strict=True)
-        pairs = [(shard, part) for s, shard, part in there if job.had[s.parameter]]
-        self.bus.moved_up += sum(part.nbytes for _, part in pairs)
-        return self.bus.up.send([shard for shard, _ in pairs], [part for _, part in pairs])
+    def _up(self, update: UnitUpdate, piece: Piece, buffer: CpuBuffer) -> StreamEvent:
+        """Copy to the shards on the device, except parameters that had no gradient."""
+        assert buffer.rounded is not None
+        there = zip(
+            piece.segments, piece.unit.shards.segments(piece), segment_views(buffer.rounded, piece, flat=True), strict=True
+        )
+        pairs = [(shard, part) for s, shard, part in there if update.had[s.parameter]]
+        self.queues.moved_up += sum(part.nbytes for _, part in pairs)
+        return self.queues.up.send([shard for shard, _ in pairs], [part for _, part in pairs])
 
 
 def teams(threads: int) -> tuple[int, int]:
-    """How many pieces the cores update at a time, and how many cores each: two, where updates are compiled, so that one's
-    end is no pause; torch's kernels run on one core each, which share the pieces out among them."""
+    """How many calls run at a time, and on how many cores each. Compiled updates run two calls, so that the end of one is no
+    pause. Torch's kernels run on one core each."""
     if library() is None or threads < 2:
         return threads, 1
     return 2, threads // 2

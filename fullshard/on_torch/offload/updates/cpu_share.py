@@ -1,4 +1,4 @@
-"""How much of the updates of away units the CPU's cores should do: what they reach against what the bus reaches."""
+"""The share of updates that the CPU does: its speed against that of PCIe, measured while both are busy."""
 
 import os
 import time
@@ -12,32 +12,31 @@ import torch.distributed as dist
 from fullshard.on_torch.offload.kernels.adam import Rule
 from fullshard.on_torch.offload.kernels.cpu_adam import OnePass
 from fullshard.on_torch.offload.updates.cpu import teams
-from fullshard.on_torch.offload.updates.threads import Crew
+from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.storage.host import Arena
 from fullshard.update_pieces import balanced
 
-ELEMENTS = 1 << 26  # of a trial: above the largest caches
+ELEMENTS = 1 << 26  # of a trial: more than the caches hold
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
 def measured_share(device: torch.device, rule: Rule, streamed: int, sent: int) -> float:
-    """From 0 (all streamed past the GPU) to 1; `streamed`: bytes of state that cross the bus each way for the GPU; `sent`:
-    of a gradient and a new parameter, both ways together, for the cores. The same on all ranks. Without a GPU there is
-    nothing to balance: half."""
+    """From 0 (the GPU updates everything) to 1; the same on all ranks. `streamed`: bytes of state an element over PCIe, each
+    way, for an update by the GPU. `sent`: of gradient and new parameter together, for one by the CPU. Without a GPU: half."""
     if device.type != "cuda":
         return 0.5
     seconds = torch.tensor(at_once(device, rule), dtype=torch.float64)
     dist.all_reduce(seconds)
-    cores, bus = (seconds / dist.get_world_size()).tolist()
+    cores, pcie = (seconds / dist.get_world_size()).tolist()
     whole = 4 * (1 + rule.slots)  # bytes each way of the trial
-    return balanced(bus * streamed / whole, cores, bus * sent / (2 * whole))
+    return balanced(pcie * streamed / whole, cores, pcie * sent / (2 * whole))
 
 
 def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
-    """Seconds an element by the cores and over the bus while both work: they share the host's memory."""
+    """Seconds an element of CPU update and of PCIe copies, while both run: they share the host's memory."""
     ended, passes = Event(), 0
-    with _bus(device, rule) as both:
+    with _copies(device, rule) as both:
 
         def stream() -> None:
             nonlocal passes
@@ -55,41 +54,41 @@ def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
 
 
 def update_threads() -> int:
-    """Cores for the updates of this rank: its share of the machine's, less those for the threads that queue work. The
-    host's memory is busy before all cores are."""
+    """Cores for the updates of this rank: its share of the machine's, less some for the threads that queue work. Fewer cores
+    than all saturate the host's memory."""
     cores = len(os.sched_getaffinity(0)) // ranks_here()
     return max(1, cores - max(2, 3 * cores // 8))
 
 
 def cores_seconds(rule: Rule) -> float:
-    """Of an update of ELEMENTS by this rank's cores, as the lane has it done."""
+    """Seconds of an update of ELEMENTS by this rank's cores, as the CPU lane does it."""
     state, gradient = [torch.zeros(ELEMENTS) for _ in ("master", *rule.keys)], torch.ones(ELEMENTS)
     size, threads = teams(update_threads())
     update = OnePass(rule, state, gradient, torch.zeros(ELEMENTS, dtype=torch.bfloat16), threads=threads)
-    crew, ended, half = Crew("trial", size), Event(), ELEMENTS // 2
+    workers, ended, half = WorkerThreads("trial", size), Event(), ELEMENTS // 2
     calls = update.calls([(0, half, 1, SETTINGS), (half, ELEMENTS, 1, SETTINGS)])
 
     def whole() -> None:
         ended.clear()
-        crew.share(update.run, calls, lambda _: ended.set())
+        workers.share(update.run, calls, lambda _: ended.set())
         ended.wait()
 
     try:
         return _best(whole)
     finally:
-        crew.close()
+        workers.close()
 
 
-def bus_seconds(device: torch.device, rule: Rule) -> float:
-    """Of the state of ELEMENTS up and down at once, as the lane moves it."""
-    with _bus(device, rule) as both:
+def copy_seconds(device: torch.device, rule: Rule) -> float:
+    """Seconds of the copies of ELEMENTS' state in both directions at once, as the GPU lane does them."""
+    with _copies(device, rule) as both:
         return _best(both)
 
 
 @contextmanager
-def _bus(device: torch.device, rule: Rule) -> Iterator[Callable[[], None]]:
+def _copies(device: torch.device, rule: Rule) -> Iterator[Callable[[], None]]:
     nbytes = ELEMENTS * 4 * (1 + rule.slots)
-    arena = Arena(2 * nbytes, True, "a trial of the bus")
+    arena = Arena(2 * nbytes, True, "a trial of PCIe")
     host = [arena.take(nbytes) for _ in range(2)]
     here = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -114,4 +113,4 @@ def _best(call: Callable[[], None]) -> float:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times[1:])[2]  # the first makes threads and pages
+    return sorted(times[1:])[2]  # the first run starts threads and touches pages

@@ -1,4 +1,4 @@
-"""The GPU's lane: pieces whose state is streamed past it."""
+"""The GPU lane: pieces whose state is copied to the device, updated there, and copied back."""
 
 import threading
 from collections.abc import Callable
@@ -10,111 +10,110 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import FullshardError, first_line
-from fullshard.on_torch.offload.events import DONE, Moment, Stream
+from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 from fullshard.on_torch.offload.stores.packing import pack, unpack
 from fullshard.on_torch.offload.units import Piece
-from fullshard.on_torch.offload.updates.buffers import Bench, Slot, segment_views
-from fullshard.on_torch.offload.updates.copy_queue import Bus
-from fullshard.on_torch.offload.updates.lane import Emit, Store, unheard
-from fullshard.on_torch.offload.updates.threads import Crew
-from fullshard.on_torch.offload.updates.unit_update import Job
+from fullshard.on_torch.offload.updates.buffers import StagingSlot, Workspace, segment_views
+from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
+from fullshard.on_torch.offload.updates.lane import raise_now, skip
+from fullshard.on_torch.offload.updates.threads import WorkerThreads
+from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
 
-class Streamed:
-    """State up, update, state down. On a CPU the same by copies.
+class GpuUpdater:
+    """Copies state to the device, updates it, and copies it back. On a CPU the copies stay in memory.
 
-    State goes back by a thread of its own: with many slots, the next updates do not wait for the bus, and a forward that
-    waits for them goes on.
+    A thread of its own copies state back: the next updates do not wait for PCIe, nor does a forward that needs them.
     """
 
-    def __init__(self, device: torch.device, rule: Rule, store: Store, slots: list[Slot], bench: Bench, emit: Emit, bus: Bus):
-        self.rule, self.store, self.slots, self.bench, self.emit, self.bus = rule, store, slots, bench, emit, bus
-        self.work = Stream(device, first=True)
+    def __init__(self, device: torch.device, rule: Rule, slots: list[StagingSlot], workspace: Workspace, queues: CopyQueues):
+        self.rule, self.slots, self.workspace, self.queues = rule, slots, workspace, queues
+        self.work = DeviceStream(device, first=True)
         self.turn = 0
-        self.back = Crew("back", 1 if slots else 0)
-        self.returned: dict[int, threading.Event] = {}  # by piece: its state is queued to go back
-        self.one_kernel = one_kernel(device, rule) if slots else None
-        self.failed: Callable[[BaseException], None] = unheard
+        self.returners = WorkerThreads("back", 1 if slots else 0)
+        self.returned: dict[int, threading.Event] = {}  # by piece: the copy of its state to the host is queued
+        self.triton_kernel = triton_kernel(device, rule) if slots else None
+        self.failed: Callable[[BaseException], None] = raise_now
 
-    def stage(self, job: Job, piece: Piece) -> tuple[Slot, list[Tensor]]:
+    def stage(self, update: UnitUpdate, piece: Piece) -> tuple[StagingSlot, list[Tensor]]:
         slot = self.slots[self.turn % len(self.slots)]
         self.turn += 1
         if piece.number in self.returned:
             self.returned[piece.number].wait()
         slot.idle.wait()
         slot.idle.clear()
-        resting, there = self.store.open(piece)
-        slot.filled = self.bus.up.send(slot.of(piece), resting, slot.free, there)
-        self.bus.moved_up += sum(t.nbytes for t in resting)
-        return slot, resting
+        stored, there = piece.unit.state.open(piece)
+        slot.filled = self.queues.up.send(slot.of(piece), stored, slot.free, there)
+        self.queues.moved_up += sum(t.nbytes for t in stored)
+        return slot, stored
 
-    def apply(self, job: Job, piece: Piece, staged: tuple[Slot, list[Tensor]]) -> Moment:
-        slot, resting = staged
-        _, skip = job.go.wait()
-        if skip:
-            self.store.close(piece, None)
+    def apply(self, update: UnitUpdate, piece: Piece, staged: tuple[StagingSlot, list[Tensor]]) -> StreamEvent:
+        slot, stored = staged
+        _, skipped = update.decision.wait()
+        if skipped:
+            skip(piece)
             slot.idle.set()
             return DONE
         with self.work:
-            self.work.after(slot.filled, job.ready, job.go.moment)
-            update = self._at_once if piece.packed and self.one_kernel is not None else self._by_torch
-            new = update(job, piece, slot)
-            updated = self.work.moment()
+            self.work.after(slot.filled, update.ready, update.decision.event)
+            apply = self._by_triton if piece.packed and self.triton_kernel is not None else self._by_torch
+            new = apply(update, piece, slot)
+            updated = self.work.record()
         self.returned[piece.number] = threading.Event()
-        self.back.share(self._return, [(piece, slot, resting, updated)], lambda _: None)
+        self.returners.share(self._return, [(piece, slot, stored, updated)], lambda _: None)
         return new
 
-    def _return(self, piece: Piece, slot: Slot, resting: list[Tensor], updated: Moment) -> None:
+    def _return(self, piece: Piece, slot: StagingSlot, stored: list[Tensor], updated: StreamEvent) -> None:
         try:
-            state = resting[: 1 + self.rule.slots]  # the parameters of a pair have gone ahead
-            slot.free = self.bus.down.send(state, slot.of(piece)[: len(state)], updated)
-            self.bus.moved_down += sum(t.nbytes for t in state)
-            self.store.close(piece, slot.free)
+            state = stored[: 1 + self.rule.slots]  # the parameters of a pair were copied before
+            slot.free = self.queues.down.send(state, slot.of(piece)[: len(state)], updated)
+            self.queues.moved_down += sum(t.nbytes for t in state)
+            piece.unit.state.close(piece, slot.free)
         except BaseException as error:
             self.failed(error)
         slot.idle.set()
         self.returned[piece.number].set()
 
     def release(self) -> None:
-        """The lane is broken: nobody may wait for what does not come."""
+        """The lane has failed: wake whoever waits for its memory."""
         for event in (*(slot.idle for slot in self.slots), *self.returned.values()):
             event.set()
 
     def settle(self) -> None:
-        """All state is queued to go back."""
+        """Wait until the copies of all state to the host are queued."""
         for event in list(self.returned.values()):
             event.wait()
 
-    def _at_once(self, job: Job, piece: Piece, slot: Slot) -> Moment:
-        """The update of a packed piece, each of its segments in one pass."""
-        assert self.one_kernel is not None
+    def _by_triton(self, update: UnitUpdate, piece: Piece, slot: StagingSlot) -> StreamEvent:
+        """Update a packed piece with the Triton kernel, one call for each segment."""
+        assert self.triton_kernel is not None
         for s, (parameters, state) in zip(piece.segments, self._words(piece, slot), strict=True):
-            gradient = job.gradients[s.parameter]
+            gradient = update.gradients[s.parameter]
             if gradient is not None:
-                step, group = job.steps[s.parameter], job.groups[s.parameter]
+                step, group = update.steps[s.parameter], update.groups[s.parameter]
                 part = gradient.reshape(-1) if s.whole else gradient.reshape(-1)[s.start : s.stop]
-                self.one_kernel.update_packed(self.rule, part, parameters, state, job.go.scale, step, group)
-        job.read()
-        return self._out(piece, slot.of(piece)[3]) if piece.paired else self.work.moment()
+                self.triton_kernel.update_packed(self.rule, part, parameters, state, update.decision.scale, step, group)
+        update.read()
+        return self._out(piece, slot.of(piece)[3]) if piece.paired else self.work.record()
 
-    def _words(self, piece: Piece, slot: Slot) -> list[tuple[Tensor, list[Tensor]]]:
-        """By segment, its parameters and state for the kernel."""
+    def _words(self, piece: Piece, slot: StagingSlot) -> list[tuple[Tensor, list[Tensor]]]:
+        """A piece's parameters and state as the kernel takes them, by segment."""
         if piece.number not in slot.words:
-            assert self.one_kernel is not None
+            assert self.triton_kernel is not None
             staged = slot.of(piece)
-            parameters = segment_views(staged[3], piece, flat=True) if piece.paired else self.store.shards_of(piece)
+            parameters = segment_views(staged[3], piece, flat=True) if piece.paired else piece.unit.shards.segments(piece)
             states = zip(*(segment_views(t, piece, flat=True) for t in staged[:3]), strict=True)
-            slot.words[piece.number] = [self.one_kernel.words(*both) for both in zip(parameters, states, strict=True)]
+            slot.words[piece.number] = [self.triton_kernel.words(*both) for both in zip(parameters, states, strict=True)]
         return slot.words[piece.number]
 
-    def _by_torch(self, job: Job, piece: Piece, slot: Slot) -> Moment:
-        """The update by torch's kernels, on the bench."""
-        staged, gradient = slot.of(piece), self._gradient(job, piece)
+    def _by_torch(self, update: UnitUpdate, piece: Piece, slot: StagingSlot) -> StreamEvent:
+        """Update a piece with torch's kernels, in the workspace."""
+        staged, gradient = slot.of(piece), self._gradient(update, piece)
         master, *moments = self._wide(piece, staged)
-        for start, stop, index in job.runs(piece):
+        for start, stop, index in update.runs(piece):
             part = [t[start:stop] for t in (master, gradient, *moments)]
-            apply_rule(self.rule, part[0], part[1], part[2:], job.steps[index], job.groups[index])
+            apply_rule(self.rule, part[0], part[1], part[2:], update.steps[index], update.groups[index])
         rounded = self._rounded(piece, staged)
         new = self._out(piece, master if rounded is None else rounded.copy_(master))
         if piece.packed:
@@ -123,54 +122,54 @@ class Streamed:
             pack(master, rounded, low, second)
         return new
 
-    def _gradient(self, job: Job, piece: Piece) -> Tensor:
-        job.collect(piece, self.bench.gradients.of(piece))
-        job.read()
-        gradient = self.bench.gradients.memory[: piece.elements]
-        for factor in job.go.scale if job.go.scale is not None else ():
+    def _gradient(self, update: UnitUpdate, piece: Piece) -> Tensor:
+        update.collect(piece, self.workspace.gradients.of(piece))
+        update.read()
+        gradient = self.workspace.gradients.memory[: piece.elements]
+        for factor in update.decision.scale if update.decision.scale is not None else ():
             gradient.mul_(factor.to(gradient.dtype))
         return gradient
 
     def _wide(self, piece: Piece, staged: list[Tensor]) -> list[Tensor]:
-        """Master and moments, as the rule takes them."""
+        """Master and moments of a piece, unpacked."""
         if not piece.packed:
             return staged
         low, first, second = staged[:3]
         rounded = self._rounded(piece, staged)
-        assert self.bench.master is not None
+        assert self.workspace.master is not None
         assert rounded is not None
-        master = self.bench.master[: piece.elements]
+        master = self.workspace.master[: piece.elements]
         if not piece.paired:
-            torch._foreach_copy_(segment_views(rounded, piece, flat=True), self.store.shards_of(piece))
+            torch._foreach_copy_(segment_views(rounded, piece, flat=True), piece.unit.shards.segments(piece))
         unpack(rounded, low, second, master)
         return [master, first, second]
 
     def _rounded(self, piece: Piece, staged: list[Tensor]) -> Tensor | None:
-        """Memory for a piece's parameters in the compute dtype, where they are wanted in it: they came along, or are copied
-        together on the device, or leave it (half the bytes over the bus)."""
+        """Memory for a piece's parameters in the compute dtype; None if only the master is needed. They come with a pair, are
+        collected to unpack the master, or go to the host in this dtype."""
         if piece.paired:
             return staged[3]
-        if not piece.packed and piece.away.unit.home.params == "device":
+        if not piece.packed and piece.unit.shards.on_device:
             return None
-        assert self.bench.rounded is not None
-        return self.bench.rounded[: piece.elements]
+        assert self.workspace.rounded is not None
+        return self.workspace.rounded[: piece.elements]
 
-    def _out(self, piece: Piece, parameters: Tensor) -> Moment:
-        """New parameters on their way."""
-        if piece.away.unit.home.params != "device":
-            self.bus.moved_down += parameters.nbytes
-        return self.emit(piece, parameters, self.work)
+    def _out(self, piece: Piece, parameters: Tensor) -> StreamEvent:
+        """Store the new parameters in the unit's shards."""
+        if not piece.unit.shards.on_device:
+            self.queues.moved_down += parameters.nbytes
+        return piece.unit.shards.write(piece, parameters, self.work)
 
 
-def one_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
-    """The module of that name, where it can be used."""
+def triton_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
+    """The module `triton_adam` if it can be used, else None."""
     return find_kernel(device, rule)[0]
 
 
 @cache
 def find_kernel(device: torch.device, rule: Rule) -> tuple[ModuleType | None, str]:
-    """The module of that name, where there is Triton, it finds what it needs to compile a kernel for this device, and that
-    gives the bits that torch's kernels give; or why not. What else goes wrong is a fault, and is told."""
+    """The module `triton_adam`, or None and the reason: there is no Triton, it cannot compile for this device, or its results
+    differ from torch's. Any other error is raised."""
     if device.type != "cuda" or rule.kind not in ("adamw", "adam"):
         return None, "it has none for this device" if device.type != "cuda" else f"it has none for {rule.kind}"
     try:

@@ -1,32 +1,31 @@
-"""Gradients that wait on the device for their update while backward makes more: not more than a plan allows.
+"""The limit on gradients that wait on the device for their update, while backward makes more.
 
-Lanes are slower than backward as a rule, so that without a limit nearly all gradients of a model wait at once.
+Lanes are usually slower than backward. Without a limit nearly all gradients of a model would wait at once.
 """
 
-from fullshard.on_torch.offload.updates.unit_update import Job
+from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
 
-class Backlog:
-    """The jobs of a step whose gradients are on the device, the oldest first. `limit`: pieces that may wait there beside
-    the unit at hand; None: any number."""
+class GradientLimit:
+    """The updates whose gradients are on the device, the oldest first. `limit`: their pieces, at most; None: any number."""
 
     def __init__(self, limit: int | None):
-        self.limit, self.jobs = limit, list[Job]()
+        self.limit, self.updates = limit, list[UnitUpdate]()
 
     def begin(self) -> None:
-        self.jobs = []
+        self.updates = []
 
-    def add(self, job: Job) -> None:
-        """The lanes have it; go on when there is room for the next. A unit that is larger than the limit waits alone. Lanes
-        need nothing that comes later in backward, so that this ends; an error of theirs lets go of everything."""
-        if self.limit is None or not job.away.pieces:
+    def add(self, update: UnitUpdate) -> None:
+        """Add an update that the lanes have; wait until the limit holds. A unit that is larger than the limit waits alone.
+        The wait ends: lanes need nothing that comes later in backward, and a failed lane releases everything."""
+        if self.limit is None or not update.unit.pieces:
             return
-        self.jobs.append(job)
-        self.jobs = [j for j in self.jobs if not j.let_go()]
-        while len(self.jobs) > 1 and self.pieces() > self.limit:
-            self.jobs.pop(0).wait_let_go()
-            self.jobs = [j for j in self.jobs if not j.let_go()]
+        self.updates.append(update)
+        self.updates = [u for u in self.updates if not u.released()]
+        while len(self.updates) > 1 and self.pieces() > self.limit:
+            self.updates.pop(0).wait_released()
+            self.updates = [u for u in self.updates if not u.released()]
 
     def pieces(self) -> int:
-        """How many of them wait."""
-        return sum(len(job.away.pieces) for job in self.jobs)
+        """Pieces whose gradients wait."""
+        return sum(len(update.unit.pieces) for update in self.updates)

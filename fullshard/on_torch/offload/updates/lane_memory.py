@@ -1,46 +1,44 @@
-"""The memory that lanes work in: slots and a bench of the device, trays of the host. Taken once, at the start; but for trays
-in the master's dtype, which only steps of the caller's own need.
+"""Memory of the lanes: staging slots and a workspace on the device, pinned buffers on the host.
+
+All of it is taken once, at the start. Only steps of the caller's own need buffers in the master's dtype, and take them then.
 """
 
 from functools import partial
 
 import torch
 
-from fullshard.on_torch.offload.stores.resting import Resting
-from fullshard.on_torch.offload.updates.buffers import Bench, Gradients, Slot, Tray
+from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
+from fullshard.on_torch.offload.updates.buffers import CpuBuffer, GradientBuffer, StagingSlot, Workspace
 from fullshard.storage.host import Arena, room
-from fullshard.update_pieces import TRAYS
 
 
-def make_staging(resting: Resting, ring: int) -> tuple[list[Slot], Bench]:
-    """Memory of the device for pieces that are streamed past it, `ring` at a time; none where no piece is."""
-    master = resting.master
-    streamed = [p for a in resting.units for p in a.pieces if p.lane == "gpu"]
-    first = master if any(p.paired or not p.packed for p in streamed) else torch.int16
-    apart = any(p.packed or p.away.unit.home.params != "device" for p in streamed if not p.paired)
-    memory = partial(torch.zeros, resting.largest, device=resting.device)
-    slots = [Slot([memory(dtype=t) for t in (first, *[master] * resting.rule.slots)]) for _ in range(ring)]
-    gradient = memory(dtype=master) if ring else torch.empty(0)
-    wide = memory(dtype=master) if any(p.packed for p in streamed) else None
-    return slots, Bench(Gradients(gradient), wide, memory(dtype=resting.compute) if apart else None)
+def make_staging(memory: OffloadMemory) -> tuple[list[StagingSlot], Workspace]:
+    """Device memory for the pieces that are streamed through it; none if no piece is."""
+    master, staging = memory.master, memory.sizes.staging_layout()
+    first = torch.int16 if staging.low_halves else master
+    made = partial(torch.zeros, memory.sizes.largest, device=memory.device)
+    slots = [StagingSlot([made(dtype=t) for t in (first, *[master] * memory.rule.slots)]) for _ in range(staging.slots)]
+    gradient = made(dtype=master) if slots else torch.empty(0)
+    wide = made(dtype=master) if staging.master else None
+    return slots, Workspace(GradientBuffer(gradient), wide, made(dtype=memory.compute) if staging.params else None)
 
 
-def make_trays(resting: Resting, dtype: torch.dtype) -> list[Tray]:
-    """Memory of the host for pieces that the cores update. `dtype`: of their gradients."""
+def make_cpu_buffers(memory: OffloadMemory, dtype: torch.dtype) -> list[CpuBuffer]:
+    """Host memory for the pieces that the CPU updates. `dtype`: of their gradients."""
 
     def pinned(kind: torch.dtype) -> torch.Tensor:
-        return resting.arena.take(resting.largest * kind.itemsize).view(kind)
+        return memory.arena.take(memory.sizes.largest * kind.itemsize).view(kind)
 
-    count = min(TRAYS, sum(p.lane == "cpu" for a in resting.units for p in a.pieces))
-    return [Tray(Gradients(pinned(dtype)), pinned(resting.compute) if resting.sends else None) for _ in range(count)]
+    sends, count = memory.sizes.cpu_sends, memory.sizes.cpu_buffers
+    return [CpuBuffer(GradientBuffer(pinned(dtype)), pinned(memory.compute) if sends else None) for _ in range(count)]
 
 
-def widen_trays(trays: list[Tray], resting: Resting) -> None:
-    """Room for gradients in the master's dtype: the caller's own may be sums, or scaled, and are updated with as they are."""
-    missing = [tray for tray in trays if tray.wide is None]
+def widen_cpu_buffers(buffers: list[CpuBuffer], memory: OffloadMemory) -> None:
+    """Add room for gradients in the master's dtype: the caller's own may be sums, or scaled, and are used as they are."""
+    missing = [buffer for buffer in buffers if buffer.wide is None]
     if not missing:
         return
-    nbytes = resting.largest * resting.master.itemsize
-    arena = Arena(room([nbytes] * len(missing)), resting.device.type == "cuda", "gradients of the caller's own steps")
-    for tray in missing:
-        tray.wide, tray.arena = Gradients(arena.take(nbytes).view(resting.master)), arena
+    nbytes = memory.sizes.largest * memory.master.itemsize
+    arena = Arena(room([nbytes] * len(missing)), memory.device.type == "cuda", "gradients of the caller's own steps")
+    for buffer in missing:
+        buffer.wide, buffer.arena = GradientBuffer(arena.take(nbytes).view(memory.master)), arena

@@ -1,7 +1,7 @@
-"""Threads that share out large updates: each takes the next call when it is done with its own.
+"""Threads that share the calls of a large update: each takes the next call when it has done its own.
 
-torch would give every thread an equal part and wait for the slowest. Cores that others use as well, as those of most
-rented machines, are not equally fast, and one that is away for a moment would hold up all the others.
+Torch would give every thread an equal part and wait for the slowest. On rented machines cores are not equally fast, and a
+core that is busy elsewhere would delay all others.
 """
 
 import threading
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 
-class Batch:
-    """Calls that belong together. Whoever ends the last one says so, with the first error if there was one."""
+class CallGroup:
+    """Calls that belong together. The thread that ends the last one calls `end` with the first error, or None."""
 
     def __init__(self, count: int, end: Callable[[BaseException | None], None]):
         self.left, self.end, self.lock = count, end, threading.Lock()
@@ -28,18 +28,18 @@ class Batch:
             self.end(self.error)
 
 
-class Crew:
-    """`size` threads, each of which has torch use so many `cores`."""
+class WorkerThreads:
+    """`size` threads; torch uses so many `cores` in each."""
 
     def __init__(self, name: str, size: int, *, cores: int = 1):
         self.cores = cores
-        self.calls: SimpleQueue[tuple[Batch, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self.calls: SimpleQueue[tuple[CallGroup, Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
         self.threads = [threading.Thread(target=self._run, daemon=True, name=f"{name}-{i}") for i in range(size)]
         before, self.begun = torch.get_num_threads(), threading.Barrier(size + 1)
         for thread in self.threads:
             thread.start()
         self.begun.wait()
-        torch.set_num_threads(before)  # what was said last holds for every thread that starts later
+        torch.set_num_threads(before)  # else the last value would hold for every thread that starts later
 
     def share(
         self, call: Callable[..., None], parts: Sequence[tuple[Any, ...]], end: Callable[[BaseException | None], None]
@@ -47,19 +47,19 @@ class Crew:
         """Queue `call(*part)` for every part, and `end(error)` after the last."""
         if not parts:
             return end(None)
-        batch = Batch(len(parts), end)
+        batch = CallGroup(len(parts), end)
         for part in parts:
             self.calls.put((batch, call, part))
 
     def close(self) -> None:
-        """After all that was queued."""
+        """End the threads after all queued calls."""
         for _ in self.threads:
             self.calls.put(None)
         for thread in self.threads:
             thread.join()
 
     def _run(self) -> None:
-        torch.get_num_threads()  # else the first call of this thread would set it anew, to what was said last anywhere
+        torch.get_num_threads()  # else the first call of this thread would set it to the last value of any thread
         torch.set_num_threads(self.cores)
         self.begun.wait()
         with torch.no_grad():

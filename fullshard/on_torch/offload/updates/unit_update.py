@@ -1,4 +1,4 @@
-"""One unit's update in one step: its gradients, when they are there, and when the new parameters are."""
+"""One unit's update in one step: its gradients, and the events of its pieces."""
 
 import threading
 from dataclasses import dataclass, field
@@ -7,29 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import DONE, Moment, Stream
-from fullshard.on_torch.offload.units import Away, Piece
+from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
+from fullshard.on_torch.offload.units import OffloadedUnit, Piece
 
 
-class Go:
-    """Whether this step's updates happen, and the factors on all gradients; known only late in a step."""
+class StepDecision:
+    """Whether this step's updates happen, and the factors on all gradients. Known late in a step."""
 
     def __init__(self) -> None:
         self.known = threading.Event()
         self.scale: Tensor | None = None  # the factors, on the device
         self.numbers: Tensor | None = None  # on the host: skip, factors
-        self.moment = DONE
-        self.answer: tuple[list[float], bool] | None = None  # what `wait` returns, once somebody has waited
+        self.event = DONE
+        self.answer: tuple[list[float], bool] | None = None  # of `wait`, kept after the first call
 
-    def say(self, factors: list[Tensor], skip: Tensor, device: torch.device) -> None:
-        """Queue the news; nobody waits here."""
+    def announce(self, factors: list[Tensor], skip: Tensor, device: torch.device) -> None:
+        """Queue the copy of both to the host; does not wait."""
         self.scale = torch.stack([f.reshape(()).float() for f in factors]) if factors else None
         found = torch.stack([t.double().reshape(()) for t in (skip, *factors)])
         self.numbers = found.to("cpu", non_blocking=True)  # pinned, from torch's cache: a few bytes
-        self.moment = Moment.here(device)
+        self.event = StreamEvent.here(device)
         self.known.set()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """The step was given up: no update happens."""
         if not self.known.is_set():
             self.numbers = torch.ones(1)
@@ -38,7 +38,7 @@ class Go:
     def wait(self) -> tuple[list[float], bool]:
         if self.answer is None:
             self.known.wait()
-            self.moment.wait()
+            self.event.wait()
             assert self.numbers is not None
             skip, *factors = self.numbers.tolist()
             self.answer = factors, bool(skip)
@@ -46,75 +46,74 @@ class Go:
 
 
 @dataclass
-class Job:
+class UnitUpdate:
     """One unit's update in one step."""
 
-    away: Away
-    go: Go
+    unit: OffloadedUnit
+    decision: StepDecision
     gradients: list[Tensor | None] = field(default_factory=list)
-    ready: Moment = DONE  # the gradients are there
-    there: bool = False  # and that has been seen
+    ready: StreamEvent = DONE  # the gradients are there
+    there: bool = False  # `ready` was seen to be done
     groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's settings, by parameter
     steps: list[int] = field(default_factory=list)  # the number of this update, by parameter
-    drained: dict[int, tuple[Tensor, Moment]] = field(default_factory=dict)  # gradients on the host already, by piece
-    moments: list[Moment] = field(default_factory=list)  # when the parameters of each piece are new
-    issued: threading.Event = field(default_factory=threading.Event)
+    on_host: dict[int, tuple[Tensor, StreamEvent]] = field(default_factory=dict)  # gradients on the host already, by piece
+    events: list[StreamEvent] = field(default_factory=list)  # the new parameters of each piece are there
+    issued: threading.Event = field(default_factory=threading.Event)  # all pieces are queued
     lock: threading.Lock = field(default_factory=threading.Lock)
-    had: list[bool] = field(default_factory=list)  # whether there was a gradient, by parameter
+    had: list[bool] = field(default_factory=list)  # a gradient, by parameter
     counted: bool = False
-    readers: tuple[Stream, ...] = ()  # that the gradients are read on
-    wide: bool = False  # gradients come in the master's dtype: a step of the caller's own
-    unread: int = 0  # pieces whose gradients are to be read from the device
-    dropped: threading.Event = field(default_factory=threading.Event)  # the gradients, after the last was queued to be read
-    free: list[Moment] = field(default_factory=list)  # when their memory is there for others
+    readers: tuple[DeviceStream, ...] = ()  # on which the gradients are read
+    wide: bool = False  # gradients have the master's dtype: a step of the caller's own
+    unread: int = 0  # pieces whose gradients are still to be read from the device
+    dropped: threading.Event = field(default_factory=threading.Event)  # the last read of the gradients is queued
+    free: list[StreamEvent] = field(default_factory=list)  # their memory can be used again
 
     def arrived(self) -> bool:
-        """Whether the gradients are there. The device is asked until it says so once: to ask it lets go of the interpreter,
-        which others then have to give back."""
+        """True if the gradients are there. Then the device is not asked again: a query releases the interpreter lock."""
         self.there = self.there or self.ready.done()
         return self.there
 
-    def issue(self, moment: Moment) -> None:
-        """One more piece is queued. After the last, the gradients are let go, if they were not before."""
+    def issue(self, event: StreamEvent) -> None:
+        """One more piece is queued. After the last, the gradients are released."""
         with self.lock:
-            self.moments.append(moment)
-            if len(self.moments) == len(self.away.pieces):
+            self.events.append(event)
+            if len(self.events) == len(self.unit.pieces):
                 self._drop()
-                self.drained = {}
+                self.on_host = {}
                 self.issued.set()
 
-    def keep(self, *readers: Stream) -> None:
-        """FSDP may not have the gradients' memory, one storage for all of a unit's, before these have read it."""
-        self.readers, self.unread = readers, len(self.away.pieces) - len(self.drained)
+    def keep(self, *readers: DeviceStream) -> None:
+        """Keep the gradients' memory, one storage for a whole unit, from FSDP until these streams have read it."""
+        self.readers, self.unread = readers, len(self.unit.pieces) - len(self.on_host)
         for g in {g.untyped_storage().data_ptr(): g for g in self.gradients if g is not None}.values():
             for reader in readers:
                 reader.keep(g)
 
     def read(self) -> None:
-        """One more piece's gradients are queued to be read. After the last, they are let go."""
+        """The read of one more piece's gradients is queued. After the last, the gradients are released."""
         with self.lock:
             self.unread -= 1
             if self.unread == 0:
                 self._drop()
 
     def _drop(self) -> None:
-        """The allocator has the memory when the streams that it was kept for are where they are now."""
+        """The allocator has the memory when the readers have done the work that they have queued now."""
         if not self.dropped.is_set():
             self.gradients = []
-            self.free = [stream.moment() for stream in self.readers]
+            self.free = [stream.record() for stream in self.readers]
             self.dropped.set()
 
-    def let_go(self) -> bool:
-        """Whether the gradients' memory is there for others."""
-        return self.dropped.is_set() and all(moment.done() for moment in self.free)
+    def released(self) -> bool:
+        """True if the gradients' memory can be used again."""
+        return self.dropped.is_set() and all(event.done() for event in self.free)
 
-    def wait_let_go(self) -> None:
+    def wait_released(self) -> None:
         self.dropped.wait()
-        for moment in self.free:
-            moment.wait()
+        for event in self.free:
+            event.wait()
 
     def copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What takes the piece's gradients to `parts`, a segment each: targets and sources."""
+        """Targets and sources of the copies of a piece's gradients to `parts`, one for each segment."""
         targets, sources = [], []
         for s, part in zip(piece.segments, parts, strict=True):
             gradient = self.gradients[s.parameter]
@@ -124,13 +123,13 @@ class Job:
         return targets, sources
 
     def collect(self, piece: Piece, parts: list[Tensor]) -> None:
-        """The piece's gradients to `parts`; queued on the current stream."""
+        """Copy the piece's gradients to `parts`, on the current stream."""
         targets, sources = self.copies(piece, parts)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def runs(self, piece: Piece) -> list[tuple[int, int, int]]:
-        """(start, stop, parameter) of what is updated alike: neighbours of one group with equally many updates."""
+        """(start, stop, parameter) of what one call updates: neighbours in one group with equal step counts."""
         found: list[tuple[int, int, int]] = []
         for s in piece.segments:
             if not self.had[s.parameter]:

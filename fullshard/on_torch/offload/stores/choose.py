@@ -1,0 +1,94 @@
+"""The two stores of an offloaded unit, by its homes. No other module of the engine decides by them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.on_torch.offload.kernels.adam import Rule
+from fullshard.on_torch.offload.stores.device_store import DeviceParameters, MemoryState
+from fullshard.on_torch.offload.stores.disk_params import ParameterFile
+from fullshard.on_torch.offload.stores.disk_state import DiskState, StateFile
+from fullshard.on_torch.offload.stores.host_store import HostParameters
+from fullshard.on_torch.offload.stores.packed import PackedState, Packing, PairedParameters
+from fullshard.on_torch.offload.stores.store import ParameterStore, StateStore
+from fullshard.on_torch.offload.units import OffloadedUnit
+from fullshard.plan import Plan
+from fullshard.planner.step.offload_bytes import UnitElements
+from fullshard.storage.host import Arena
+
+
+@dataclass(frozen=True)
+class Places:
+    """What stores are made of: memory, files and dtypes of one rank."""
+
+    plan: Plan
+    slots: int  # moments of the optimizer
+    device: torch.device
+    master: torch.dtype
+    compute: torch.dtype
+    arena: Arena
+    packing: Packing
+    state_file: StateFile | None
+    params_file: ParameterFile | None
+
+    def pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return self.arena.take(elements * dtype.itemsize).view(dtype)
+
+
+def open_files(
+    units: list[OffloadedUnit],
+    rule: Rule,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    disk: Path | None,
+    arena: Arena,
+    largest: int,
+) -> tuple[StateFile | None, ParameterFile | None]:
+    """Files for the units whose state or parameters are on disk, if there are any. `dtypes`: master and compute."""
+    state = [u for u in units if u.home.optimizer == "disk"]
+    params = [u for u in units if u.home.params == "disk"]
+    if disk is None:
+        assert not state
+        assert not params
+        return None, None
+    return (
+        StateFile(state, rule, dtypes[0], disk, arena, largest) if state else None,
+        ParameterFile(params, dtypes[1], disk, arena, largest) if params else None,
+    )
+
+
+def choose_stores(unit: OffloadedUnit, places: Places, shard_elements: int) -> None:
+    """Give a unit its stores. `shard_elements`: of host memory for its parameters alone."""
+    unit.state = _state_store(unit, places)
+    unit.shards = _parameter_store(unit, places, shard_elements)
+
+
+def _state_store(unit: OffloadedUnit, places: Places) -> StateStore:
+    sizes = unit.state_sizes(places.slots)
+    if unit.home.optimizer == "disk":
+        assert places.state_file is not None
+        return DiskState(unit, places.state_file)
+    if unit.home.optimizer == "device":
+        return MemoryState([torch.zeros(n, dtype=places.master, device=places.device) for n in sizes])
+    flats = [places.pinned(n, places.master) for n in sizes]
+    packs = places.plan.packs(unit.home, places.slots)
+    return PackedState(unit, flats, places.packing) if packs else MemoryState(flats)
+
+
+def _parameter_store(unit: OffloadedUnit, places: Places, shard_elements: int) -> ParameterStore:
+    if unit.home.params == "device":
+        return DeviceParameters(unit)
+    if unit.home.params == "disk":
+        assert places.params_file is not None
+        return places.params_file.stores[unit.name]
+    memory = places.pinned(shard_elements, places.compute)
+    if places.plan.pairs(unit.home, places.slots):
+        assert isinstance(unit.state, PackedState)
+        return PairedParameters(unit, unit.state, memory)
+    return HostParameters(unit, memory)
+
+
+def elements_of(unit: OffloadedUnit) -> UnitElements:
+    """The unit's sizes on this rank, for `OffloadSizes`."""
+    return UnitElements(unit.name, unit.home, unit.elements, unit.moving, sum(unit.padded))
