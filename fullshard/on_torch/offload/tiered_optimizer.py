@@ -46,13 +46,7 @@ AHEAD = 3  # gathers that the host queues before the device has done them: enoug
 class TieredOptimizer:
     """Updates offloaded units. Made by `shard`; the step calls `begin`, `backward_done`, `update` and `end`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        memory: OffloadMemory,
-        optimizer: torch.optim.Optimizer | None,
-    ):
+    def __init__(self, plan: Plan, device: torch.device, memory: OffloadMemory, optimizer: torch.optim.Optimizer | None):
         self.plan, self.device, self.rule, self.memory = plan, device, memory.rule, memory
         # The optimizer's hooks keep this object alive. A reference back would be a cycle, and both would stay until it is found.
         self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
