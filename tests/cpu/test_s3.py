@@ -41,7 +41,8 @@ def checkpoint_dir(s3, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [4, 40])
 def test_a_run_that_is_killed_while_it_saves_to_s3_goes_on_to_the_bit(s3, checkpoint_dir, tmp_path, kills):
     """Ranks die by SIGKILL before, within and after each request that a save or retention makes; what must hold then is
     in `tests/cpu/judge.py`."""
