@@ -1,5 +1,6 @@
 """Stores in memory of the device, and what they share with those in host memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -58,7 +59,7 @@ class MemoryState:
         return None
 
 
-class MemoryParameters:
+class MemoryParameters(ABC):
     """Shards in memory: what those of the device and of the host have in common."""
 
     on_device = False
@@ -72,8 +73,9 @@ class MemoryParameters:
             self.views[piece.number] = self.find_segments(piece)
         return self.views[piece.number]
 
+    @abstractmethod
     def find_segments(self, piece: Piece) -> list[Tensor]:
-        raise NotImplementedError
+        """Where the piece's parameters lie, by segment. Called once a piece."""
 
     def write(self, piece: Piece, values: Tensor, stream: DeviceStream) -> StreamEvent:
         sources = [values[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
@@ -81,10 +83,10 @@ class MemoryParameters:
         return stream.record()
 
     def renew(self) -> None:
-        pass
+        return  # memory is written at once: nothing is due
 
     def skip(self, piece: Piece) -> None:
-        pass
+        return
 
 
 class DeviceParameters(MemoryParameters):

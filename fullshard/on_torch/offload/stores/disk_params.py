@@ -212,7 +212,7 @@ class DiskParameters:
         self.written: Future[None] | None = None  # the last update is in the file
 
     def segments(self, piece: Piece) -> list[Tensor]:
-        raise NotImplementedError("shards on disk are not in memory")
+        raise AssertionError(f"the shards of {self.unit.name} are on disk, not in memory")
 
     def renew(self) -> None:
         with self.file.lock:

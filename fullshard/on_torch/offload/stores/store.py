@@ -60,7 +60,7 @@ class ParameterStore(Protocol):
     on_device: bool  # FSDP gathers from them where they are
 
     def segments(self, piece: Piece) -> list[Tensor]:
-        """The piece's parameters in memory, by segment."""
+        """The piece's parameters in memory, by segment. Never asked of shards on disk."""
 
     def write(self, piece: Piece, values: Tensor, stream: DeviceStream) -> StreamEvent:
         """Store a piece's new parameters, of any dtype; queued on `stream`. Returns when `values` has been read."""
