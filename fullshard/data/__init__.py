@@ -1,10 +1,11 @@
-"""Training data: token files on disk, and one global order of samples that is the same at every world size.
+"""Training data: token files, tables, images and data sets of the user, in one order of samples at every world size.
 
-Knows neither torch nor jax. Batches are numpy arrays.
+Knows neither torch nor jax. Token batches are numpy arrays.
 """
 
 from fullshard.data.batches import Batches, Boundaries, Packing, digest
 from fullshard.data.order import Order
+from fullshard.data.sample_batches import SampleBatches, SampleRules, StreamBatches
 from fullshard.data.tokenizer import refuse_different, refuse_other_tokenizer
 from fullshard.data.tokens import TokenFile, TokenWriter
 
@@ -13,6 +14,9 @@ __all__ = [
     "Boundaries",
     "Order",
     "Packing",
+    "SampleBatches",
+    "SampleRules",
+    "StreamBatches",
     "TokenFile",
     "TokenWriter",
     "digest",

@@ -1,8 +1,8 @@
 """Builds the micro-batches of one rank from a token file, in one global order of samples."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fullshard.data.order import Order
 from fullshard.data.samples import DocumentRows, Rows, StreamRows
+from fullshard.data.step_batches import BatchLoader, IndexedBatches, PlainLoader
 from fullshard.data.tokens import TokenFile
 from fullshard.errors import FullshardError, nearest
 
@@ -22,12 +23,8 @@ Packing = Literal["stream", "whole"]
 
 
 @dataclass
-class Batches:
-    """The micro-batches of data rank `rank` of `ranks`, a step at a time.
-
-    Step s takes samples s·G … (s + 1)·G − 1 of the run's order, where G = ranks × accumulate × micro_batch is the global
-    batch: the same samples at every world size with the same G. `cursor` counts the samples that all ranks have taken. Set
-    it to resume, also on another number of ranks.
+class Batches(IndexedBatches):
+    """The micro-batches of one rank from a token file; see `StepBatches` for rank, accumulate and cursor.
 
     `boundaries`: with `labels`, no token predicts the first token of the next document; with `attention`, batches also
     have `position_ids` that start again at 0 with each document. `packing`: samples are cut from one `stream` of tokens,
@@ -45,18 +42,15 @@ class Batches:
     boundaries: Boundaries = "ignored"
     packing: Packing = "stream"
     cursor: int = 0
+    last: int | None = None
+    loader: BatchLoader = field(default_factory=PlainLoader)
 
     def __post_init__(self) -> None:
         self._refuse_options()
         self.ends = self.source.ends() if self.boundaries != "ignored" else None
         self.rows = self._rows()
         self._refuse_empty()
-        if not 0 <= self.rank < self.ranks:
-            raise FullshardError(f"rank {self.rank} is not one of {self.ranks} data ranks")
-        if self.cursor % self.step_samples:
-            raise FullshardError(
-                f"cursor {self.cursor} is not at the start of a step of {self.step_samples} samples; keep the global batch"
-            )
+        self.refuse_share()
         self.order = Order(self.samples, self.seed, self.shuffle)
 
     def _refuse_options(self) -> None:
@@ -95,19 +89,7 @@ class Batches:
         """The number of samples in one epoch."""
         return len(self.rows)
 
-    @property
-    def step_samples(self) -> int:
-        """The global batch: samples that all ranks take in one step."""
-        return self.ranks * self.accumulate * self.micro_batch
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        while True:
-            first = self.cursor + self.rank * self.accumulate * self.micro_batch
-            step = [self._micro_batch(first + m * self.micro_batch) for m in range(self.accumulate)]
-            self.cursor += self.step_samples
-            yield step
-
-    def _micro_batch(self, first: int) -> MicroBatch:
+    def load(self, first: int) -> MicroBatch:
         rows = [self.sample(first + row) for row in range(self.micro_batch)]
         return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 

@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.tokens import TokenFile
+
 Positions = NDArray[np.int64]
 
 
@@ -75,3 +77,17 @@ class DocumentRows:
         starts, lengths = (column[self.firsts[i] : self.firsts[i + 1]] for column in self.pieces)
         before = np.cumsum(lengths) - lengths
         return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """The rows of a token file's stream as a data set: row i is an array of `sequence` tokens."""
+
+    source: TokenFile
+    sequence: int
+
+    def __len__(self) -> int:
+        return len(self.source) // self.sequence
+
+    def __getitem__(self, i: int) -> Positions:
+        return self.source.read(i * self.sequence, self.sequence).astype(np.int64)

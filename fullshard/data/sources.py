@@ -97,7 +97,7 @@ def _read_text(path: Path, wanted: list[str]) -> Iterator[Located]:
         raise FullshardError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
-def _read_jsonl(path: Path, wanted: list[str]) -> Iterator[Located]:
+def read_jsonl(path: Path, wanted: list[str]) -> Iterator[Located]:
     number = 0
     try:
         with path.open(encoding="utf-8") as lines:
@@ -161,7 +161,7 @@ READERS: dict[str, FileReader] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".py": _read_text,
-    ".jsonl": _read_jsonl,
+    ".jsonl": read_jsonl,
     ".parquet": _read_parquet,
 }
 

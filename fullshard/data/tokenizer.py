@@ -66,13 +66,13 @@ class Tokenizer(Protocol):
 def open_tokenizer(given: str, end: str | None) -> Tokenizer:
     """Open a tokenizer. `given`: `bytes`, a tokenizer.json, or a directory with one; `end`: the token that ends a document."""
     if given != "bytes":
-        return FileTokenizer(_tokenizer_file(given), end)
+        return FileTokenizer(tokenizer_file(given), end)
     if end is not None:
         raise FullshardError("--end has no effect with --tokenizer bytes: a document ends with the byte 0; leave it out")
     return ByteTokenizer()
 
 
-def _tokenizer_file(given: str) -> Path:
+def tokenizer_file(given: str) -> Path:
     path = Path(given)
     if is_directory(path):
         if not is_plain_file(path / "tokenizer.json"):
@@ -139,7 +139,7 @@ class FileTokenizer:
 
     @property
     def vocab(self) -> int:
-        known = _load(self.path).get_vocab(with_added_tokens=True).values()
+        known = load_tokenizer(self.path).get_vocab(with_added_tokens=True).values()
         return max(known, default=-1) + 1  # ids may have gaps
 
     @cached_property
@@ -151,17 +151,17 @@ class FileTokenizer:
         named = special_tokens(self.path.parent).get("eos_token")
         candidates = [self.end] if self.end else [*([named] if named else []), *COMMON_ENDS]
         for token in candidates:
-            if _load(self.path).token_to_id(token) is not None:
+            if load_tokenizer(self.path).token_to_id(token) is not None:
                 return token
         what = f"has no token {self.end!r}" if self.end else f"has none of {', '.join(candidates)}"
         raise FullshardError(f"{self.path} {what}; name the token that ends a document with --end")
 
     @cached_property
     def end_id(self) -> int:
-        return _load(self.path).token_to_id(self.end_text)
+        return load_tokenizer(self.path).token_to_id(self.end_text)
 
     def encode(self, texts: Sequence[MarkedText]) -> list[Document]:
-        loaded = _load(self.path)
+        loaded = load_tokenizer(self.path)
         marked = any(answers is not None for _, answers in texts)
         encode = loaded.encode_batch if marked else loaded.encode_batch_fast  # the fast one gives no offsets
         with refusing_library_errors(f"{self.path} cannot tokenise"):
@@ -169,10 +169,10 @@ class FileTokenizer:
         return [self._document(e, *text) for e, text in zip(encoded, texts, strict=True)]
 
     def prompt(self, text: str) -> list[int]:
-        return _load(self.path).encode(text, add_special_tokens=True).ids
+        return load_tokenizer(self.path).encode(text, add_special_tokens=True).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return _load(self.path).decode(list(tokens), skip_special_tokens=True)
+        return load_tokenizer(self.path).decode(list(tokens), skip_special_tokens=True)
 
     def _document(self, encoded: Any, text: str, answers: Spans | None) -> Document:
         if answers is None:
@@ -197,7 +197,7 @@ def refusing_library_errors(sentence: str) -> Iterator[None]:
 
 
 @lru_cache
-def _load(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
     """The loaded tokenizer. Cached: a worker loads it once."""
     try:
         from tokenizers import Tokenizer as Fast
