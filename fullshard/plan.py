@@ -19,17 +19,20 @@ from fullshard.plan_parts import (
     Batch,
     DType,
     Home,
+    HomeName,
     Layout,
     Mesh,
-    Place,
     PlanError,
     Precision,
     Prefetch,
     Remat,
+    Split,
+    SplitRules,
     Sync,
     Unit,
     check_positive_integer,
     checked_share,
+    checked_splits,
     refuse_twice,
 )
 from fullshard.plan_text import plan_differences, plan_text
@@ -41,14 +44,16 @@ __all__ = [
     "Batch",
     "DType",
     "Home",
+    "HomeName",
     "Layout",
     "Mesh",
-    "Place",
     "Plan",
     "PlanError",
     "Precision",
     "Prefetch",
     "Remat",
+    "Split",
+    "SplitRules",
     "Sync",
     "Unit",
 ]
@@ -57,6 +62,9 @@ __all__ = [
 @dataclass(frozen=True)
 class Plan:
     """How a model is sharded: complete, versioned, hashable, JSON both ways.
+
+    `split`: how the tensor axis splits the modules whose paths match a pattern, before the rules for Llama-like models: by
+    `output` or `input` features, by `vocabulary`, or not at all (`whole`).
 
     Three choices matter only to optimizer state that rests off the device. It is updated in pieces.
     `staging`: pieces of state that are on the device at a time. `cpu_share`: the share of pieces that the host's cores
@@ -73,6 +81,7 @@ class Plan:
     staging: int = STAGING
     cpu_share: float | None = None
     backlog: int | None = None
+    split: SplitRules = ()
 
     def __post_init__(self) -> None:
         for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
@@ -82,6 +91,9 @@ class Plan:
             raise PlanError("plan.units must be a non-empty tuple of Unit")
         if not isinstance(self.compile, bool):
             raise PlanError(f"plan.compile must be true or false, not {self.compile!r}")
+        object.__setattr__(self, "split", checked_splits(self.split))
+        if self.split and self.mesh.tensor == 1:
+            raise PlanError(f"split ({self.split[0][0]!r} …) has no effect with mesh.tensor = 1; leave it out")
         check_positive_integer("plan.staging", self.staging)
         if self.cpu_share is not None:
             object.__setattr__(self, "cpu_share", checked_share("plan.cpu_share", self.cpu_share))
@@ -95,6 +107,7 @@ class Plan:
             raise PlanError(
                 f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
             )
+        self._check_experts()
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
         self._check_updates()
@@ -114,12 +127,38 @@ class Plan:
                     f"leave it out, or give a unit home.optimizer = 'host'"
                 )
 
+    def _check_experts(self) -> None:
+        """Refuse an expert axis without experts, and experts without an axis."""
+        spread = [u for u in self.units if u.layout == "experts"]
+        if self.mesh.expert > 1 and not spread:
+            raise PlanError(
+                f"mesh.expert = {self.mesh.expert} has no effect: no unit has layout 'experts'; describe the model with "
+                "experts=True, or write 1"
+            )
+        for unit in spread:
+            if self.mesh.expert == 1:
+                raise PlanError(
+                    f"unit {unit.name}: layout = 'experts' needs mesh.expert, the ranks that share them; or write 'sharded'"
+                )
+            if self.mesh.expert == self.mesh.shard and unit.reshard is not False:
+                raise PlanError(
+                    f"unit {unit.name}: reshard = {unit.reshard} has no effect: the expert axis is the whole shard axis, so "
+                    "nothing is gathered; write False"
+                )
+        if spread and self.compile:
+            raise PlanError("compile = true does not work with an expert axis yet; write false")
+
     def _check_reshard(self, unit: Unit) -> None:
         if isinstance(unit.reshard, bool):
             return
-        if unit.reshard >= self.mesh.shard or self.mesh.shard % unit.reshard:
+        spread = unit.layout == "experts"
+        axis, shard = (
+            "mesh.shard / mesh.expert" if spread else "mesh.shard",
+            self.mesh.shard // (self.mesh.expert if spread else 1),
+        )
+        if unit.reshard >= shard or shard % unit.reshard:
             raise PlanError(
-                f"unit {unit.name}: reshard = {unit.reshard} must divide mesh.shard = {self.mesh.shard} and be smaller than it; "
+                f"unit {unit.name}: reshard = {unit.reshard} must divide {axis} = {shard} and be smaller than it; "
                 "write True to free everything or False to keep it"
             )
 
@@ -133,7 +172,7 @@ class Plan:
         return best[1]
 
     @property
-    def away_gradients(self) -> DType:
+    def offloaded_gradients(self) -> DType:
         """The dtype in which gradients of offloaded units wait for their update.
 
         The reduce dtype, but never wider than the master. The master's dtype if several reductions are added up. The compute
@@ -219,7 +258,7 @@ class Plan:
         for key in choices:
             if key not in known:
                 raise PlanError(f"a unit has no choice {key!r}{nearest(key, known)} (known: {', '.join(known)})")
-        if choices.get("layout", "sharded") != "sharded":
+        if choices.get("layout", "sharded") not in ("sharded", "experts"):
             choices.setdefault("reshard", False)
         return dataclasses.replace(
             self, units=tuple(dataclasses.replace(u, **choices) if u.name in hit else u for u in self.units)

@@ -1,4 +1,4 @@
-"""Reads a plan from JSON: every key must be there, and no other."""
+"""Reads a plan from JSON: every key but the optional ones must be there, and no other."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from fullshard.errors import nearest
 from fullshard.plan_parts import Batch, Home, Mesh, PlanError, Precision, Prefetch, Unit
 
-VERSION = 4
+VERSION = 5
 
 
 def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:

@@ -4,16 +4,18 @@ Standard library only.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.reading import LARGEST_INTEGER
 
-Place = Literal["device", "host", "disk"]
-Layout = Literal["replicated", "optimizer", "sharded"]
+HomeName = Literal["device", "host", "disk"]
+Layout = Literal["replicated", "optimizer", "sharded", "experts"]
 Remat = Literal["none", "selective", "full"]
 DType = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["every", "last"]
+Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
+SplitRules = tuple[tuple[str, Split], ...]  # by pattern of module paths; the first that matches holds
 
 
 class PlanError(FullshardError):
@@ -22,15 +24,23 @@ class PlanError(FullshardError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicate × shard × tensor` devices."""
+    """`replicate × shard × tensor` devices. `expert`: the experts of a mixture are spread over groups of so many neighbouring
+    ranks of the shard axis."""
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("replicate", "shard", "tensor"):
+        for axis in ("replicate", "shard", "tensor", "expert"):
             check_positive_integer(f"mesh.{axis}", getattr(self, axis))
+        if self.shard % self.expert:
+            raise PlanError(f"mesh.expert = {self.expert} must divide mesh.shard = {self.shard}, whose ranks share the experts")
+        if self.expert > 1 and self.tensor > 1:
+            raise PlanError(
+                f"mesh.expert = {self.expert} cannot be combined with mesh.tensor = {self.tensor}; write one of them as 1"
+            )
 
     @property
     def devices(self) -> int:
@@ -42,20 +52,21 @@ class Mesh:
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        return f"{self.replicate}×{self.shard}×{self.tensor}"
+        experts = f", experts over {self.expert}" if self.expert > 1 else ""
+        return f"{self.replicate}×{self.shard}×{self.tensor}{experts}"
 
 
 @dataclass(frozen=True)
 class Home:
     """Where a unit's bytes rest between uses."""
 
-    params: Place = "device"
-    optimizer: Place = "device"
-    activations: Place = "device"
+    params: HomeName = "device"
+    optimizer: HomeName = "device"
+    activations: HomeName = "device"
 
     def __post_init__(self) -> None:
         for kind in ("params", "optimizer", "activations"):
-            check_choice(f"home.{kind}", getattr(self, kind), get_args(Place))
+            check_choice(f"home.{kind}", getattr(self, kind), get_args(HomeName))
 
     def __str__(self) -> str:
         places = (self.params, self.optimizer, self.activations)
@@ -86,7 +97,9 @@ class Precision:
 
 @dataclass(frozen=True)
 class Batch:
-    """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence`.
+    """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence` tokens.
+
+    `dims`: of a row that is no sequence of tokens, such as `3×224×224`; `sequence` is 1 then.
 
     `sync`: gradients are reduced after `every` micro-batch, which needs the least memory, or only after the `last` one, which
     moves the fewest bytes; unreduced gradients then stay in memory until the end.
@@ -96,17 +109,24 @@ class Batch:
     sequence: int = 1024
     accumulate: int = 1
     sync: Sync = "every"
+    dims: str = ""
 
     def __post_init__(self) -> None:
         for part in ("micro_batch", "sequence", "accumulate"):
             check_positive_integer(f"batch.{part}", getattr(self, part))
+        if not isinstance(self.dims, str) or not self.dims.isprintable() or len(self.dims) > 1000:
+            raise PlanError(f"batch.dims must be a short text such as '3×224×224', not {self.dims!r}")
+        if self.dims and self.sequence != 1:
+            raise PlanError(f"batch.sequence = {self.sequence} has no effect with batch.dims; write sequence = 1")
         check_choice("batch.sync", self.sync, get_args(Sync))
         if self.sync == "last" and self.accumulate == 1:
             raise PlanError("batch.sync = 'last' has no effect with batch.accumulate = 1; write 'every', or accumulate more")
 
     def __str__(self) -> str:
         when = "every micro-batch" if self.sync == "every" else "the last micro-batch"
-        return f"{self.micro_batch} × {self.sequence} tokens, {self.accumulate} accumulated, gradients reduced after {when}"
+        row = "row" if self.micro_batch == 1 else "rows"
+        shape = f"{self.micro_batch} {row} of {self.dims}" if self.dims else f"{self.micro_batch} × {self.sequence} tokens"
+        return f"{shape}, {self.accumulate} accumulated, gradients reduced after {when}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +150,8 @@ class Unit:
 
     `layout`: `sharded` splits parameters, gradients and optimizer state over the mesh's shard axis. `optimizer` splits the
     optimizer state, and keeps parameters and gradients whole during a step (ZeRO-1). `replicated` keeps everything whole on
-    every rank.
+    every rank. `experts` spreads a mixture's experts over the mesh's expert axis, sends tokens to them, and shards each rank's
+    experts over the rest of the shard axis.
     `reshard`: when gathered parameters are freed. True: after forward, and they are gathered again for backward. False: after
     backward. A number: after forward, but each group of so many ranks keeps a copy, so backward gathers only within it.
     """
@@ -155,7 +176,7 @@ class Unit:
             raise PlanError(f"unit {self.name}: reshard must be True, False or a number of ranks, not {self.reshard!r}")
         if not isinstance(self.reshard, bool) and self.reshard < 2:
             raise PlanError(f"unit {self.name}: reshard = {self.reshard} must be at least 2 ranks; write True or False instead")
-        if self.layout != "sharded" and self.reshard is not False:
+        if self.layout not in ("sharded", "experts") and self.reshard is not False:
             raise PlanError(f"unit {self.name}: reshard = {self.reshard} has no effect with layout '{self.layout}'; write False")
 
 
@@ -179,6 +200,22 @@ def checked_share(name: str, value: object) -> float:
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise PlanError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
+
+
+def checked_splits(rules: object) -> SplitRules:
+    """Rules for the tensor axis, from a dict or pairs. Raise for one that makes no sense."""
+    pairs: list[Any] = (
+        list(rules.items()) if isinstance(rules, dict) else [*rules] if isinstance(rules, list | tuple) else [rules]
+    )
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            example = "{'*.fc1': 'output', '*.fc2': 'input'}"
+            raise PlanError(f"split must be a dict of module patterns, such as {example}, not {rules!r}")
+    for pattern, how in pairs:
+        if not isinstance(pattern, str) or not pattern:
+            raise PlanError(f"split: a pattern must be a module path with wildcards, not {pattern!r}")
+        check_choice(f"split: {pattern}", how, get_args(Split))
+    return tuple((pattern, how) for pattern, how in pairs)
 
 
 def refuse_twice(what: str, names: list[str]) -> None:

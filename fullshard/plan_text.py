@@ -19,6 +19,7 @@ def plan_text(plan: "Plan") -> str:
         f"batch      {plan.batch}",
         f"prefetch   {plan.prefetch}",
         f"compile    {'each block' if plan.compile else 'no'}",
+        *([f"split      {', '.join(f'{pattern} by {how}' for pattern, how in plan.split)}"] if plan.split else []),
         *([f"staging    {plan.staging} pieces of optimizer state on the device at a time"] if plan.offloads_state else []),
         *([] if plan.cpu_share is None else [f"cpu_share  {plan.cpu_share:g} of the pieces are updated by the host's cores"]),
         *([] if plan.backlog is None else [f"backlog    {plan.backlog} pieces whose gradients wait for their update at most"]),
@@ -56,6 +57,8 @@ def _part_diffs(a: "Plan", b: "Plan") -> Iterator[str]:
             x, y = getattr(getattr(a, part), f.name), getattr(getattr(b, part), f.name)
             if x != y:
                 yield f"{part}.{f.name}: {x} → {y}"
+    if a.split != b.split:
+        yield f"split: {dict(a.split)} → {dict(b.split)}"
     if a.compile != b.compile:
         yield f"compile: {a.compile} → {b.compile}".lower()
     if a.staging != b.staging:

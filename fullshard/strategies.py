@@ -1,7 +1,7 @@
 """Named strategies: functions that make plans.
 
 Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. Besides its own arguments
-every strategy accepts precision, batch, prefetch, remat, compile, tensor, home, staging, cpu_share and backlog.
+every strategy accepts precision, batch, prefetch, remat, compile, tensor, split, expert, home, staging, cpu_share and backlog.
 """
 
 import fnmatch
@@ -159,7 +159,7 @@ def _plan(
 
     `remat` is for blocks, for every `remat_every`-th of them. `home` is for all units, its activations for blocks alone.
     """
-    known = ["tensor", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
+    known = ["tensor", "split", "expert", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
     known += ["staging", "cpu_share", "backlog"]
     for key in common:
         if key not in known:
@@ -168,21 +168,49 @@ def _plan(
     home = common.get("home", Home())
     outside = _outside_blocks(description, home)
     units = []
+    mesh = replace(mesh, expert=common.get("expert", 1))
     for unit in description.units:
-        layout, reshard = choose(unit)
+        layout, reshard = _of_kind(unit, mesh, *choose(unit))
         its = home if unit.kind == "block" else outside
         units.append(Unit(unit.name, unit.modules, layout, reshard, remats.get(unit.name, "none"), its))
     return Plan(
         mesh=mesh,
         units=tuple(units),
         precision=common.get("precision", Precision()),
-        batch=common.get("batch", Batch()),
+        batch=_batch(description, common.get("batch")),
         prefetch=common.get("prefetch", Prefetch()),
         compile=common.get("compile", False),
+        split=common.get("split", ()),
         staging=common.get("staging", STAGING),
         cpu_share=common.get("cpu_share"),
         backlog=common.get("backlog"),
     )
+
+
+def _of_kind(unit: UnitDescription, mesh: Mesh, layout: Layout, reshard: bool | int) -> Choice:
+    """The choice for a unit: small tensors stay whole, and experts are spread where the mesh has an axis for them."""
+    if unit.kind == "small":
+        return "replicated", False
+    if unit.kind != "experts" or mesh.expert == 1:
+        return layout, reshard
+    if layout != "sharded":
+        raise PlanError(
+            f"expert = {mesh.expert} spreads sharded experts, and this strategy keeps {unit.name} {layout}; write zero3"
+        )
+    return "experts", reshard if mesh.shard > mesh.expert else False
+
+
+def _batch(description: Description, given: Batch | None) -> Batch:
+    """The given batch; without one, that of the description's example, or the default one."""
+    example = description.costs.example if description.costs else None
+    if example is None:
+        return Batch() if given is None else given
+    if isinstance(given, Batch) and given.dims != example.dims:
+        raise PlanError(
+            f"{description.model} was described for rows of {example.dims}; "
+            f"write batch=description.batch({given.micro_batch}), or leave batch out"
+        )
+    return description.batch() if given is None else given
 
 
 def _outside_blocks(description: Description, home: Home) -> Home:

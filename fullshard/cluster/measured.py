@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from fullshard.cluster.hardware import check_one_of, check_positive
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 
 @dataclass(frozen=True)

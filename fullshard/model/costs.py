@@ -12,13 +12,19 @@ from typing import Any, Literal
 
 from fullshard.errors import FullshardError
 from fullshard.model.kernel_workspace import WORKSPACES
+from fullshard.plan_parts import Mesh
 
 # Coefficients of 1, T, T², B, B·T, B·T²: B rows of T tokens.
 Polynomial = tuple[int, int, int, int, int, int]
 
+TOKENS: dict[str, Polynomial] = dict.fromkeys(("input_ids", "labels"), (0, 0, 0, 0, 8, 0))  # bytes of a batch, int64
+
+ANY_ROWS = 0  # in the shape of costs that hold for one number of tokens
+
 Action = Literal["allocate", "free", "ready", "multiply"]
-OpKind = Literal["gemm", "attention", "pointwise", "all_reduce", "all_gather", "reduce_scatter"]
-TENSOR_AXIS: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # collectives of tensor parallelism
+OpKind = Literal["gemm", "conv", "attention", "pointwise", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+# Collectives inside a section: of the tensor axis, and the all-to-all of the expert axis.
+AXIS_COLLECTIVES: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def evaluate(p: Polynomial, rows: int, tokens: int) -> int:
@@ -31,8 +37,13 @@ def constant(value: int) -> Polynomial:
 
 
 def fit(values: dict[tuple[int, int], int]) -> Polynomial | None:
-    """The polynomial through values at (B, T), two Bs × three Ts; None if a coefficient is no integer."""
+    """The polynomial through values at (B, T), two Bs × three Ts; None if a coefficient is no integer. With one T, it is one
+    in B alone."""
     rows, lengths = sorted({b for b, _ in values}), sorted({t for _, t in values})
+    if len(lengths) == 1:
+        low, high = (values[b, lengths[0]] for b in rows)
+        slope, rest = divmod(high - low, rows[1] - rows[0])
+        return None if rest else (low - slope * rows[0], 0, 0, slope, 0, 0)
     lines = [_through([(t, Fraction(values[b, t])) for t in lengths]) for b in rows]
     slopes = [(high - low) / (rows[1] - rows[0]) for low, high in zip(*lines, strict=True)]
     bases = [low - rows[0] * slope for low, slope in zip(lines[0], slopes, strict=True)]
@@ -75,9 +86,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One matrix product or attention, all pointwise kernels of a section together, or a collective of the tensor axis.
+    """One matrix product, convolution or attention, all pointwise kernels of a section, or a collective of an axis.
 
-    `moved`: bytes read and written; of a collective, those of the whole tensor. `shape`: m, n, k of a matrix product.
+    `moved`: bytes read and written; of a collective, those of the whole tensor. `shape`: m, n, k of a matrix product or
+    convolution; of attention the width of a head and, in the trace of an example, the number of keys and 1 if it is causal,
+    else 2.
     `count`: number of kernels.
     """
 
@@ -138,10 +151,27 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Example:
+    """The batch that a model was traced with, if it is no batch of tokens. Polynomials are then in B alone, at T = 1.
+
+    `dims`: of a row, as text. `rows`: of the example. `inputs`: bytes of each tensor of a batch by name. `notes`: sentences
+    about what the traces do not show.
+    """
+
+    dims: str
+    rows: int
+    inputs: dict[str, Polynomial]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Costs:
-    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) that they hold for; None if for all.
+    """Traces of a model by (compute dtype, loss, remat). `shape`: the only (B, T) that they hold for, with ANY_ROWS for B if
+    only T is bound; None if they hold for all. `example`: the batch of a model that does not take rows of tokens; its own
+    loss is called `plain`.
 
     `split`: by ranks of the tensor axis, the costs of one of these ranks. `shapes`: in those, the parameters' local shapes.
+    `spread`: by ranks of the expert axis, the costs of one of these ranks.
     """
 
     traces: dict[tuple[str, str, str], Trace] = field(default_factory=dict)
@@ -149,30 +179,55 @@ class Costs:
     vocabulary: int = 0  # rows of the head, which set the size of the loss's chunks; 0 if the loss cannot be chunked
     split: "dict[int, Costs]" = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    spread: "dict[int, Costs]" = field(default_factory=dict)
+    example: Example | None = None
 
-    def on(self, tensor: int) -> "Costs":
-        """The costs of one rank of a tensor axis of `tensor` ranks."""
-        if tensor == 1:
+    @property
+    def inputs(self) -> dict[str, Polynomial]:
+        """Bytes of each tensor of a batch."""
+        return self.example.inputs if self.example else TOKENS
+
+    @property
+    def dims(self) -> str:
+        """The dims of a row; empty for tokens."""
+        return self.example.dims if self.example else ""
+
+    def on(self, mesh: Mesh) -> "Costs":
+        """The costs of one rank of a mesh with a tensor or an expert axis."""
+        axis, ranks, found = ("expert", mesh.expert, self.spread) if mesh.expert > 1 else ("tensor", mesh.tensor, self.split)
+        if ranks == 1:
             return self
-        if tensor not in self.split:
-            known = f" (traced: {', '.join(map(str, self.split))})" if self.split else ""
+        if ranks not in found:
+            known = f" (traced: {', '.join(map(str, found))})" if found else ""
             raise FullshardError(
-                f"this model was not traced for mesh.tensor = {tensor}{known}; describe it with tensor=({tensor},)"
+                f"this model was not traced for mesh.{axis} = {ranks}{known}; describe it with {axis}=({ranks},)"
             )
-        return self.split[tensor]
+        return found[ranks]
 
     def trace(self, compute: str, loss: str, remat: str) -> Trace:
-        key = ("bf16" if compute == "fp16" else compute, loss, remat)  # traced as one
+        key = ("bf16" if compute == "fp16" else compute, "plain" if self.example else loss, remat)  # traced as one
         if key not in self.traces:
             known = ", ".join("/".join(k) for k in self.traces)
             raise FullshardError(f"this model was not traced for {'/'.join(key)} (traced: {known}); describe it for that")
         return self.traces[key]
 
-    def check(self, rows: int, tokens: int) -> None:
-        if self.shape is not None and (rows, tokens) != self.shape:
+    def check(self, rows: int, tokens: int, dims: str = "") -> None:
+        """Raise unless the traces hold for this batch."""
+        if dims != self.dims:
+            known = f"rows of {self.dims}" if self.dims else "rows of tokens"
+            wanted = f"rows of {dims}" if dims else f"rows of {tokens} tokens"
             raise FullshardError(
-                f"this model's costs were traced for {self.shape[0]} × {self.shape[1]} only; "
-                f"describe it with micro_batch={rows}, sequence={tokens}"
+                f"this model was described for {known}, the plan is for {wanted}; write batch=description.batch({rows}), or "
+                "describe the model with such an example"
+            )
+        if self.example and self.shape is not None and rows != self.shape[0]:
+            raise FullshardError(
+                f"this model's costs were traced for {self.shape[0]} rows only; describe it with an example of {rows} rows"
+            )
+        if self.shape is not None and (self.shape[0] not in (ANY_ROWS, rows) or self.shape[1] != tokens):
+            known = f"sequences of {self.shape[1]}" if self.shape[0] == ANY_ROWS else f"{self.shape[0]} × {self.shape[1]}"
+            raise FullshardError(
+                f"this model's costs were traced for {known} only; describe it with micro_batch={rows}, sequence={tokens}"
             )
 
 
@@ -218,8 +273,8 @@ class _Table:
 
 LETTERS = {"allocate": "a", "free": "f", "ready": "r", "multiply": "m"}
 ACTIONS: dict[str, Action] = {"a": "allocate", "f": "free", "r": "ready", "m": "multiply"}
-KINDS: dict[str, OpKind] = {"g": "gemm", "t": "attention", "p": "pointwise"}
-KINDS |= {"A": "all_reduce", "G": "all_gather", "R": "reduce_scatter"}
+KINDS: dict[str, OpKind] = {"g": "gemm", "c": "conv", "t": "attention", "p": "pointwise"}
+KINDS |= {"A": "all_reduce", "G": "all_gather", "R": "reduce_scatter", "X": "all_to_all"}
 
 
 def _section_json(section: Section, sizes: _Table) -> list[Any]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fullshard.errors import FullshardError
 from fullshard.model.costs import Costs
+from fullshard.plan_parts import Batch, Sync
 from fullshard.text import bytes_text, count_text, table
 
 ITEM_BYTES = {
@@ -27,7 +29,7 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 
-UnitKind = Literal["embed", "block", "middle", "head", "root"]
+UnitKind = Literal["embed", "block", "experts", "small", "middle", "head", "root"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,13 @@ class Description:
     @property
     def trainable(self) -> int:
         return sum(u.trainable for u in self.units)
+
+    def batch(self, micro_batch: int | None = None, accumulate: int = 1, sync: Sync = "every") -> Batch:
+        """The batch of a plan for a model that was described with an example; by default with as many rows."""
+        example = self.costs.example if self.costs else None
+        if example is None:
+            raise FullshardError(f"{self.model} was not described with an example; write Batch(micro_batch, sequence)")
+        return Batch(example.rows if micro_batch is None else micro_batch, 1, accumulate, sync, example.dims)
 
     def to_dict(self) -> dict[str, object]:
         return {

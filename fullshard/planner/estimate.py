@@ -36,14 +36,14 @@ class Tier:
 class Estimate:
     """Memory of one rank and time of one step.
 
-    `moment`: when the device's memory peaks. `lanes`: busy seconds by lane. `exposed`: seconds that compute waited, by cause.
+    `peak_phase`: when the device's memory peaks. `lanes`: busy seconds by lane. `exposed`: seconds that compute waited, by cause.
     `compute`: seconds by kind of kernel.
     """
 
     device: Tier
     host: Tier
     disk: Tier
-    moment: str
+    peak_phase: str
     available: int  # bytes of the device that a plan may reserve
     host_available: int  # bytes of a device's share of the host
     disk_available: int  # bytes of a device's share of the disk
@@ -58,6 +58,8 @@ class Estimate:
     bottleneck: str
     calibration: str  # name of the fitted numbers that were used
     calibrated_for_device: bool  # False if those of another kind of device were used
+    counted: str = "tokens"  # what `tokens_per_second` and `price` count: tokens, or rows of another kind
+    notes: tuple[str, ...] = ()  # what the estimate does not contain
 
     @property
     def needed(self) -> int:
@@ -116,12 +118,12 @@ def estimate(
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds
-    price = cluster.device.price
+    price, example = cluster.device.price, description.costs.example if description.costs else None
     return Estimate(
         device=Tier(peak.allocated, peak.reserved, peak.terms),
         host=Tier(sum(peak.host.values()), None, peak.host),
         disk=Tier(sum(peak.disk.values()), None, peak.disk),
-        moment=peak.moment,
+        peak_phase=peak.phase,
         available=available(cluster, limit),
         host_available=host_available(cluster, peak.allocated),
         disk_available=disk_available(cluster),
@@ -136,6 +138,8 @@ def estimate(
         bottleneck=bottleneck(time),
         calibration=cluster.calibration.name,
         calibrated_for_device=cluster.calibration.covers(cluster.device),
+        counted="rows" if plan.batch.dims else "tokens",
+        notes=example.notes if example else (),
     )
 
 
@@ -176,7 +180,7 @@ def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None
 def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
     """Model flops a second over the devices' peak. Recomputation does not count; attention counts in full, not half."""
     assert description.costs is not None
-    costs = description.costs.on(plan.mesh.tensor)
+    costs = description.costs.on(plan.mesh)
     trace = costs.trace(plan.precision.compute, loss, "none")
     peak = getattr(cluster.device.peak, "fp32" if plan.precision.compute == "fp32" else "bf16")
     if peak is None:
@@ -199,6 +203,7 @@ WAIT_WORDS = {
     "copies": "waiting for the all-reduce between copies",
     "host": "waiting for the host to launch kernels",
     "tensor": "waiting for the collectives of the tensor axis",
+    "experts": "waiting for tokens to reach their experts and return",
     "others": "waiting for the slowest rank",
     "crowding": "sharing the device with the kernels of collectives",
     "update": "waiting for updates of offloaded state",
@@ -245,7 +250,7 @@ def _memory_table(e: Estimate) -> str:
         if tier.allocated_bytes:
             terms = ", ".join(f"{term} {bytes_text(n)}" for term, n in sorted(tier.terms.items(), key=lambda item: -item[1]))
             text += f"\n{name}: {bytes_text(tier.allocated_bytes)} of {bytes_text(room)} a rank ({terms})"
-    return f"{text}\npeak in the {e.moment}"
+    return f"{text}\npeak in the {e.peak_phase}"
 
 
 def _time_table(e: Estimate) -> str:
@@ -260,10 +265,11 @@ def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _summary(e: Estimate) -> str:
-    words = [f"{count_text(e.tokens_per_second)} tokens/s"]
+    words = [f"{count_text(e.tokens_per_second)} {e.counted}/s"]
     if e.mfu is not None:
         words.append(f"MFU {e.mfu:.1%}")
     if e.price is not None:
-        words.append(f"{e.price:.2f} a million tokens")
+        words.append(f"{e.price:.2f} a million {e.counted}")
     other = "" if e.calibrated_for_device else "; this device has no calibration of its own, so step times can be further off"
-    return f"{', '.join(words)}; bottleneck: {e.bottleneck}\ncalibration: {e.calibration}{other}"
+    notes = "".join(f"\nnote: {note}" for note in e.notes)
+    return f"{', '.join(words)}; bottleneck: {e.bottleneck}\ncalibration: {e.calibration}{other}{notes}"

@@ -7,7 +7,7 @@ from typing import Any
 from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError
 from fullshard.model.description import Description
-from fullshard.plan import Batch, Plan, Unit
+from fullshard.plan import Plan, Unit
 from fullshard.planner.estimate import cores_share, host_available
 from fullshard.planner.memory.peak import predict
 from fullshard.planner.time.timeline import timeline
@@ -72,7 +72,7 @@ def _to_host(unit: Unit, kind: str) -> Unit:
 
 def _halved(plan: Plan) -> Plan:
     b = plan.batch
-    return replace(plan, batch=Batch(b.micro_batch // 2, b.sequence, 2 * b.accumulate, b.sync))
+    return replace(plan, batch=replace(b, micro_batch=b.micro_batch // 2, accumulate=2 * b.accumulate))
 
 
 def advice(plan: Plan, description: Description, cluster: Cluster, *, loss: str = "chunked", clip: bool = True) -> str:

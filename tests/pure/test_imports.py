@@ -21,7 +21,7 @@ FACE = 4  # the package's own __init__: above what it shows, below the command l
 ROOMS = [
     {
         *("errors", "text", "reading", "plan", "plan_parts", "plan_json", "plan_text", "strategies", "optimizer", "engine"),
-        *("model", "cluster", "direct_io", "update_pieces", "slurm"),
+        *("model", "cluster", "direct_io", "update_pieces", "slurm", "callables", "status"),
     },
     {"planner", "storage", "checkpoint", "data"},
     {"on_torch", "on_jax"},
@@ -32,9 +32,21 @@ ROOMS = [
     {"__main__"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}
-HEAVY = {"torch", "transformers", "peft", "jax", "jaxlib", "flax", "optax", "orbax"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "lightning_fabric",
+    "lightning",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax",
+}
 MAY = {
-    "on_torch": {"torch", "transformers", "peft"},
+    "on_torch": {"torch", "transformers", "peft", "accelerate", "lightning_fabric", "lightning"},
     "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
     "storage": {"torch"},  # pinned memory
 }

@@ -48,7 +48,7 @@ def test_state_on_the_host_is_twelve_bytes_a_parameter():
 
 def test_at_the_end_of_backward_a_device_holds_parameters_gradients_and_staging():
     found = peak(plan(Home(optimizer="host")), cpu_share=0)
-    assert found.moment == "settle of embed, micro-batch 0"
+    assert found.phase == "settle of embed, micro-batch 0"
     tensors = [p.numel for u in MODEL.units for p in u.parameters]
     assert found.terms["params"] == rounded(*[2 * n for n in tensors])
     assert found.terms["gradients"] == rounded(*[2 * n for n in UNITS.values()])  # of one micro-batch on one device
@@ -113,7 +113,7 @@ def test_a_backlog_bounds_the_gradients_that_wait():
     blocks = [n for name, n in UNITS.items() if "layers" in name]
     assert {-(-n // PIECE) for n in blocks} == {2}
     assert without.terms["gradients"] == rounded(*[2 * n for n in UNITS.values()])
-    assert found.moment == without.moment == "settle of embed, micro-batch 0"
+    assert found.phase == without.phase == "settle of embed, micro-batch 0"
     assert found.terms["gradients"] == rounded(2 * UNITS["embed"], *[2 * n for n in blocks[:4]])
     assert without.allocated - found.allocated == rounded(2 * max(UNITS.values()), *[2 * n for n in blocks[4:]])
 
@@ -121,7 +121,7 @@ def test_a_backlog_bounds_the_gradients_that_wait():
 def test_a_unit_that_is_larger_than_the_backlog_waits_alone():
     made = dataclasses.replace(plan(Home(optimizer="host"), batch=fs.Batch(1, 128)), backlog=1)
     found = peak(made, cpu_share=0, clip=False)
-    assert found.moment == "settle of embed, micro-batch 0"
+    assert found.phase == "settle of embed, micro-batch 0"
     assert found.terms["gradients"] == rounded(
         2 * UNITS["embed"], 2 * UNITS["model.layers.0"]
     )  # one waits, beside the one at hand

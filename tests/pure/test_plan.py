@@ -72,7 +72,7 @@ def test_digest_and_hash_are_the_same_in_every_process(seed):
 
 def test_the_digest_does_not_change_from_release_to_release():
     """Checkpoints name plans by it: a new value here orphans them, so a change must be meant."""
-    assert small().digest == "1779d62ff2a4d39a4d4668094f6dde3c16877def12c0c454650e370d67f197d3"
+    assert small().digest == "66edab3cdb49226333d2e8f5722e016066f480dda9ab69305821a77f1f7949b2"
 
 
 def test_plans_are_keys():
@@ -130,7 +130,7 @@ REFUSED = [
     (lambda: Unit("a", (1,)), "unit a: modules must be a non-empty tuple"),
     (
         lambda: unit(layout="shard"),
-        "unit a: layout must be one of replicated, optimizer, sharded, not 'shard'; did you mean 'sharded'?",
+        "unit a: layout must be one of replicated, optimizer, sharded, experts, not 'shard'; did you mean 'sharded'?",
     ),
     (lambda: unit(remat="ful"), "unit a: remat must be one of none, selective, full, not 'ful'; did you mean 'full'?"),
     (lambda: unit(home="host"), "unit a: home must be a Home, not 'host'"),
@@ -206,9 +206,9 @@ def edited(edit) -> dict:
 
 
 MISREAD = [
-    (lambda d: d.update(version=5), "plan version 5 is not known here; this fullshard reads version 4"),
-    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads version 4"),
-    (lambda d: d.update(version=3), "plan version 3 is not known here; this fullshard reads version 4"),
+    (lambda d: d.update(version=6), "plan version 6 is not known here; this fullshard reads version 5"),
+    (lambda d: d.pop("version"), "plan version None is not known here; this fullshard reads version 5"),
+    (lambda d: d.update(version=3), "plan version 3 is not known here; this fullshard reads version 5"),
     (lambda d: d.pop("staging"), "plan lacks the key 'staging'"),
     (lambda d: d.update(precison={}), "plan has an unknown key 'precison'; did you mean 'precision'?"),
     (lambda d: d["mesh"].update(pipeline=2), "plan.mesh has an unknown key 'pipeline'"),

@@ -153,7 +153,7 @@ def test_plan_file_and_choices_exclude_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (SMALL.replace('path = "tokens"', ""), "data.path is missing; add it"),
+        (SMALL.replace('path = "tokens"', ""), "data: path is missing; add it, or source = 'file.py:callable'"),
         (SMALL.replace("[optim]\nlr = 1e-3", ""), "optim is missing; add it"),
         ("[model", "is not TOML"),
     ],

@@ -18,7 +18,7 @@ Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Peak bytes of a steady step. `moment`: when the peak occurs; `terms`: its bytes by kind.
+    """Peak bytes of a steady step. `phase`: when the peak occurs; `terms`: its bytes by kind.
 
     `reserved`: bytes that the allocator takes from the device; None if that was not asked for. `at_rest`: bytes that stay
     between steps, by tier and kind. `host` and `disk`: peak bytes there by kind.
@@ -26,7 +26,7 @@ class PeakMemory:
 
     allocated: int
     reserved: int | None
-    moment: str
+    phase: str
     terms: dict[str, int]
     at_rest: dict[str, dict[str, int]]
     host: dict[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def predict(
     return PeakMemory(
         allocated,
         taken,
-        _moment(operations, player.tape.operations[where]),
+        _phase_of(operations, player.tape.operations[where]),
         terms,
         at_rest(plan, description, slots),
         player.away.host(player.spilled.host),
@@ -167,7 +167,7 @@ def _terms(tape: Tape, begin: int, where: int, before: Alive) -> dict[str, int]:
     return {term: size for term, size in found.items() if size}
 
 
-def _moment(operations: tuple[Operation, ...], index: int) -> str:
+def _phase_of(operations: tuple[Operation, ...], index: int) -> str:
     op = operations[min(index, len(operations) - 1)]
     what = op.phase if op.kind == "compute" else op.kind
     return f"{what} of {op.unit or 'the step'}, micro-batch {op.micro}"

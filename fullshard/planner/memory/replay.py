@@ -5,9 +5,10 @@ Knows the buffers of FSDP2. Knows nothing of allocators.
 
 from collections.abc import Iterable
 
+from fullshard.model.costs import TOKENS, evaluate
 from fullshard.model.description import Description
 from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, WORKSPACES
-from fullshard.plan import Place, Plan
+from fullshard.plan import HomeName, Plan
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.memory.tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
 from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
@@ -28,6 +29,7 @@ class Replay:
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
+        self.inputs = description.costs.inputs if description.costs else TOKENS
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end
@@ -91,10 +93,10 @@ class Replay:
                 self._add("workspace", thread, CUBLAS_WORKSPACE, "workspace")
 
     def _batch(self) -> None:
-        """Token ids and labels of all micro-batches, int64."""
+        """The tensors of all micro-batches; by default token ids and labels, int64."""
         for micro in range(self.plan.batch.accumulate):
-            for name in ("input_ids", "labels"):
-                self._add("batch", f"{name}{micro}", 8 * self.rows * self.tokens, "batch")
+            for name, size in self.inputs.items():
+                self._add("batch", f"{name}{micro}", evaluate(size, self.rows, self.tokens), "batch")
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class Replay:
             self._add(op.unit, "shard", op.nbytes, "fetched", TRANSFER)
         self._return(op, "host")
 
-    def _return(self, op: Operation, place: Place) -> None:
+    def _return(self, op: Operation, place: HomeName) -> None:
         """Activations come back to the device: from the host ahead of use, from disk at their use."""
         for s in op.saved if self.units[op.unit].home.activations == place else ():
             if found := self.spilled.pop((s.owner, s.tensor)):

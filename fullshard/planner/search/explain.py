@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from fullshard.plan import Batch, Plan
+from fullshard.plan import Plan
 from fullshard.planner.estimate import WAIT_WORDS, disk_available, host_available
 from fullshard.planner.memory.peak import predict
 from fullshard.planner.search.bounds import Candidate, CandidatePool
@@ -161,7 +161,7 @@ def _more_devices(request: PlanRequest) -> list[Change]:
             request.description,
             devices=devices,
             precision=precision_of(more),
-            batch=Batch(1, request.sequence),
+            batch=request.batch(1),
             remat="full" if blocks_of(request.description) else "none",
         )
         found.append((f"{devices} devices", more, plan))
@@ -171,7 +171,7 @@ def _more_devices(request: PlanRequest) -> list[Change]:
 def _shorter_sequences(request: PlanRequest, leanest: Candidate) -> list[Change]:
     """Half the sequence, a quarter and so on; none if the model was traced for one shape only."""
     assert request.description.costs is not None
-    if request.description.costs.shape is not None:
+    if request.description.costs.shape is not None or request.description.costs.example is not None:
         return []
     found: list[Change] = []
     length = request.sequence

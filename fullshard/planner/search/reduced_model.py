@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fullshard.cluster.cluster import Cluster
-from fullshard.model.costs import Costs, Trace
+from fullshard.model.costs import Costs, Trace, evaluate
 from fullshard.model.description import Description
 from fullshard.plan import Plan
 from fullshard.planner.memory.peak import peak_bytes, predict
@@ -71,12 +71,14 @@ class ReducedModel:
         return self.known[id(plan)][1]
 
     def _predicted(self, plan: Plan) -> tuple[int, dict[str, int]]:
-        # Token ids and labels of the micro-batches that are left out, two int64 a token.
-        ids = 16 * plan.batch.micro_batch * plan.batch.sequence * max(0, plan.batch.accumulate - 2)
+        assert self.description.costs is not None
+        shape = (plan.batch.micro_batch, plan.batch.sequence)
+        inputs = sum(evaluate(size, *shape) for size in self.description.costs.inputs.values())
+        left_out = inputs * max(0, plan.batch.accumulate - 2)  # of micro-batches that are left out
         short = _few_micro_batches(plan)
         few, more = (peak_bytes(reduced_plan(short, m), m, **self.arguments) for m in self.models)
         host = {term: self._extended(few.host.get(term, 0), nbytes) for term, nbytes in more.host.items()}
-        return self._extended(few.device, more.device) + ids, host
+        return self._extended(few.device, more.device) + left_out, host
 
     def _extended(self, few: int, more: int) -> int:
         return int(more + self.steps * (more - few))

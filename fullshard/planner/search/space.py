@@ -44,6 +44,11 @@ class PlanRequest:
     disk: bool = True  # whether optimizer state and parameters may go to disk
     disk_activations: bool = False  # whether activations may, too
 
+    def batch(self, micro_batch: int, accumulate: int = 1, sync: Any = "every") -> Batch:
+        """The batch of a plan with so many rows."""
+        dims = self.description.costs.dims if self.description.costs else ""
+        return Batch(micro_batch, self.sequence, accumulate, sync, dims)
+
     @property
     def fixed_homes(self) -> dict[str, Any]:
         """The homes that `fix` pins, by kind of bytes."""
@@ -68,10 +73,14 @@ def plan_request(
 ) -> PlanRequest:
     """Check what was asked for and fill in what the description has; raise one sentence for anything unknown."""
     shape = description.costs.shape if description.costs else None
-    sequence = shape[1] if sequence is None and shape else sequence
+    example = description.costs.example if description.costs else None
+    if example and sequence not in (None, 1):
+        raise FullshardError(f"sequence = {sequence} has no effect: this model was described for rows of {example.dims}")
+    sequence = 1 if example else shape[1] if sequence is None and shape else sequence
     if sequence is None:
         raise FullshardError("a plan needs a sequence length; give sequence")
-    global_batch = cluster.devices * (shape[0] if shape else 1) if global_batch is None else global_batch
+    rows = example.rows if example else shape[0] or 1 if shape else 1
+    global_batch = cluster.devices * rows if global_batch is None else global_batch
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
@@ -132,10 +141,7 @@ def strategies(request: PlanRequest) -> Iterator[list[Family]]:
 
 
 def _tensor_axes(request: PlanRequest) -> list[int]:
-    """Sizes of the tensor axis to try: the pinned one; else 1 and those that the model was traced for, within a node.
-
-    With the chunked loss, only those that do not split the head.
-    """
+    """Sizes of the tensor axis to try: the pinned one; else 1 and those that the model was traced for, within a node."""
     devices, costs = request.cluster.devices, request.description.costs
     if (fixed := request.fix.get("tensor")) is not None:
         if fixed < 1 or devices % fixed:
@@ -143,7 +149,7 @@ def _tensor_axes(request: PlanRequest) -> list[int]:
         return [fixed]
     split = costs.split if costs else {}
     node = min(request.cluster.node.devices, devices)
-    return [1, *[n for n, part in split.items() if node % n == 0 and (request.loss == "plain" or part.vocabulary)]]
+    return [1, *[n for n in split if node % n == 0]]
 
 
 def _fixed(request: PlanRequest, *names: str) -> str:
@@ -191,7 +197,7 @@ def _shaped(
     """The family of a strategy with this (micro-batch, accumulate)."""
     micro, accumulate = shape
     try:
-        batch = Batch(micro, request.sequence, accumulate, request.fix.get("sync", "every"))
+        batch = request.batch(micro, accumulate, request.fix.get("sync", "every"))
         shaped = [replace(plan, batch=batch) for plan in plans]
     except FullshardError as error:
         refused.append(error)
@@ -215,7 +221,7 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
                 tensor=tensor,
                 **choices,
                 precision=precision_of(request),
-                batch=Batch(1, request.sequence),
+                batch=request.batch(1),
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
                 compile=fix.get("compile", blocks and request.cluster.device.kind == "cuda"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fullshard.optimizer import SGD, Optimizer
-from fullshard.plan import Home, Place, Plan
+from fullshard.plan import Home, HomeName, Plan
 from fullshard.planner.step.unit_sizes import UnitSizes, item
 from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, shard_file_bytes
 
@@ -35,7 +35,7 @@ class PieceSize:
     unit: str
     elements: int
     lane: Lane
-    home: Place
+    home: HomeName
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def pcie_traffic(plan: Plan, slots: int) -> tuple[int, int]:
     """Bytes an element over PCIe: of state, each way, if the GPU updates it; of gradient and new parameter if the CPU does."""
     p = plan.precision
     state = (1 + slots) * item(p.master)
-    return state - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units), item(plan.away_gradients) + item(p.compute)
+    return state - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units), item(plan.offloaded_gradients) + item(
+        p.compute
+    )
 
 
 def staying(plan: Plan, groups: dict[str, UnitSizes], cut_up: list[PieceSize], clip: bool) -> set[str]:
@@ -122,7 +124,7 @@ class OffloadSizes:
     def __init__(self, plan: Plan, units: Sequence[UnitElements], slots: int, cpu_share: float):
         self.plan, self.offloaded, self.slots = plan, {u.name: u for u in units}, slots
         p = plan.precision
-        self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.away_gradients)
+        self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.offloaded_gradients)
         self.pieces = cut_units(units, cpu_share)
 
     @property

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from fullshard.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section, Trace
 from fullshard.plan import Plan, Unit
 
@@ -16,6 +17,8 @@ def phase_sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:
     remats = {name: choice for name, choice in choices.items() if choice != "none"}
     if not remats:
         return list(base)
+    if _has_inner_units(plan):
+        return _one_choice(plan, costs, loss, choices)
     others: dict[str, Trace] = {r: _remat_trace(costs, compute, loss, r) for r in set(remats.values())}
     found: PhaseSections = []
     near = neighbours(list(base))
@@ -27,6 +30,21 @@ def phase_sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:
             section = _with_frees_of_previous(section, others[before].by_phase.get((phase, unit)))
         found.append((phase, unit, section))
     return _with_last_frees(found, near)
+
+
+def _has_inner_units(plan: Plan) -> bool:
+    """True if a unit lies inside another, as experts do inside their block."""
+    return any(m.startswith(f"{o}.") for u in plan.units for m in u.modules for v in plan.units for o in v.modules if o)
+
+
+def _one_choice(plan: Plan, costs: Costs, loss: str, choices: dict[str, str]) -> PhaseSections:
+    """The phases where units lie inside blocks: a block under remat runs its inner unit's forward again in backward."""
+    blocks = {choices[u.name] for u in plan.units if any(v.name.startswith(f"{u.name}.") for v in plan.units)}
+    if len(blocks) > 1:
+        raise FullshardError(
+            "blocks with units inside, such as experts, are predicted with the same remat for all; set it on all or none"
+        )
+    return list(_remat_trace(costs, plan.precision.compute, loss, blocks.pop()))
 
 
 def _with_frees_of_previous(section: Section, other: Section | None) -> Section:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from fullshard.plan import Place, Plan
+from fullshard.plan import HomeName, Plan
 from fullshard.planner.step.phases import PhaseSections, owner
 
 SMALL = 1 << 20  # bytes: smaller tensors stay on a GPU, as a copy does not pay
@@ -28,20 +28,20 @@ class Saved:
 
 
 def saved_tensors(
-    moments: PhaseSections, near: dict[str, tuple[str, str]], rows: int, tokens: int
+    phases: PhaseSections, near: dict[str, tuple[str, str]], rows: int, tokens: int
 ) -> dict[str, tuple[Saved, ...]]:
     """By unit: its own tensors and its input, if they are still alive after the next unit's forward."""
     alive: dict[tuple[str, str], int] = {}
     inside: dict[str, list[str]] = {}  # tensors that a unit's own forward made
     found: dict[str, tuple[Saved, ...]] = {}
     left: str | None = None
-    for moment, unit, section in moments:
-        if moment in ("leave", "loss", "backward") and left is not None and left != unit:
+    for phase, unit, section in phases:
+        if phase in ("leave", "loss", "backward") and left is not None and left != unit:
             found[left] = _kept(left, near[left][0], inside[left], alive)
             left = None
-        if moment in ("loss", "backward"):
+        if phase in ("loss", "backward"):
             break
-        if moment == "leave":
+        if phase == "leave":
             left = unit
         made = inside.setdefault(unit, [])
         for event in section.events:
@@ -50,7 +50,7 @@ def saved_tensors(
                 alive.pop(key, None)
             elif event.action == "allocate" and not event.rule:
                 alive[key] = event.sizes(rows, tokens)[0]
-                if moment in ("enter", "forward") and not event.unit and event.tensor.isdigit():
+                if phase in ("enter", "forward") and not event.unit and event.tensor.isdigit():
                     made.append(event.tensor)
     return found
 
@@ -75,12 +75,12 @@ class SpilledBytes(Generic[Payload]):
     """Peak bytes of spilled activations, by place. Those on disk pass the host, a few units at a time."""
 
     def __init__(self) -> None:
-        self.there: dict[tuple[str, str], tuple[int, Payload, Place]] = {}
-        self.now: dict[Place, int] = {"host": 0, "disk": 0}
-        self.most: dict[Place, int] = {"host": 0, "disk": 0}
+        self.there: dict[tuple[str, str], tuple[int, Payload, HomeName]] = {}
+        self.now: dict[HomeName, int] = {"host": 0, "disk": 0}
+        self.most: dict[HomeName, int] = {"host": 0, "disk": 0}
         self.on_disk: dict[str, int] = {}  # bytes by unit
 
-    def add(self, unit: str, place: Place, gone: Mapping[tuple[str, str], tuple[int, Payload]]) -> None:
+    def add(self, unit: str, place: HomeName, gone: Mapping[tuple[str, str], tuple[int, Payload]]) -> None:
         """A unit's tensors have left the device."""
         for key, (nbytes, kind) in gone.items():
             self.there[key] = (nbytes, kind, place)

@@ -86,12 +86,8 @@ def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
     """The costs of one rank. Raise for plans that cannot be predicted from them."""
     if description.costs is None:
         raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
-    costs = description.costs.on(plan.mesh.tensor)
-    costs.check(plan.batch.micro_batch, plan.batch.sequence)
-    if plan.mesh.tensor > 1 and loss == "chunked" and not costs.vocabulary:
-        raise FullshardError(
-            f"chunked loss: mesh.tensor = {plan.mesh.tensor} splits the head; use the plain loss, or a mesh with tensor = 1"
-        )
+    costs = description.costs.on(plan.mesh)
+    costs.check(plan.batch.micro_batch, plan.batch.sequence, plan.batch.dims)
     if plan.precision.output not in (None, plan.precision.compute):
         raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
     blocks = {u.name for u in description.units if u.kind == "block"}

@@ -12,7 +12,8 @@ from fullshard.plan import Home, Plan, Unit
 class UnitSizes:
     """The parameters of a unit on rank 0, in elements. Every tuple has an entry for each parameter, in order.
 
-    Parameters are cut by rows, and rank 0 has the most of them. With a tensor axis the sizes are those of one rank's part.
+    Parameters are cut by rows, and rank 0 has the most of them. With a tensor axis, and for spread experts, the sizes are those
+    of one rank's part.
     """
 
     name: str
@@ -23,6 +24,7 @@ class UnitSizes:
     reshard: bool | int
     keeps: bool  # parameters stay gathered from one micro-batch to the next
     home: Home = Home()  # noqa: RUF009  (frozen)
+    stride: int = 1  # between ranks that gather together, in ranks of the shard axis
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
@@ -48,7 +50,7 @@ class UnitSizes:
 def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
     """The sizes of every unit of the plan, by name."""
     known = {u.name: u for u in description.units}
-    local = description.costs.on(plan.mesh.tensor).shapes if plan.mesh.tensor > 1 and description.costs else {}
+    local = description.costs.on(plan.mesh).shapes if plan.mesh.tensor > 1 and description.costs else {}
     found = {}
     for unit in plan.units:
         if unit.name not in known:
@@ -62,11 +64,13 @@ def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, t
         tuple(replace(p, shape=local.get(p.name, p.shape)) for p in described.parameters) if local else described.parameters
     )
     replicated = unit.layout == "replicated"
-    world = 1 if replicated else plan.mesh.shard
+    stride = plan.mesh.expert if unit.layout == "experts" else 1
+    parameters = tuple(replace(p, shape=(p.shape[0] // stride, *p.shape[1:])) for p in parameters) if stride > 1 else parameters
+    world = 1 if replicated else plan.mesh.shard // stride
     copies = plan.mesh.data if replicated else plan.mesh.replicate
     shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in parameters)
-    reshard = unit.reshard if unit.layout == "sharded" else False
-    return UnitSizes(unit.name, parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home)
+    reshard = unit.reshard if unit.layout in ("sharded", "experts") else False
+    return UnitSizes(unit.name, parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home, stride)
 
 
 @lru_cache

@@ -52,10 +52,21 @@ def collective_seconds(kind: CollectiveKind, nbytes: float, ranks: int, cluster:
     measured = _measured(kind, spread, cluster)
     if measured is not None:
         return _timed(measured, nbytes, spread, cluster)
+    if kind == "all_to_all":
+        return _latencies(kind, spread, cluster)["pairs"] + _exchange(nbytes, spread, cluster)
     return min(
         latency + wire(algorithm, kind, nbytes, ranks) / bus_bandwidth(spread, cluster)
         for algorithm, latency in _latencies(kind, spread, cluster).items()
     )
+
+
+def _exchange(nbytes: float, spread: Spread, cluster: Cluster) -> float:
+    """Seconds of the wire of an all-to-all: every rank sends an equal part to each other rank, those on other nodes through its
+    own adapter."""
+    near = nbytes * (spread.fewest - 1) / spread.ranks
+    far = nbytes * (spread.ranks - spread.fewest) / spread.ranks
+    inside = near / _inner_bandwidth(spread.fewest, cluster) if near else 0.0
+    return max(inside, far / (cluster.network.bandwidth * cluster.network.efficiency) if far else 0.0)
 
 
 def collective_source(kind: CollectiveKind, ranks: int, cluster: Cluster, *, stride: int = 1) -> str:
@@ -69,7 +80,8 @@ def wire(algorithm: str, kind: str, nbytes: float, ranks: int) -> float:
     if algorithm == "tree":
         return 2 * nbytes
     share = (ranks - 1) / ranks
-    return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "broadcast": 1.0}[kind]
+    factors = {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share, "broadcast": 1.0}
+    return nbytes * factors[kind]
 
 
 def bus_bandwidth(spread: Spread, cluster: Cluster) -> float:
@@ -103,6 +115,8 @@ def _latencies(kind: str, spread: Spread, cluster: Cluster) -> dict[str, float]:
 
 def _hops(kind: str, spread: Spread, link: Link) -> dict[str, tuple[float, int]]:
     """By algorithm: (hops inside nodes, hops between nodes) that one piece travels."""
+    if kind == "all_to_all":  # a message to each rank, all at once
+        return {"pairs": (1, 1 if spread.nodes > 1 else 0)}
     passes = 2 if kind == "all_reduce" else 1
     between = spread.nodes - 1
     hops = {"ring": (passes * _ring_hops(spread.ranks - spread.nodes, link), passes * between)}
@@ -168,6 +182,7 @@ def _comparable(c: MeasuredCollective, spread: Spread, cluster: Cluster) -> bool
 
 def _timed(c: MeasuredCollective, nbytes: float, spread: Spread, cluster: Cluster) -> float:
     """Seconds by a measured latency and bandwidth. For other ranks the latency is scaled like the nominal one."""
-    there = _latencies(c.kind, Spread(c.ranks, c.nodes, c.ranks // c.nodes), cluster)["ring"]
-    here = _latencies(c.kind, spread, cluster)["ring"]
+    how = "pairs" if c.kind == "all_to_all" else "ring"
+    there = _latencies(c.kind, Spread(c.ranks, c.nodes, c.ranks // c.nodes), cluster)[how]
+    here = _latencies(c.kind, spread, cluster)[how]
     return c.latency * here / there + wire("ring", c.kind, nbytes, spread.ranks) / c.bandwidth

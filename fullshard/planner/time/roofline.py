@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from fullshard.cluster.cluster import Cluster, Quantity
-from fullshard.model.costs import TENSOR_AXIS, Calls, Op, Section, evaluate
+from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, Section, evaluate
+from fullshard.plan import Mesh
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # seconds of each field of `Calls`, in its order
@@ -13,14 +14,14 @@ ALIGNED = 8  # elements of 2 bytes
 
 @dataclass(frozen=True)
 class SectionTime:
-    """Seconds of a section on the device by kind. `kernels`: how many the host has to launch. `tensor`: seconds of collectives
-    of the tensor axis, which the device waits for. `python`: the host's seconds for remat, beside launching."""
+    """Seconds of a section on the device by kind. `kernels`: how many the host has to launch. `waits`: seconds of collectives
+    of the tensor or expert axis, which the device waits for. `python`: the host's seconds for remat, beside launching."""
 
     gemm: float = 0.0
     attention: float = 0.0
     pointwise: float = 0.0
     kernels: float = 0.0
-    tensor: float = 0.0
+    waits: float = 0.0
     python: float = 0.0
 
     @property
@@ -29,10 +30,10 @@ class SectionTime:
 
 
 class Machine:
-    """One device of a cluster that computes in one dtype. `tensor`: ranks of the tensor axis."""
+    """One device of a cluster that computes in one dtype."""
 
-    def __init__(self, cluster: Cluster, dtype: str, *, tensor: int = 1):
-        self.cluster, self.dtype, self.tensor = cluster, dtype, tensor
+    def __init__(self, cluster: Cluster, dtype: str, *, mesh: Mesh | None = None):
+        self.cluster, self.dtype, self.mesh = cluster, dtype, mesh or Mesh()
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         fitted, cpu, cuda = cluster.calibration, cluster.device.kind == "cpu", cluster.device.kind == "cuda"
@@ -56,18 +57,20 @@ class Machine:
         return self.known[key]
 
     def _section(self, section: Section, rows: int, tokens: int, backward: bool, chunk: bool) -> SectionTime:
-        totals = {"gemm": 0.0, "attention": 0.0, "pointwise": 0.0}
+        totals = {"gemm": 0.0, "conv": 0.0, "attention": 0.0, "pointwise": 0.0}
         kernels = waited = 0.0
         for op in section.ops:
-            if op.kind in TENSOR_AXIS:
+            if op.kind in AXIS_COLLECTIVES:
                 kernels += op.count
-                waited += collective_seconds(op.kind, evaluate(op.moved, rows, tokens), self.tensor, self.cluster)  # type: ignore[arg-type]
+                ranks = self.mesh.expert if op.kind == "all_to_all" else self.mesh.tensor
+                waited += collective_seconds(op.kind, evaluate(op.moved, rows, tokens), ranks, self.cluster)  # type: ignore[arg-type]
                 continue
             op = self._on_this_device(op, backward)
             totals[op.kind] += self._seconds(op, rows, tokens, backward, chunk)
             kernels += op.count
+        totals["gemm"] += totals.pop("conv")  # cuDNN computes convolutions as matrix products
         on_device = {kind: seconds / self.in_step_rate for kind, seconds in totals.items()}
-        return SectionTime(**on_device, kernels=kernels, tensor=waited, python=self._python(section.calls))
+        return SectionTime(**on_device, kernels=kernels, waits=waited, python=self._python(section.calls))
 
     def _python(self, calls: Calls) -> float:
         return calls.regions * self.region + calls.saved * self.saved + calls.dispatched * self.dispatched
@@ -86,7 +89,7 @@ class Machine:
         products = 5 if backward else 4  # backward of fused attention recomputes one of its four
         flops = (0, 0, 0, 0, 0, op.flops[5] * products // 4)
         width = next((s for s in op.shape if not any(s[1:])), op.shape[-1])
-        return Op("attention", flops, linear, (width, *op.shape[1:]), op.count)
+        return Op("attention", flops, linear, (width,), op.count)
 
     def _seconds(self, op: Op, rows: int, tokens: int, backward: bool, chunk: bool) -> float:
         flops, moved = evaluate(op.flops, rows, tokens), evaluate(op.moved, rows, tokens)
@@ -94,13 +97,15 @@ class Machine:
         if op.kind == "pointwise":
             return max(moved / (self.chunked_loss if chunk else self.pointwise), least)
         shape = [evaluate(s, rows, tokens) for s in op.shape]
-        if op.kind == "gemm":
+        if op.kind in ("gemm", "conv"):
             rate = self.cluster.gemm_rate(flops / op.count, self.dtype)
             if any(n % ALIGNED for n in shape):
                 rate *= self.unaligned
             return max(flops / rate, moved / self.hbm, least)
-        rate = self.cluster.attention_rate(tokens, shape[0] if shape else 128, self.dtype)[backward]
-        return max(flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
+        width = shape[0] if shape else 128
+        keys, halves = shape[1:] if len(shape) == 3 else (1, 1)
+        rate = self.cluster.attention_rate(keys if keys > 1 else tokens, width, self.dtype)[backward]
+        return max(halves * flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
 
     def add(self, nbytes: float) -> float:
         """Seconds to add tensors. `nbytes`: read and written."""

@@ -1,7 +1,7 @@
 """The operations of a step laid onto lanes: when each lane is free, and what compute waited for.
 
-Lanes are compute, gathers, reductions, all-reduces between copies, and collectives of the tensor axis. Offload has lanes of
-its own (`offload_lanes`), which go on from one step into the next.
+Lanes are compute, gathers, reductions, all-reduces between copies, and collectives of the tensor or expert axis. Offload has
+lanes of its own (`offload_lanes`), which go on from one step into the next.
 """
 
 import math
@@ -18,7 +18,7 @@ from fullshard.planner.time.collectives import axis, collective_seconds, spread_
 from fullshard.planner.time.offload_lanes import Transfers
 from fullshard.planner.time.roofline import Machine, SectionTime
 
-LANES = ("compute", "gather", "reduce", "copies", "tensor")
+LANES = ("compute", "gather", "reduce", "copies", "tensor", "experts")
 BACKWARD: tuple[Phase | str, ...] = ("backward", "done", "end")
 ROUNDING = 1e-9  # seconds: shorter waits are rounding errors of subtractions
 
@@ -48,7 +48,7 @@ class StepLanes:
         self.on_disk: dict[str, float] = {}  # time at which they are on disk, later back on the host
         self.began = 0.0  # start of the step
         precision = plan.precision
-        self.machine = Machine(cluster, precision.compute, tensor=plan.mesh.tensor)
+        self.machine = Machine(cluster, precision.compute, mesh=plan.mesh)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
@@ -168,22 +168,23 @@ class StepLanes:
         for kind in ("gemm", "attention", "pointwise"):
             if (seconds := getattr(work, kind)) > 0:
                 self._on_compute(seconds, kind, kernels * seconds / work.seconds)
-        if work.tensor:
-            self._tensor(work.tensor)
+        if work.waits:
+            self._inside(work.waits)
 
-    def _tensor(self, seconds: float) -> None:
-        """Place collectives of the tensor axis, which the next kernel waits for."""
-        link = "network" if spread_of(self.plan.mesh.tensor, 1, self.cluster).nodes > 1 else "node"
+    def _inside(self, seconds: float) -> None:
+        """Place collectives of the tensor or expert axis, which the next kernel waits for."""
+        ranks, lane = (self.plan.mesh.expert, "experts") if self.plan.mesh.expert > 1 else (self.plan.mesh.tensor, "tensor")
+        link = "network" if spread_of(ranks, 1, self.cluster).nodes > 1 else "node"
         start = max(self.free["compute"], self.links[link], self.host)
-        self.free["tensor"] = self.links[link] = start + seconds
-        self.found.busy["tensor"] += seconds
-        self._wait(start + seconds, "tensor")
+        self.free[lane] = self.links[link] = start + seconds
+        self.found.busy[lane] += seconds
+        self._wait(start + seconds, lane)
         if self.serial:
             self.host = start + seconds
 
     def _gather(self, op: Operation) -> None:
         sizes = self.units[op.unit]
-        stride = axis(self.plan.mesh, "shard")[1]
+        stride = axis(self.plan.mesh, "shard")[1] * sizes.stride
         cast = 0.0 if sizes.away else self.machine.copy(sum(sizes.shards) * (self.master + self.compute))
         if self.serial:
             self._on_compute(cast, "copies")
@@ -226,7 +227,7 @@ class StepLanes:
         self._on_compute(joined, "copies", self._hook_ops(sizes, sizes.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
-            stride = axis(self.plan.mesh, "shard")[1]
+            stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
             done = self._collective("reduce", "reduce_scatter", op.nbytes, op.ranks, stride, self.free["compute"])
             self.reduced[op.unit] = done
 

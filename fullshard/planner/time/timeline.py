@@ -77,7 +77,7 @@ def _mean(steps: list[Timeline]) -> Timeline:
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
-    machine = Machine(cluster, plan.precision.compute, tensor=plan.mesh.tensor)
+    machine = Machine(cluster, plan.precision.compute, mesh=plan.mesh)
     for phase, _, section in phase_sections(plan, costs, loss):
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
