@@ -10,15 +10,15 @@ from fullshard.engine import EngineState, engine_of
 from fullshard.errors import checked_call
 
 
-@checked_call("checkpoint.save('run/checkpoints', state)", shelf=(str, Path), state=EngineState)
-def save(shelf: str | Path, state: EngineState, **about: Any) -> str:
-    """Write a checkpoint of `state` into the directory `shelf`, named after its step. Returns where it lies. Collective.
+@checked_call("checkpoint.save('run/checkpoints', state)", checkpoint_dir=(str, Path), state=EngineState)
+def save(checkpoint_dir: str | Path, state: EngineState, **about: Any) -> str:
+    """Write a checkpoint of `state` into the directory `checkpoint_dir`, named after its step. Returns where it lies. Collective.
 
     Returns when the checkpoint is whole and durable. `about`: `cursor` (samples taken of the data), `recipe`, `extra`
     (a JSON table of your own), `metrics` (numbers that retention may rank by), `overwrite` (replace a checkpoint of the
     same step; refused otherwise).
     """
-    return engine_of(state).save_checkpoint(shelf, state, **about)
+    return engine_of(state).save_checkpoint(checkpoint_dir, state, **about)
 
 
 @checked_call("checkpoint.load('run/checkpoints', state)", where=(str, Path), state=EngineState)

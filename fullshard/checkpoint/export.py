@@ -4,10 +4,12 @@ Works a tensor at a time. Memory is bounded by the largest tensor and, if it has
 """
 
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.average import FLOATS, cast_floats
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.reader import Checkpoint
-from fullshard.checkpoint.safetensors import SafetensorsDirectory
+from fullshard.checkpoint.file_rules import FilePiece, FileRule, pieces_by_file, rules_from_json
+from fullshard.checkpoint.reader import Checkpoint, as_numpy
+from fullshard.checkpoint.safetensors import Box, SafetensorsDirectory
 from fullshard.checkpoint.torch_pickles import state_dict_pickle
 from fullshard.checkpoint.untrusted_files import read_small, refusing_os_errors
 from fullshard.checkpoint.verify import refuse_damaged
@@ -68,34 +71,109 @@ def export(where: str, output: Path, form: str, config: Path | None = None, dtyp
 # -- weights ------------------------------------------------------------------------------------------------
 
 
-def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None) -> list[TensorSource]:
+def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None, *, as_files: bool = False) -> list[TensorSource]:
     """The model's tensors, adapters merged, under the names of the model without wrappers. Their dtype is `dtype`, or that
-    in `original`, the dtypes of the original model's files, or that in the checkpoint."""
+    in `original`, the dtypes of the original model's files, or that in the checkpoint. `as_files`: arranged as in the files
+    that `save_pretrained` would write, if the checkpoint says how."""
     names = [n.removeprefix("model.") for n in checkpoint.manifest.tensors if n.startswith("model.")]
     if not names:
         raise FullshardError(f"{checkpoint.place} holds no weights")
+    plain = {_plain(n): n for n in names if ".lora_" not in n}
+    rules = _file_rules(checkpoint, plain) if as_files else []
+    stored = {t for rule in rules for t in rule.tensors}
     sources: list[TensorSource] = []
-    for name in names:
-        if ".lora_" in name:
-            continue
-        record = checkpoint.manifest.tensors[f"model.{name}"]
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        other = SAFETENSORS_DTYPE[dtype] if dtype else original.get(plain, record.dtype)
-        wanted = other if record.dtype in FLOATS and other in FLOATS else record.dtype
-        sources.append(TensorSource(plain, wanted, record.shape, partial(_read, checkpoint, name, wanted)))
-    if not sources or len({s.name for s in sources}) < len(sources):
+    for bare, name in plain.items():
+        if bare not in stored:
+            wanted = _dtype(checkpoint, name, original.get(bare), dtype)
+            shape = checkpoint.manifest.tensors[f"model.{name}"].shape
+            sources.append(TensorSource(bare, wanted, shape, partial(_read, checkpoint, name, wanted)))
+    for rule in rules:
+        sources += _arranged(checkpoint, rule, plain, original, dtype)
+    if not sources or len({s.name for s in sources}) < len(sources) or len(plain) < sum(".lora_" not in n for n in names):
         raise FullshardError(f"{checkpoint.place} has no weights, or two of one name once wrappers are cut off; rename them")
     return sources
 
 
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _dtype(checkpoint: Checkpoint, name: str, original: str | None, dtype: str | None) -> str:
+    """The dtype that a tensor is written in. Only floats are converted."""
+    own = checkpoint.manifest.tensors[f"model.{name}"].dtype
+    other = SAFETENSORS_DTYPE[dtype] if dtype else original or own
+    return other if own in FLOATS and other in FLOATS else own
+
+
+# -- tensors that files hold in another arrangement ---------------------------------------------------------
+
+
+def _file_rules(checkpoint: Checkpoint, plain: dict[str, str]) -> list[FileRule]:
+    """The rules in the checkpoint's manifest. `plain`: the checkpoint's name of each tensor of the model."""
+    shapes = {bare: checkpoint.manifest.tensors[f"model.{name}"].shape for bare, name in plain.items()}
+    try:
+        return rules_from_json(checkpoint.manifest.state.get("files", []), shapes)
+    except ValueError:
+        raise FullshardError(f"{checkpoint.place}: `files` of its manifest is malformed; use another checkpoint") from None
+
+
+def _arranged(
+    checkpoint: Checkpoint, rule: FileRule, plain: dict[str, str], original: dict[str, str], dtype: str | None
+) -> list[TensorSource]:
+    """The tensors that files have in place of a rule's."""
+    shapes, sources = rule.file_shapes(), []
+    for file, pieces in pieces_by_file([rule]).items():
+        wanted = _dtype(checkpoint, plain[pieces[0].tensor], original.get(file), dtype)
+        parts = [(plain[p.tensor], p) for p in pieces]
+        sources.append(TensorSource(file, wanted, shapes[file], partial(_read_pieces, checkpoint, parts, shapes[file], wanted)))
+    return sources
+
+
+def _read_pieces(
+    checkpoint: Checkpoint, parts: list[tuple[str, FilePiece]], shape: tuple[int, ...], dtype: str
+) -> bytes | bytearray:
+    """One tensor of a file, from parts of the checkpoint's tensors."""
+    values: NDArray[Any] | None = None
+    for name, piece in parts:
+        part = _part(checkpoint, name, piece.box, dtype)
+        part = part.reshape([part.shape[d] for d in sorted(piece.dims)])
+        part = part.transpose([sorted(piece.dims).index(d) for d in piece.dims])
+        if values is None:
+            values = np.empty(shape, part.dtype)
+        values[tuple(slice(a, a + n) for a, n in zip(piece.start, part.shape, strict=True))] = part
+    assert values is not None
+    return values.tobytes() if values.dtype.kind == "V" else cast_floats(values, dtype)
+
+
+def _part(checkpoint: Checkpoint, name: str, box: Box, dtype: str) -> NDArray[Any]:
+    """A box of a tensor: as it is stored if it has this dtype, in fp64 otherwise."""
+    record = checkpoint.manifest.tensors[f"model.{name}"]
+    shape = tuple(b - a for a, b in box)
+    if _adapter(checkpoint, name):
+        merged = np.frombuffer(_read(checkpoint, name, "F64"), np.float64).reshape(record.shape)
+        return merged[tuple(slice(a, b) for a, b in box)]
+    checkpoint.refuse_wrong_sizes({chunk.file for chunk in record.chunks})
+    data = bytearray(math.prod(shape) * record.item_bytes)
+    if data:
+        checkpoint.read(f"model.{name}", box, memoryview(data))
+    if record.dtype == dtype:
+        return np.frombuffer(data, f"V{record.item_bytes}").reshape(shape)
+    return np.asarray(as_numpy(data, replace(record, shape=shape, chunks=())), dtype=np.float64)
+
+
+def _adapter(checkpoint: Checkpoint, name: str) -> str | None:
+    """The name of a weight's first adapter factor, if it has an adapter."""
+    lora_a = name.replace(".base_layer.weight", ".lora_A.default.weight")
+    return lora_a if lora_a != name and f"model.{lora_a}" in checkpoint.manifest.tensors else None
+
+
 def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
     record = checkpoint.manifest.tensors[f"model.{name}"]
-    lora_a = name.replace(".base_layer.weight", ".lora_A.default.weight")
-    adapted = lora_a != name and f"model.{lora_a}" in checkpoint.manifest.tensors
-    if not adapted and record.dtype == dtype:
+    lora_a = _adapter(checkpoint, name)
+    if lora_a is None and record.dtype == dtype:
         return checkpoint.raw(f"model.{name}")
     values: NDArray[np.float64] = np.asarray(checkpoint.tensor(f"model.{name}"), dtype=np.float64)
-    if adapted:
+    if lora_a is not None:
         values = _merged(checkpoint, name, values, lora_a, lora_a.replace("lora_A", "lora_B"))
     return cast_floats(values, dtype)
 
@@ -151,7 +229,7 @@ def export_hugging_face(checkpoint: Checkpoint, output: Path, config: Path | Non
     original: dict[str, str] = {}
     if origin and any(origin.glob("*.safetensors")):
         original = {n: e.dtype for n, e in SafetensorsDirectory(origin).entries.items()}
-    sources = weights(checkpoint, original, dtype)
+    sources = weights(checkpoint, original, dtype, as_files=True)
     preset_config = None if origin else _config_of(model, dtype)
 
     def fill(directory: Path) -> None:
