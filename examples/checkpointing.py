@@ -106,7 +106,7 @@ def export(state: on_torch.State, where: Path, path: Path) -> None:
     full model."""
     last = fs.checkpoint.save(where, state)
     ids_BT = torch.arange(64).view(1, 64)
-    sharded = on_torch.evaluate(state, [{"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}])
+    sharded = on_torch.evaluate(state, [{"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}])["loss"]
     if on_torch.is_first():
         path.unlink(missing_ok=True)
         export_checkpoint(last, path, "torch")

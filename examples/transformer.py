@@ -95,10 +95,10 @@ def main() -> None:
     for step in fs.train(state, batches(asyncio, plan), steps=args.steps, clip=1.0):
         loss, norm = step.loss.item(), step.grad_norm.item()  # waits for the device, so all ranks do it
         if step.index == 1 or step.index % max(1, args.steps // 10) == 0:
-            say(f"  step {step.index:4}  loss {loss:.4f}  gradient norm {norm:.3f}  {int(step.tokens)} tokens")
+            say(f"  step {step.index:4}  loss {loss:.4f}  gradient norm {norm:.3f}  {int(step.count)} tokens")
 
     held_out = itertools.chain.from_iterable(itertools.islice(batches(json, plan), 2))
-    say(f"loss on text it has not seen: {on_torch.evaluate(state, held_out):.4f}")
+    say(f"loss on text it has not seen: {on_torch.evaluate(state, held_out)['loss']:.4f}")
     sample = on_torch.generate(
         state.model, list(b"def "), max_new_tokens=args.sample, temperature=0.5, stop=0, window=args.sequence
     )

@@ -6,6 +6,7 @@ An engine is a module, `fullshard.on_NAME.engine`, whose functions are those of 
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
@@ -19,7 +20,6 @@ ENGINES = ("torch",)
 T = TypeVar("T")
 ModelT = TypeVar("ModelT")  # a model as the engine has it: torch's nn.Module
 StateT = TypeVar("StateT")  # what the engine's `shard` returns
-MicroBatch = Mapping[str, Any]  # of one rank: `input_ids`, `labels` and what else the loss takes
 Where = dict[str, Any]  # a rank: `waits`, `collective`, `unit`, `count` of collectives entered, `line` of code, `doing`
 
 
@@ -36,6 +36,7 @@ class RunState(EngineState, Protocol):
     step: int  # steps done
     plan: Plan
     model: Any
+    notes: tuple[str, ...]  # what a user should know of how it was made
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -53,8 +54,12 @@ class Step(Protocol):
     def index(self) -> int:
         """Of the step, counted from 1."""
 
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Means that the loss function named. The values may still be on the device."""
+
     def numbers(self) -> list[float]:
-        """loss, gradient norm, tokens, skipped, then one number per flag. Waits for the device once."""
+        """loss, gradient norm, count, skipped, then one number per flag, then one per metric. Waits for the device once."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase on this rank's device."""
@@ -189,8 +194,9 @@ class Engine(Protocol[ModelT, StateT]):
 
     # -- the model -----------------------------------------------------------------------------------------
 
-    def load_model(self, name: str) -> ModelT:
-        """A preset, a Hugging Face directory or `file.py:callable`, without memory for its weights."""
+    def load_model(self, name: str, *, init: str = "factory", call: str | None = None) -> ModelT:
+        """A preset, a Hugging Face directory or `file.py:callable`, without memory for its weights. `init`: whose initial
+        values a file's model gets, `factory` or `modules`. `call`: `file.py:callable`, a function (model, batch) -> logits."""
 
     def add_adapters(self, model: ModelT, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> ModelT: ...
 
@@ -204,16 +210,22 @@ class Engine(Protocol[ModelT, StateT]):
         classes: Sequence[str] = (),
         names: Sequence[str] = (),
         min_params: int = 0,
+        experts: bool = False,
+        small: int = 0,
         title: str = "",
         micro_batch: int = 0,
         sequence: int = 0,
         compute: DType = "bf16",
         tensor: Sequence[int] = (),
+        expert: Sequence[int] = (),
     ) -> Description:
         """The model's units and, with a batch shape, what computing them costs."""
 
     def limits(self, model: ModelT) -> tuple[int | None, int | None]:
         """(vocabulary, longest sequence), as far as the model says."""
+
+    def classes_and_image_size(self, model: ModelT) -> tuple[int | None, int | None]:
+        """(number of classes, pixels of an image's side), as far as the model says."""
 
     def takes_positions(self, model: ModelT) -> bool:
         """Whether the model takes `position_ids`, which keep attention inside documents."""
@@ -255,8 +267,25 @@ class Engine(Protocol[ModelT, StateT]):
     ) -> StateT:
         """Carry the plan out on the model. Collective."""
 
+    def seed_dropout(self, state: StateT, seed: int) -> None:
+        """Seed the random numbers of training: for each data rank a stream of its own. A checkpoint restores them."""
+
+    def loader(self, workers: int, prefetch: int, *, seed: int = 0, threads: bool = True) -> Any:
+        """Loads batches ahead: a `fullshard.data.step_batches.BatchLoader`. `threads`: False if the data may not be read in a
+        thread."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Samples of equal shapes as one batch: a tree of stacked tensors."""
+
+    def seeded(self, seed: int, i: int) -> AbstractContextManager[None]:
+        """A context in which random numbers depend on `seed` and `i` alone."""
+
     def named_loss(self, name: str) -> Any:
-        """The loss that a recipe calls `plain` or `chunked`."""
+        """The loss that a recipe calls `plain` or `chunked`, the one of an objective, `file.py:callable`, or `call`: the one of
+        the model's own call."""
+
+    def refuse_loss(self, model: ModelT, name: str) -> None:
+        """Raise if the model is not trained with the loss of this name."""
 
     def train_step(
         self,
@@ -270,8 +299,8 @@ class Engine(Protocol[ModelT, StateT]):
     ) -> Step:
         """Forward, backward and update. `flags` are combined over ranks with the step's own sums. Collective."""
 
-    def evaluate(self, state: StateT, batches: Iterable[Any], *, loss: Any = ...) -> float:
-        """The mean loss over all tokens of all ranks' batches. Collective."""
+    def evaluate(self, state: StateT, batches: Iterable[Any], *, loss: Any = ...) -> dict[str, float]:
+        """The mean `loss` over all that counts in all ranks' batches, and the means of its metrics. Collective."""
 
     def generate(
         self,

@@ -2,28 +2,36 @@
 
 from fullshard.on_torch.collective_log import record
 from fullshard.on_torch.describe import describe
+from fullshard.on_torch.dropout_seed import seed_dropout
+from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.lora import add_adapters
-from fullshard.on_torch.loss import summed_loss
+from fullshard.on_torch.loss import Loss, called_loss, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.measuring.measure import measure
 from fullshard.on_torch.model_loading import load_model
+from fullshard.on_torch.objectives import class_loss, loss_of, masked_loss, objective_of, seq2seq_loss
 from fullshard.on_torch.ranks import data_rank, finish, is_first, start
 from fullshard.on_torch.saving.save import Checkpointer
 from fullshard.on_torch.shard import shard
-from fullshard.on_torch.sharded_optimizer import global_norm
+from fullshard.on_torch.sharded_optimizer import clip_grad_norm_, global_norm
 from fullshard.on_torch.state import State, memory
-from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, train_step
+from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, loss_factor, train_step
 
 __all__ = [
     "Checkpointer",
+    "Factory",
+    "Loss",
     "OutOfMemory",
     "State",
     "StepResult",
     "add_adapters",
+    "called_loss",
     "chunked_cross_entropy",
     "chunked_loss",
+    "class_loss",
+    "clip_grad_norm_",
     "data_rank",
     "describe",
     "evaluate",
@@ -33,9 +41,15 @@ __all__ = [
     "initialize",
     "is_first",
     "load_model",
+    "loss_factor",
+    "loss_of",
+    "masked_loss",
     "measure",
     "memory",
+    "objective_of",
     "record",
+    "seed_dropout",
+    "seq2seq_loss",
     "shard",
     "start",
     "summed_loss",

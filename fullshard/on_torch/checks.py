@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.batch_checks import first_batch_fault
+from fullshard.on_torch.batch_tree import leaves, row_count, rows
 from fullshard.on_torch.inference import free_gathered, inference
 from fullshard.on_torch.initialize import names_with_nan, refuse_unset
-from fullshard.on_torch.loss import LossFunction, TensorBatch, summed_loss
+from fullshard.on_torch.loss import LossFunction, TensorBatch, as_loss, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
+from fullshard.on_torch.objectives import CAUSAL_LOSSES
 from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
 from fullshard.plan import Unit
@@ -27,7 +29,7 @@ class CheckError(FullshardError):
     """A mistake that would make a run train silently wrong."""
 
 
-def before_first_step(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
+def before_first_step(state: State, batches: list[Any], loss: LossFunction) -> None:
     """Run all checks that need no gradient."""
     free_gathered(state.model)  # the caller may have run a forward, which leaves units gathered
     refuse_anywhere(first_batch_fault(state.model, batches, loss))
@@ -53,7 +55,7 @@ def check_sharding(state: State) -> None:
             )
         cut = {i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)}
         names = p.device_mesh.mesh_dim_names or ()
-        shape = {n: p.device_mesh.size(i) for i, n in enumerate(names) if n != "tensor"}
+        shape = {n: p.device_mesh.size(i) for i, n in enumerate(names) if n not in ("tensor", "expert")}
         wanted = {n: want.size(i) for i, n in enumerate(want.mesh_dim_names or ())}
         if shape != wanted or (names.index("shard") not in cut):
             raise CheckError(
@@ -142,9 +144,9 @@ def check_optimizer_references(state: State) -> None:
         )
 
 
-def check_data(state: State, batches: list[TensorBatch]) -> None:
+def check_data(state: State, batches: list[Any]) -> None:
     """Check that data ranks have different batches, and the ranks of a tensor group the same."""
-    digests = _gather([_digest(b["input_ids"]) for b in batches])
+    digests = _gather([_digest(b) for b in batches])
     tensor = state.plan.mesh.tensor
     first_seen: dict[str, int] = {}
     for rank, found in enumerate(digests):
@@ -162,20 +164,36 @@ def check_data(state: State, batches: list[TensorBatch]) -> None:
                 )
 
 
-def check_loss_is_a_sum(state: State, batches: list[TensorBatch], loss: LossFunction) -> None:
-    """Check that the loss of a batch is the sum over its rows. A mean would be divided by the token count twice."""
-    rows = batches[0]["input_ids"].shape[0]
-    if loss in (summed_loss, chunked_loss) or rows < 2:
+def check_loss_is_a_sum(state: State, batches: list[Any], loss: LossFunction) -> None:
+    """Check that sum and count of a batch are those of its halves together. A mean would be divided by the count twice."""
+    size = row_count(batches[0])
+    alone = loss in CAUSAL_LOSSES or any(s is None or s < 2 for s in _gather(size))
+    if alone or size is None:
         return
+    parts = [batches[0], rows(batches[0], slice(0, size // 2)), rows(batches[0], slice(size // 2, size))]
     with inference(state.model):
-        halves = [{k: v[part] for k, v in batches[0].items()} for part in (slice(0, rows // 2), slice(rows // 2, rows))]
-        whole, first, second = (float(loss(state.model, b)) for b in (batches[0], *halves))
-    verdicts = _gather(abs(first + second - whole) > 0.05 * abs(whole) + 1e-6)
-    if any(verdicts):
-        raise CheckError(
-            f"the loss of a batch ({whole:.4g}) is not the sum of the losses of its halves ({first:.4g} + {second:.4g}): "
-            "return a sum over tokens, not a mean; the step divides by the global token count itself"
-        )
+        found = [as_loss(loss(state.model, b), b, state.device) for b in parts]
+    (whole, first, second), counts = [float(f.sum) for f in found], [float(f.count) for f in found]
+    refuse_anywhere(None if found[0].across_rows else _not_a_sum(whole, first, second) or _not_a_count(*counts))
+
+
+def _not_a_sum(whole: float, first: float, second: float) -> str | None:
+    if abs(first + second - whole) <= 0.05 * abs(whole) + 1e-6:
+        return None
+    return (
+        f"the loss of a batch ({whole:.4g}) is not the sum of the losses of its halves ({first:.4g} + {second:.4g}): "
+        "return a sum over tokens or rows, not a mean; the step divides by the global count itself (if rows depend on each "
+        "other, as in a contrastive loss, return Loss(..., across_rows=True))"
+    )
+
+
+def _not_a_count(whole: float, first: float, second: float) -> str | None:
+    if abs(first + second - whole) <= 1e-6 * abs(whole):
+        return None
+    return (
+        f"the count of a batch ({whole:g}) is not the sum of the counts of its halves ({first:g} + {second:g}): count what the "
+        "loss sums over, such as its rows"
+    )
 
 
 def check_chunked(state: State, batch: TensorBatch) -> None:
@@ -190,14 +208,21 @@ def check_chunked(state: State, batch: TensorBatch) -> None:
         )
 
 
-def after_first_backward(state: State) -> None:
-    """Check that every trained unit received a gradient that is not zero."""
+def after_first_backward(state: State, count: Tensor, metrics: list[str]) -> None:
+    """Check that something counted, that ranks have the same metrics, and that every trained unit received a gradient."""
+    if not bool(count > 0):
+        raise CheckError(
+            f"the loss function counted {float(count):g} in the first step; return Loss(sum, count) with the number of rows or "
+            "tokens that the sum is over"
+        )
+    if any(names != metrics for names in _gather(metrics)):
+        raise CheckError("the loss function returns other metrics on other ranks; return the same names on every rank")
     totals: dict[str, float] = {}
     for unit, _, p in _unit_parameters(state):
         if p.requires_grad:
             received = 0.0 if p.grad is None else float(local_tensor(p.grad).abs().sum())
             totals[unit.name] = totals.get(unit.name, 0.0) + received
-    for name, norms in state.tiers.received.items() if state.tiers else ():
+    for name, norms in state.offload.received.items() if state.offload else ():
         totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
     gathered = _gather(totals)
     for name in totals:
@@ -252,12 +277,18 @@ def _gather(value: object) -> list[Any]:
 def _checksum(tensor: Tensor) -> int:
     """The sum of this rank's part, read as integers. Computed on the tensor's device, without a copy."""
     local = local_tensor(tensor).detach()
+    local = local if local.layout is torch.strided else local.to_dense()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return int(local.contiguous().view(words).sum(dtype=torch.int64))
 
 
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=12).hexdigest()
+def _digest(batch: Any) -> str:
+    """Of the values of all tensors of a batch."""
+    found = hashlib.blake2b(digest_size=12)
+    for path, tensor in leaves(batch):
+        found.update(f"{path} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _more(names: list[str]) -> str:

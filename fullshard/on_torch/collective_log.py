@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from fullshard.on_torch.private import TorchDispatchMode, group_size
 
-CollectiveName = Literal["gather", "reduce", "all_reduce"]
+CollectiveName = Literal["gather", "reduce", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
 class LoggedCollective:
-    """One collective. `nbytes` is the size of the full tensor: the output of a gather, the input of a reduction."""
+    """One collective. `nbytes` is the size of the full tensor: the output of a gather, else the input."""
 
     kind: CollectiveName
     nbytes: int
@@ -71,6 +71,8 @@ def _read(func: Any, args: Any) -> LoggedCollective | None:
             return LoggedCollective("reduce", args[0].nbytes, args[2], args[0].dtype)
         case "_c10d_functional::all_reduce" | "_c10d_functional::all_reduce_":
             return LoggedCollective("all_reduce", args[0].nbytes, group_size(args[2]), args[0].dtype)
+        case "_c10d_functional::all_to_all_single":
+            return LoggedCollective("all_to_all", args[0].nbytes, group_size(args[3]), args[0].dtype)
     return None
 
 

@@ -5,17 +5,21 @@ Works on any `nn.Module`, on the meta device or not. Reads only names, shapes an
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from fullshard.errors import FullshardError, checked_call, nearest
 from fullshard.model.description import Description, Tensor, UnitDescription, UnitKind
 from fullshard.on_torch.dtypes import plan_dtype_name
+from fullshard.on_torch.experts import expert_count, expert_modules
+from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.tied_parameters import parameter_names
-from fullshard.on_torch.tracing.trace_costs import costs
-from fullshard.plan import DType
+from fullshard.on_torch.tracing.trace_costs import costs, example_costs
+from fullshard.plan import DType, Split, SplitRules
+from fullshard.plan_parts import checked_splits
 from fullshard.text import spans
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -28,27 +32,65 @@ def describe(
     classes: Sequence[str] = (),
     names: Sequence[str] = (),
     min_params: int = 0,
+    experts: bool = False,
+    small: int = 0,
     title: str = "",
     micro_batch: int = 0,
     sequence: int = 0,
+    example: Any = None,
+    loss: LossFunction | None = None,
     compute: DType = "bf16",
     tensor: Sequence[int] = (),
+    expert: Sequence[int] = (),
+    split: Mapping[str, Split] | SplitRules = (),
 ) -> Description:
     """Group the modules of `model` into units. With `micro_batch` and `sequence`, also trace the costs of computing them
-    in dtype `compute`, and the costs on a rank of a `tensor` axis of each of these sizes.
+    in dtype `compute`, and the costs on a rank of a `tensor` or `expert` axis of each of these sizes. `split`: how a tensor
+    axis splits modules, as in a plan.
+
+    A model that is no causal language model is traced with `example`, a batch of any tensors, and `loss`, the function that
+    `train_step` will get. Only shapes matter, and the values of integers.
 
     By default each repeated block is a unit. Modules before the blocks form the unit `embed`, modules after them the unit
-    `head`. Units that share a tied parameter are merged. To choose the blocks yourself, give one of: `classes`, class
-    names; `names`, module paths with wildcards; `min_params`, the size from which a module is its own unit.
+    `head`. With `experts`, the experts of each block are a unit of their own: they gather apart from the rest, and can be
+    spread over an expert axis. With `small`, the modules of a block whose tensors all have fewer elements, such as its norms,
+    form a unit that strategies keep whole on every rank. Units that share a tied parameter are merged. To choose the blocks
+    yourself, give one of: `classes`, class names; `names`, module paths with wildcards; `min_params`, the size from which a
+    module is its own unit.
     """
     if next(model.parameters(), None) is None:
         raise FullshardError(f"{title or type(model).__name__} has no parameters; there is nothing to shard")
     blocks = _find_blocks(model, classes, names, min_params)
-    units, buffers = _list_tensors(model, _merge_tied(model, _with_leftovers(model, blocks)))
+    blocks += [path for path in _find_experts(model, experts, title) if path not in blocks]
+    groups = _merge_tied(model, _with_leftovers(model, blocks))
+    units, buffers = _list_tensors(model, _with_small(model, groups, small) if small else groups)
     found = Description(title or type(model).__name__, tuple(units), buffers)
+    if example is not None:
+        _refuse_two_shapes(micro_batch, sequence)
+        axes: dict[str, Any] = {"tensor": tensor, "expert": expert, "rules": checked_splits(split)}
+        traced = example_costs(model, found, example, _example_loss(example, loss), compute=compute, **axes)
+        return replace(found, costs=traced)
+    if loss is not None:
+        raise FullshardError("loss has no effect without an example; write describe(model, example=batch, loss=function)")
     if not micro_batch or not sequence:
         return found
-    return replace(found, costs=costs(model, found, micro_batch=micro_batch, sequence=sequence, compute=compute, tensor=tensor))
+    shape = {"micro_batch": micro_batch, "sequence": sequence}
+    return replace(
+        found, costs=costs(model, found, **shape, compute=compute, tensor=tensor, expert=expert, rules=checked_splits(split))
+    )
+
+
+def _refuse_two_shapes(micro_batch: int, sequence: int) -> None:
+    if micro_batch or sequence:
+        raise FullshardError("an example has a shape of its own; leave micro_batch and sequence out")
+
+
+def _example_loss(example: Any, loss: LossFunction | None) -> LossFunction:
+    if loss is not None:
+        return loss
+    if isinstance(example, Mapping) and "input_ids" in example and "labels" in example:
+        return summed_loss
+    raise FullshardError("an example needs its loss; write describe(model, example=batch, loss=function), as train_step takes it")
 
 
 class _Group:
@@ -73,6 +115,37 @@ def _find_blocks(model: nn.Module, classes: Sequence[str], names: Sequence[str],
     if names:
         return _by_name(model, names)
     return _by_size(model, min_params) if min_params else repeated_blocks(model)
+
+
+def _find_experts(model: nn.Module, apart: bool, title: str) -> list[str]:
+    found = list(expert_modules(model)) if apart else []
+    if apart and not found:
+        raise FullshardError(
+            f"{title or type(model).__name__} has no experts that could be units of their own; leave experts out"
+        )
+    return found
+
+
+def _with_small(model: nn.Module, groups: list[_Group], below: int) -> list[_Group]:
+    """The groups, each block followed by a group of the modules inside it that own only small tensors."""
+    found, units = [], {m for g in groups for m in g.modules}
+    for group in groups:
+        found.append(group)
+        block = group.modules[0] if group.kind == "block" and len(group.modules) == 1 else None
+        inside = model.get_submodule(block).named_modules() if block else ()
+        paths = [f"{block}.{p}" for p, m in inside if p and f"{block}.{p}" not in units and _is_small(m, below)]
+        if paths:
+            found.append(_Group(f"{block}.small", "small", paths))
+    if not any(g.kind == "small" for g in found):
+        raise FullshardError(
+            f"small = {below} has no effect: every module inside a block has a tensor of {below} elements or more"
+        )
+    return found
+
+
+def _is_small(module: nn.Module, below: int) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and len(own) == len(list(module.parameters())) and all(p.numel() < below for p in own)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -192,7 +265,9 @@ def _with_leftovers(model: nn.Module, blocks: list[str]) -> list[_Group]:
 
 
 def _block(model: nn.Module, path: str) -> _Group:
-    return _Group(path, "embed" if isinstance(model.get_submodule(path), nn.Embedding) else "block", [path])
+    module = model.get_submodule(path)
+    kind: UnitKind = "experts" if expert_count(module) else "block"
+    return _Group(path, "embed" if isinstance(module, nn.Embedding) else kind, [path])
 
 
 def _leftover_modules(model: nn.Module, blocks: list[str]) -> list[str]:

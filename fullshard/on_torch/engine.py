@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fullshard.callables import is_callable_name, load_callable
 from fullshard.checkpoint.retention import Retention
+from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.agree import all_or_none, first_decides
+from fullshard.on_torch.batch_checks import objective_fault
 from fullshard.on_torch.describe import describe
+from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.hang_report import HangReporter
+from fullshard.on_torch.loader import collate, loader, seeded
 from fullshard.on_torch.lora import add_adapters
-from fullshard.on_torch.loss import LossFunction, summed_loss
+from fullshard.on_torch.loss import LossFunction, called_loss, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
-from fullshard.on_torch.measuring import host_pace
+from fullshard.on_torch.measuring import host_time
 from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rates
 from fullshard.on_torch.measuring.measure import measure
-from fullshard.on_torch.model_loading import limits, load_model, takes_positions
+from fullshard.on_torch.model_loading import classes_and_image_size, limits, load_model, takes_positions
+from fullshard.on_torch.objectives import LOSSES
 from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, rank_and_world, ranks_here, start
 from fullshard.on_torch.refuse import refuse as refuse_plan
 from fullshard.on_torch.saving.restore import load_checkpoint
@@ -35,11 +41,15 @@ from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
 
+NAMED_LOSSES: dict[str, LossFunction] = LOSSES | {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
+
 __all__ = [
     "add_adapters",
     "all_or_none",
     "check_weights",
     "checkpointer",
+    "classes_and_image_size",
+    "collate",
     "data_rank",
     "describe",
     "disk_rates",
@@ -53,6 +63,7 @@ __all__ = [
     "limits",
     "load_checkpoint",
     "load_model",
+    "loader",
     "local_cluster",
     "local_devices",
     "measure",
@@ -65,7 +76,10 @@ __all__ = [
     "rank_and_world",
     "ranks_here",
     "refuse",
+    "refuse_loss",
     "save_checkpoint",
+    "seed_dropout",
+    "seeded",
     "shard",
     "start",
     "takes_positions",
@@ -104,12 +118,24 @@ def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, dis
 
 
 def host_share(state: State, issued: float, quiet: float, looks: int) -> float:
-    return host_pace.host_share(issued, quiet, state.device, looks=looks)
+    return host_time.host_share(issued, quiet, state.device, looks=looks)
 
 
 def named_loss(name: str) -> LossFunction:
-    """The loss that a recipe calls `plain` or `chunked`."""
-    return chunked_loss if name == "chunked" else summed_loss
+    """The loss that a recipe calls `plain` or `chunked`, the one of an objective, `file.py:callable`, or `call`: the one of the
+    model's own call."""
+    if name in NAMED_LOSSES:
+        return NAMED_LOSSES[name]
+    if is_callable_name(name):
+        return load_callable(name, "on_torch.Loss")
+    known = [n for n in NAMED_LOSSES if n != "call"]
+    raise FullshardError(f"there is no loss {name!r}; write {', '.join(known)} or file.py:callable{nearest(name, known)}")
+
+
+def refuse_loss(model: nn.Module, name: str) -> None:
+    """Raise where the loss is not for the model."""
+    if fault := objective_fault(model, named_loss(name)):
+        raise FullshardError(fault)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Sampling from a sharded model. Every forward is a collective, so all ranks run the same number of forwards."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.inference import inference
+from fullshard.on_torch.model_call import next_logits
 
 
 def generate(
@@ -35,7 +37,7 @@ def generate(
     with inference(model):
         for _ in range(max_new_tokens):
             context = tokens[-window:] if window else tokens
-            logits_V = logits_of(model(torch.tensor([context], device=device)))[0, -1].float()
+            logits_V = next_logits(model, torch.tensor([context], device=device))[0].float()
             if not done:
                 tokens.append(_choose(logits_V, temperature, generator))
                 done = tokens[-1] == stop
@@ -44,15 +46,10 @@ def generate(
     return tokens
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output: a tensor, or the `logits` of a Hugging Face output."""
-    return output if isinstance(output, Tensor) else output.logits
-
-
 def lockstep_generate(model: nn.Module) -> None:
     """Make a Hugging Face model's own `generate` run until all ranks are done, by default."""
-    if dist.get_world_size() > 1 and hasattr(model, "generate") and hasattr(model, "config"):
-        own = cast(Callable[..., Any], model.generate)
+    own = cast(Callable[..., Any] | None, getattr(model, "generate", None))
+    if dist.get_world_size() > 1 and callable(own) and hasattr(model, "config") and _takes_synced(own):
 
         @functools.wraps(own)
         def generate_together(*args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
@@ -60,6 +57,11 @@ def lockstep_generate(model: nn.Module) -> None:
                 return own(*args, synced_gpus=synced_gpus, **kwargs)
 
         model.generate = generate_together  # type: ignore[assignment]
+
+
+def _takes_synced(own: Callable[..., Any]) -> bool:
+    """True for the `generate` of Hugging Face and PEFT; other models may have one of their own."""
+    return any(p.name == "synced_gpus" or p.kind is p.VAR_KEYWORD for p in inspect.signature(own).parameters.values())
 
 
 def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, nearest
+from fullshard.on_torch.objectives import sees_whole_text
 from fullshard.reading import parse_json, read_text
 
 MAX_BYTES = 16 << 20
@@ -96,18 +97,68 @@ def model_builder(config_path: Path) -> Callable[[], nn.Module]:
     """A function that builds the model of a config, without pretrained weights."""
     read_config(config_path)
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError:
         raise FullshardError("Hugging Face models need transformers: pip install 'fullshard[hf]'") from None
     with _offline():
         config = AutoConfig.from_pretrained(config_path, trust_remote_code=False, local_files_only=True)
-    kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+        kind = _model_class(config_path, config)
 
     def build() -> nn.Module:
         with _offline(), _module_limit(config_path):
-            return kind.from_config(config, trust_remote_code=False)
+            return kind._from_config(_own_config(kind, config))
 
     return build
+
+
+def _model_class(path: Path, config: Any) -> Any:
+    """The class that the config's `architectures` names. Without it the causal one of the model type, unless that sees the
+    whole text, else the base model."""
+    wanted = config.architectures
+    if wanted and not (isinstance(wanted, list) and isinstance(wanted[0], str)):
+        raise FullshardError(f'{path}: architectures = {wanted!r} is no list of names; write ["LlamaForCausalLM"], for example')
+    known = _known_classes(config)
+    if wanted:
+        if wanted[0] not in known:
+            raise FullshardError(
+                f"{path}: architectures names {wanted[0]!r}, which is no class of transformers for model_type "
+                f"{config.model_type!r}{nearest(wanted[0], list(known))} (it has {', '.join(known) or 'none'})"
+            )
+        return known[wanted[0]]
+    causal = _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
+    base = _mapped("MODEL_MAPPING", config)
+    if causal and not sees_whole_text(config) and not getattr(config, "is_encoder_decoder", False):
+        return causal[0]
+    if not base:
+        raise FullshardError(
+            f'{path} has no architectures; write "architectures": [NAME] with one of {", ".join(known) or "none"}'
+        )
+    return base[0]
+
+
+def _known_classes(config: Any) -> dict[str, Any]:
+    """All classes of the installed transformers for this type of config, those with a head first."""
+    from transformers.models.auto import modeling_auto
+
+    tables = [name for name in vars(modeling_auto) if name.startswith("MODEL_") and name.endswith("_MAPPING")]
+    tables.sort(key=lambda name: name == "MODEL_MAPPING")
+    return {kind.__name__: kind for name in tables for kind in _mapped(name, config)}
+
+
+def _mapped(table: str, config: Any) -> list[Any]:
+    """The classes of a table of transformers for this config; only those that transformers itself has."""
+    from transformers.models.auto import modeling_auto
+
+    mapping = getattr(modeling_auto, table, {})
+    found = mapping.get(type(config), ())
+    kinds = found if isinstance(found, list | tuple) else (found,)
+    return [kind for kind in kinds if kind.__module__.startswith("transformers.")]
+
+
+def _own_config(kind: Any, config: Any) -> Any:
+    """The part of a config that a class takes: that of the text, for the language model of a larger one."""
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    return config.get_text_config() if text is not None and getattr(kind, "config_class", None) is text else config
 
 
 @contextmanager

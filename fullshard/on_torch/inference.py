@@ -10,18 +10,19 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. On exit, restores the mode and frees gathered parameters.
+    """Evaluation mode without gradients. On exit, restores the modes and frees gathered parameters.
 
     Units with `reshard = false` keep gathered parameters until backward. Without a backward they would stay until the
     next step: they would take memory the plan does not have, and become stale when the shards change.
     """
-    was_training = model.training
+    training = [m for m in model.modules() if m.training]  # a caller may have put some into evaluation mode
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
         free_gathered(model)
 
 

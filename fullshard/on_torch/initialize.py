@@ -2,7 +2,8 @@
 
 One unit at a time is allocated in full, initialised by the model's own rules, cut to this rank's shard and freed. So a
 rank never holds more than its shards and one full unit. Each module has its own random stream, seeded by the seed and
-the module's path: the weights are the same at every world size, strategy and grouping.
+the module's path: the weights are the same at every world size, strategy and grouping. A model that a `Factory` made gets
+the values of its own code instead.
 
 New memory is filled with NaN first. A tensor that still has NaN afterwards was never initialised, which is an error.
 """
@@ -11,14 +12,18 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.factory import Factory, tensors_of
+from fullshard.on_torch.factory_values import FactoryValues
 from fullshard.on_torch.private import dtensor_like
 from fullshard.on_torch.shard_ranges import local_part, local_tensor
 
@@ -27,11 +32,30 @@ if TYPE_CHECKING:
 
 Initializer = Callable[[nn.Module], object]
 Owners = list[tuple[nn.Module, str]]
+DRAWS = {
+    getattr(Tensor, name)
+    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+}
 
 
-def initialize(model: nn.Module, device: torch.device, seed: int, init: Initializer | None = None) -> None:
+@dataclass(frozen=True)
+class Initialized:
+    """`unset`: the names of tensors that nobody initialised. `notes`: what a user should know."""
+
+    unset: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def initialize(model: nn.Module, device: torch.device, seed: int, init: Initializer | Factory | None = None) -> None:
     """Initialise an unsharded model with the same weights that `shard` gives it."""
-    refuse_unset(materialize(model, [], device, seed, init))
+    refuse_unset(materialize(model, [], device, seed, init, together=False).unset)
+
+
+def factory_of(model: nn.Module, init: Initializer | Factory | None) -> Factory | None:
+    """The factory whose values a model on meta gets: the caller's, or the one that `load_model` called."""
+    if init is not None:
+        return init if isinstance(init, Factory) else None
+    return vars(model).get("_fullshard_factory")
 
 
 def materialize(
@@ -39,24 +63,46 @@ def materialize(
     units: list[list[str]],
     device: torch.device,
     seed: int,
-    init: Initializer | None = None,
+    init: Initializer | Factory | None = None,
     weights: "Weights | None" = None,
     preallocated: Mapping[int, Tensor] = MappingProxyType({}),
-) -> list[str]:
-    """Allocate and initialise every parameter and buffer that is on meta. Returns the names of those left unset.
+    *,
+    together: bool = True,
+) -> Initialized:
+    """Allocate and initialise every parameter and buffer that is on meta. Collective, unless `together` is False.
 
     `units`: the module paths of each unit. `init`, if given, is called with each module instead of the model's own
-    `_init_weights`, `reset_parameters` or `init_weights`. Tensors that `weights` has are read from it, after all
-    initialisers have run. `preallocated`: memory for this rank's shard by parameter id, for shards that are not on the
-    device.
+    `_init_weights`, `reset_parameters` or `init_weights`; a `Factory` is called once. Tensors that `weights` has are read
+    from it, after all initialisers have run. `preallocated`: memory for this rank's shard by parameter id, for shards that
+    are not on the device.
     """
+    factory = factory_of(model, init)
+    values = None
+    if factory and _lacks_values(model, weights):
+        values = FactoryValues(factory, model, seed, together=together)
     unset = _allocate(model, device, preallocated)
     for tensor in weights.tensors(model) if weights else ():
         unset.pop(id(tensor), None)
-    found = _initialize_unset(model, units, unset, device, seed, init)
+    found: list[str] = []
+    if values:
+        values.fill(model, _names_of(model, unset), device)
+    else:
+        found = _initialize_unset(model, units, unset, device, seed, None if isinstance(init, Factory) else init)
     if weights:
         weights.read(model)
-    return sorted({*found, *names_with_nan({**dict(model.named_parameters()), **dict(model.named_buffers())})})
+    names = sorted({*found, *names_with_nan({**dict(model.named_parameters()), **dict(model.named_buffers())})})
+    return Initialized(names, values.close() if values else ())
+
+
+def _lacks_values(model: nn.Module, weights: "Weights | None") -> bool:
+    """True if tensors are on meta that no file has."""
+    read = {id(t) for t in weights.tensors(model)} if weights else set()
+    return any(t.is_meta and id(t) not in read for _, _, t in tensors_of(model))
+
+
+def _names_of(model: nn.Module, unset: dict[int, int]) -> list[str]:
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    return [name for name, tensor in tensors.items() if id(tensor) in unset]
 
 
 def _initialize_unset(
@@ -74,7 +120,7 @@ def _initialize_unset(
     paths = {module: path for path, module in model.named_modules()}
     done: set[nn.Module] = set()
     # `device` as a context: initialisers create tensors, and the caller may still be inside torch.device("meta").
-    with torch.random.fork_rng(_generators(device)), torch.no_grad(), device:
+    with torch.random.fork_rng(_generators(device)), torch.no_grad(), device, _WholeDraws():
         for modules in [*[[model.get_submodule(p) for p in unit if p] for unit in units], [model]]:
             members = [m for root in modules for m in _post_order(root) if m not in done]
             done.update(members)
@@ -132,7 +178,8 @@ def refuse_unset(names: Sequence[str]) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise FullshardError(
             f"{', '.join(names[:3])}{more} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
-            "or pass shard(..., init=function_of_a_module)"
+            "or pass shard(..., init=function_of_a_module), or init=on_torch.Factory(function_that_returns_the_model), which "
+            "keeps the values of __init__"
         )
 
 
@@ -160,6 +207,25 @@ def _unsharded(modules: list[nn.Module], unset: dict[int, int], device: torch.de
         local_tensor(sharded.detach()).copy_(local_part(full.detach(), sharded))
         for module, name in owners:
             module._parameters[name] = cast(nn.Parameter, sharded)
+
+
+class _WholeDraws(TorchFunctionMode):
+    """Inside, random values for a sharded tensor are drawn for the whole tensor, and each rank keeps its part.
+
+    A rule may set parameters of another unit, as T5's sets the shared embedding from the root. DTensor's own draws depend on
+    how a tensor is sharded.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = args[0] if args else kwargs.get("tensor")  # torch.nn.init names it
+        draws = func in DRAWS or getattr(func, "__module__", None) == nn.init.__name__
+        if not draws or not isinstance(sharded, DTensor):
+            return func(*args, **kwargs)
+        full = torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device)
+        func(full, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensor"})
+        local_tensor(sharded).copy_(local_part(full, sharded))
+        return sharded
 
 
 def _empty_full(p: DTensor, device: torch.device) -> Tensor:

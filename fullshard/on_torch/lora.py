@@ -7,6 +7,11 @@ from torch import nn
 from fullshard.errors import FullshardError, first_line, nearest
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that adapters were added to; another model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+
+
 def add_adapters(model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> nn.Module:
     """Add adapters to the linear layers named `targets` and freeze everything else. A meta model stays on meta."""
     try:

@@ -6,33 +6,65 @@ loss: nothing is recomputed.
 """
 
 import types
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fullshard.errors import FullshardError
-from fullshard.on_torch.loss import IGNORED, TensorBatch, extra_inputs
+from fullshard.errors import FullshardError, first_line
+from fullshard.on_torch.loss import IGNORED, TensorBatch
+from fullshard.on_torch.model_call import call_model, computes_loss, find_logits, own_call
+from fullshard.on_torch.private import all_reduce
+from fullshard.on_torch.shard_ranges import local_box, local_tensor
 
 BUDGET = 1 << 31  # bytes of logits alive at once: in the compute dtype, in float32, and their gradient
 TILE = 256  # tokens; matrix products are fastest in whole tiles
 BYTES_PER_LOGIT = 8  # 2 in the compute dtype, 4 in float32, 2 for the gradient in the compute dtype
 
 
+class ChunkedLossError(FullshardError):
+    """A model whose loss cannot be computed in chunks."""
+
+
 def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
     """Equal to `summed_loss`, but the memory for logits depends on neither the vocabulary nor the number of tokens."""
     head = output_head(model)
-    if isinstance(head.weight, DTensor) and "tensor" in (head.weight.device_mesh.mesh_dim_names or ()):
-        raise FullshardError("chunked loss: the head is split over the tensor axis; use summed_loss, or a mesh with tensor = 1")
+    if own_call(model):
+        raise ChunkedLossError(
+            "chunked loss: the model has a call of its own, whose logits may differ from the head's; use plain"
+        )
     head._fullshard_labels = batch["labels"]
+    head._fullshard_spread = computes_loss(model)  # type: ignore[assignment]
     head.forward = types.MethodType(_loss_forward, head)  # type: ignore[method-assign]
     try:
-        output = model(batch["input_ids"], **extra_inputs(model, batch))
+        output = call_model(model, batch)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if head._fullshard_labels is not None or isinstance(error, torch.OutOfMemoryError):
+            raise  # not because of what the head returned
+        raise ChunkedLossError(
+            f"chunked loss: {type(model).__name__} computes with its logits ({first_line(error)}); use summed_loss, in a recipe "
+            "train.loss = 'plain'"
+        ) from error
     finally:
-        del head.forward, head._fullshard_labels
-    return output if isinstance(output, Tensor) else output.logits
+        del head.forward, head._fullshard_labels, head._fullshard_spread
+    if computes_loss(model):
+        return find_logits(model, output, batch["input_ids"]).reshape(-1)[0]
+    return _scalar(model, output)
+
+
+def _scalar(model: nn.Module, output: Any) -> Tensor:
+    """What the head returned, in the model's output."""
+    found = output if isinstance(output, Tensor | tuple | list | dict) else output.logits
+    found = found.get("logits") if isinstance(found, dict) else found
+    parts = found if isinstance(found, tuple | list) else [found]
+    scalar = next((t for t in parts if isinstance(t, Tensor) and t.ndim == 0 and t.is_floating_point()), None)
+    if scalar is None:
+        raise ChunkedLossError(f"chunked loss: {type(model).__name__} does not return what its head computes; use summed_loss")
+    return scalar
 
 
 def output_head(model: nn.Module) -> nn.Linear:
@@ -46,23 +78,73 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 
 def _loss_forward(self: nn.Linear, hidden_BTD: Tensor) -> Tensor:
-    """Replaces the head's forward, so that FSDP's hooks on the head still gather and free its weight."""
+    """Replaces the head's forward, so that FSDP's hooks on the head still gather and free its weight.
+
+    A model that computes a loss of its own gets the sum as the logits of a vocabulary of one: its loss of these costs nothing,
+    and the sum goes through its output, where FSDP's hooks look for what needs a gradient.
+    """
     labels: Tensor = self._fullshard_labels  # type: ignore[assignment]
-    return chunked_cross_entropy(hidden_BTD.flatten(0, 1), self.weight, labels.flatten(), self.bias)
+    if hidden_BTD.shape[:-1].numel() != labels.numel():
+        raise ChunkedLossError(
+            f"chunked loss: the head computes {hidden_BTD.shape[:-1].numel()} positions of {labels.numel()}; use a model that "
+            "computes the logits of all, or model.call in a recipe"
+        )
+    self._fullshard_labels = None  # type: ignore[assignment]
+    if isinstance(self.weight, DTensor):
+        return _split_cross_entropy(self, hidden_BTD, labels.flatten())
+    loss = chunked_cross_entropy(hidden_BTD.flatten(0, -2), self.weight, labels.flatten(), self.bias)
+    return loss.repeat(*hidden_BTD.shape[:-1], 1) if self._fullshard_spread else loss
+
+
+def _split_cross_entropy(head: nn.Linear, hidden_BTD: Tensor, labels_N: Tensor) -> Tensor:
+    """The same of a head whose vocabulary is split over a tensor axis: no rank has the others' logits."""
+    weight, mesh = head.weight, cast(DTensor, head.weight).device_mesh
+    # Each rank's gradient of the hidden states is of its own logits: their sum is the gradient.
+    hidden = hidden_BTD.to_local(grad_placements=[Partial()]) if isinstance(hidden_BTD, DTensor) else hidden_BTD
+    local, bias = local_tensor(weight), None if head.bias is None else local_tensor(head.bias)
+    part = VocabularyPart(local_box(weight)[0][0], mesh)
+    chunk = _chunk_tokens(local.shape[0], None)
+    loss = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), local, bias, labels_N, chunk, part)
+    return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)  # as torch's style of the head expects it
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of a split head that this rank has. `start`: the first token of them."""
+
+    start: int
+    mesh: DeviceMesh
+
+    def largest(self, values: Tensor) -> Tensor:
+        return all_reduce(values, "max", self.mesh)
+
+    def summed(self, values: Tensor) -> Tensor:
+        return all_reduce(values, "sum", self.mesh)
 
 
 def chunked_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias_V: Tensor | None = None, *, budget: int | None = None
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, reduction="sum")`, in chunks."""
-    chunk = max(1, (BUDGET if budget is None else budget) // (BYTES_PER_LOGIT * weight_VD.shape[0]))
-    chunk -= chunk % TILE if chunk > TILE else 0
-    return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk)
+    return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, _chunk_tokens(weight_VD.shape[0], budget), None)
+
+
+def _chunk_tokens(rows: int, budget: int | None) -> int:
+    chunk = max(1, (BUDGET if budget is None else budget) // (BYTES_PER_LOGIT * rows))
+    return chunk - (chunk % TILE if chunk > TILE else 0)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels_N: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        chunk: int,
+        vocabulary: VocabularyPart | None,
+    ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
         # Sums over chunks are in float32: in bf16 every chunk would add a rounding error.
         grads = [
@@ -79,7 +161,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 bias_V,
                 labels_N[part],
                 None if grad_hidden_ND is None else grad_hidden_ND[part],
-                *grads,
+                grads[0],
+                grads[1],
+                vocabulary,
             )
         ctx.save_for_backward(grad_hidden_ND, *grads)
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)
@@ -91,7 +175,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, *sums = ctx.saved_tensors
         # In float32: rounding the factor 1 / tokens to bf16 would bias all gradients by up to 0.4%.
         scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(sums, ctx.dtypes, strict=True)]
-        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None)
+        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None, None)
 
 
 def _one_chunk(
@@ -102,16 +186,30 @@ def _one_chunk(
     grad_hidden_CD: Tensor | None,
     grad_weight_VD: Tensor | None,
     grad_bias_V: Tensor | None,
+    vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """The loss of one chunk. Writes the gradient of the input and adds the gradients of weight and bias, in place."""
     counted_C = (labels_C != IGNORED).float()
     column_C1 = labels_C.clamp(min=0).unsqueeze(1)
-    logp_CV = torch.log_softmax(F.linear(hidden_CD, weight_VD, bias_V), -1, dtype=torch.float32)
-    loss = -(logp_CV.gather(1, column_C1).squeeze(1) * counted_C).sum()
+    logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+    if vocabulary is None:
+        logp_CV = torch.log_softmax(logits_CV, -1, dtype=torch.float32)
+        del logits_CV
+        here_C1 = None
+        loss = -(logp_CV.gather(1, column_C1).squeeze(1) * counted_C).sum()
+    else:
+        inside_C1 = (column_C1 >= vocabulary.start) & (column_C1 < vocabulary.start + len(weight_VD))
+        column_C1, here_C1 = (column_C1 - vocabulary.start).clamp(0, len(weight_VD) - 1), inside_C1.float()
+        logp_CV = _split_log_softmax(logits_CV, vocabulary)
+        del logits_CV
+        own_C = (logp_CV.gather(1, column_C1) * here_C1).squeeze(1)
+        loss = -(vocabulary.summed(own_C) * counted_C).sum()
     if grad_hidden_CD is None and grad_weight_VD is None:
         return loss
     # Softmax minus one at the label, in place. Rows without a label are zeroed later, where they have D columns, not V.
-    logp_CV.exp_().scatter_add_(1, column_C1, logp_CV.new_full((1, 1), -1.0).expand_as(column_C1))
+    one_C1 = logp_CV.new_full((1, 1), -1.0) if here_C1 is None else -here_C1
+    logp_CV.exp_().scatter_add_(1, column_C1, one_C1.expand_as(column_C1))
+    del one_C1
     grad_CV = logp_CV.to(weight_VD.dtype)
     counted_C1 = counted_C.unsqueeze(1).to(hidden_CD.dtype)
     if grad_hidden_CD is not None:
@@ -122,6 +220,13 @@ def _one_chunk(
     if grad_bias_V is not None:
         grad_bias_V.add_((logp_CV * counted_C.unsqueeze(1)).sum(0))
     return loss
+
+
+def _split_log_softmax(logits_CV: Tensor, vocabulary: VocabularyPart) -> Tensor:
+    """The log of the softmax over the whole vocabulary, for this rank's part of it."""
+    logits_CV = logits_CV.float()
+    logits_CV = logits_CV - vocabulary.largest(logits_CV.amax(-1)).unsqueeze(1)
+    return logits_CV - vocabulary.summed(logits_CV.exp().sum(-1)).log().unsqueeze(1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

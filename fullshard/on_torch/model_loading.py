@@ -1,42 +1,71 @@
 """Build a model on the meta device from a name.
 
 The name is a preset (`llama3-8b`), a Hugging Face `config.json` or its directory, or `file.py:callable` /
-`package.module:callable` for a callable that returns a module.
+`package.module:callable` for a callable that returns a module. Such a callable is remembered: `shard` gives its model the
+values of its own code.
 """
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import cast
 
 import torch
 from torch import nn
 
+from fullshard.callables import load_callable
 from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.model.presets import PRESETS
 from fullshard.on_torch import models
+from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.hf_config import model_builder
+from fullshard.on_torch.lora import without_adapters
+from fullshard.on_torch.model_call import ModelCall, set_call
 from fullshard.reading import is_directory, is_plain_file
 
+INITS = ("factory", "modules")
+LENGTHS = ("max_position_embeddings", "block_size", "max_seq_len")  # what configs call the longest sequence
 
-def load_model(spec: str) -> nn.Module:
-    """Build the model that `spec` names, on the meta device."""
+
+def load_model(spec: str, *, init: str = "factory", call: str | None = None) -> nn.Module:
+    """Build the model that `spec` names, on the meta device.
+
+    `init`, for `file.py:callable`: `factory` lets `shard` give the model the values of its own code; `modules` those of each
+    module's rule, shard by shard. `call`: `file.py:callable`, a function (model, batch) -> logits.
+    """
+    is_file = spec not in PRESETS and ":" in spec and not _exists(spec)
+    if init not in INITS or (init != "factory" and not is_file):
+        more = "has no effect; leave it out" if init in INITS else f"is unknown; write {' or '.join(INITS)}"
+        raise FullshardError(f"model.init = {init!r} {more}: only models of file.py:callable are built by code of their own")
+    model = _from_file(spec, init) if is_file else _build(spec, _builder(spec))
+    if call is not None:
+        set_call(model, cast(ModelCall, load_callable(call, "logits, from a model and a batch")))
+    return model
+
+
+def _from_file(spec: str, init: str) -> nn.Module:
+    factory = Factory(load_callable(spec, "a module"), spec)
+    if init == "modules":
+        return _build(spec, factory.call)
+    model = factory.on_meta()
+    model._fullshard_factory = factory  # type: ignore[assignment]
+    return model
+
+
+def _builder(spec: str) -> Callable[[], object]:
     if spec in PRESETS:
-        build: Callable[[], object] = lambda: models.build(spec)
-    elif ":" in spec and not _exists(spec):
-        build = _callable(spec)
-    elif spec.endswith(".py"):
+        return lambda: models.build(spec)
+    if spec.endswith(".py"):
         raise FullshardError(
             f"{spec} is a Python file; write {spec}:callable, the name of a function in it that returns a module"
         )
-    elif _exists(spec):
-        build = _hugging_face(Path(spec))
-    else:
-        known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
-        raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
+    if _exists(spec):
+        return _hugging_face(Path(spec))
+    known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
+    raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
+
+
+def _build(spec: str, build: Callable[[], object]) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build()
@@ -51,45 +80,6 @@ def load_model(spec: str) -> nn.Module:
 
 def _exists(path: str) -> bool:
     return is_directory(path) or is_plain_file(path)
-
-
-def _callable(spec: str) -> Callable[[], object]:
-    where, _, name = spec.rpartition(":")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
-    if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
-        raise FullshardError(f"{where} has no {name!r}{nearest(name, public)} (it has {', '.join(public) or 'no callables'})")
-    found = getattr(module, name)
-    if not callable(found):
-        raise FullshardError(f"{spec} is of type {type(found).__name__}; write the name of a callable that returns a module")
-    return found
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not is_plain_file(path):
-        raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
-    name = f"_fullshard_{path.stem}"  # a file called json.py must not replace the json module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up their module here
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise FullshardError(f"cannot import {path}: {type(error).__name__}: {first_line(error)}") from error
-    return module
-
-
-def _import_module(name: str, spec: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise FullshardError(
-            f"cannot import {spec}: {first_line(error)}; write package.module:callable or path/to/file.py:callable"
-        ) from error
 
 
 def _hugging_face(path: Path) -> Callable[[], object]:
@@ -108,14 +98,25 @@ def limits(model: nn.Module) -> tuple[int | None, int | None]:
     """(vocabulary size, longest sequence) from the model's config; None for what it does not say."""
     config = getattr(model, "config", None)
     if config is not None:
-        return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+        lengths = [n for key in LENGTHS if isinstance(n := getattr(config, key, None), int)]
+        return getattr(config, "vocab_size", None), next(iter(lengths), None)
     size = getattr(model, "size", None)
     return getattr(size, "vocab", None), getattr(size, "sequence", None)
 
 
+def classes_and_image_size(model: nn.Module) -> tuple[int | None, int | None]:
+    """(number of classes, pixels of an image's side) from the model's config; None for what it does not say."""
+    config = getattr(model, "config", None)
+    size = getattr(config, "image_size", None)
+    classes = getattr(config, "num_labels", None) if _classifies(model) else None
+    return classes, size[0] if isinstance(size, list | tuple) and size else size if isinstance(size, int) else None
+
+
+def _classifies(model: nn.Module) -> bool:
+    """True for a Hugging Face classifier. Every config has num_labels, but only these have such a head."""
+    return "Classification" in type(model).__name__
+
+
 def takes_positions(model: nn.Module) -> bool:
     """True if the model's forward takes `position_ids`. For a PEFT model, looks at the wrapped model."""
-    inner = getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
-    inner = getattr(inner, "model", inner) if inner is not model else inner
-    parameters = inspect.signature(inner.forward).parameters
-    return "position_ids" in parameters
+    return "position_ids" in inspect.signature(without_adapters(model).forward).parameters

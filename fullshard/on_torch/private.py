@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed._functional_collectives as _functional_collectives
 from torch import _C, Tensor, _foreach_copy_, dtype, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -27,12 +28,15 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "addresses",
+    "all_reduce",
+    "all_to_all",
     "avoid_reduction_uploads",
     "clear_dtensor_cache",
     "default_store",
     "dtensor_like",
     "fake_ranks",
     "flight_records",
+    "forget_unfinished",
     "gather_group",
     "group_size",
     "inner",
@@ -41,6 +45,7 @@ __all__ = [
     "saved_tensor_hooks",
     "sharded_dim",
     "sole_owner",
+    "without_function_modes",
 ]
 
 
@@ -93,10 +98,31 @@ def clear_dtensor_cache() -> None:
         clear()
 
 
+def forget_unfinished(modules: Iterable[FSDPModule], *_: object) -> None:
+    """Let the next forward of a unit of several modules gather it, though one of them did not run in the last: torch 2.11
+    waits for that one, such as T5's `shared`, whose weight other modules have. `modules`: one of each unit."""
+    for module in modules:
+        running = getattr(module._get_fsdp_state(), "_modules_to_run_forward", None)
+        if running is not None:
+            running.clear()
+
+
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dim that a placement shards, or None. FSDP over a tensor axis uses strided shards, which are not `Shard`
     in newer torch."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def all_reduce(tensor: Tensor, op: str, mesh: Any) -> Tensor:
+    """The sum or maximum over the ranks of a mesh of one dim, without gradients."""
+    return _functional_collectives.wait_tensor(_functional_collectives.all_reduce(tensor, op, mesh.get_group()))
+
+
+def all_to_all(tensor: Tensor, mesh: Any, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+    """Rows of `tensor` sent to the ranks of a mesh of one dim, with gradients: `sent` rows to each, `received` rows from each;
+    by default as many to and from all."""
+    exchanged = _functional_collectives.all_to_all_single_autograd(tensor.contiguous(), received, sent, mesh.get_group())
+    return _functional_collectives.wait_tensor(exchanged)
 
 
 def group_size(name: object) -> int:
@@ -107,6 +133,11 @@ def group_size(name: object) -> int:
 def run_backward(value: Tensor) -> None:
     """`value.backward()` with torch function modes active. The public API disables them during backward."""
     _engine_run_backward((value,), (ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def without_function_modes() -> Any:
+    """A context in which torch function modes see no call. They see even `tensor.shape`, which is slow."""
+    return _C.DisableTorchFunction()
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

@@ -48,18 +48,25 @@ class Meshes:
     shape: Mesh
     sharded: DeviceMesh
     replicated: DeviceMesh | None
+    experts: DeviceMesh | None = None  # the same ranks, with the shard axis cut into `shard` and `expert`
 
     def data(self, layout: Layout) -> DeviceMesh:
         """The mesh over which FSDP replicates and shards a unit of this layout."""
         root = self._root(layout)
-        names = tuple(n for n in root.mesh_dim_names or () if n != "tensor")
+        names = tuple(n for n in root.mesh_dim_names or () if n not in ("tensor", "expert"))
         return root if len(names) == root.ndim else root[names]
 
     def tensor(self, layout: Layout) -> DeviceMesh:
         """The tensor axis of a unit of this layout."""
         return self._root(layout)["tensor"]
 
+    def expert(self) -> DeviceMesh:
+        """The expert axis."""
+        return self._root("experts")["expert"]
+
     def _root(self, layout: Layout) -> DeviceMesh:
+        if layout == "experts" and self.experts is not None:
+            return self.experts
         return self.replicated if layout == "replicated" and self.replicated is not None else self.sharded
 
 
@@ -75,11 +82,14 @@ def make_meshes(plan: Plan, kind: str) -> Meshes:
     replicated = None
     if "replicated" in layouts and plan.mesh.shard > 1:
         replicated = _mesh(kind, Mesh(plan.mesh.data, 1, plan.mesh.tensor))
-    return Meshes(plan.mesh, _mesh(kind, plan.mesh), replicated)
+    experts = _mesh(kind, plan.mesh, experts=True) if "experts" in layouts else None
+    return Meshes(plan.mesh, _mesh(kind, plan.mesh), replicated, experts)
 
 
-def _mesh(kind: str, mesh: Mesh) -> DeviceMesh:
+def _mesh(kind: str, mesh: Mesh, experts: bool = False) -> DeviceMesh:
     axes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
+    if experts:
+        axes |= {"shard": mesh.shard // mesh.expert, "expert": mesh.expert}
     kept = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
     return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

@@ -1,9 +1,10 @@
 """From a plain model and a plan to a sharded one.
 
-`shard` reads as the order in which it happens: refuse, mesh, tensor axis, remat, compile, FSDP, homes,
+`shard` reads as the order in which it happens: refuse, mesh, tensor axis, expert axis, remat, compile, FSDP, homes,
 initialise, optimizer.
 """
 
+from functools import partial
 from pathlib import Path
 from types import NoneType
 
@@ -14,16 +15,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
 from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.experts import apply_expert_axis
+from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.generate import lockstep_generate
-from fullshard.on_torch.initialize import Initializer, materialize
+from fullshard.on_torch.hf_files import saved_rules
+from fullshard.on_torch.initialize import Initializer, factory_of, materialize
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
 from fullshard.on_torch.offload.stores.offload_memory import make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
+from fullshard.on_torch.private import forget_unfinished
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.running_statistics import compute_in_fp32
 from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
@@ -39,7 +45,7 @@ def shard(
     optimizer: Optimizer | None = None,
     *,
     seed: int = 0,
-    init: Initializer | None = None,
+    init: Initializer | Factory | None = None,
     weights: str | Path | None = None,
     device: str | None = None,
     first_step_checks: bool = True,
@@ -49,7 +55,8 @@ def shard(
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
     Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory of
-    safetensors files. Parameters that have values keep them. A plan that this engine cannot carry out is refused before any
+    safetensors files. `init`: a function of a module that sets its tensors, or a `Factory`. Parameters that have values keep
+    them. A plan that this engine cannot carry out is refused before any
     memory is allocated. `disk`: a directory for what the plan puts on disk. `cpu_share`: the share of offloaded updates that
     the CPU does, if the plan leaves it open; measured by default.
     """
@@ -58,10 +65,14 @@ def shard(
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
     source = Weights(model, weights) if weights is not None else None
+    files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
     meshes = make_meshes(plan, where.type)
     checks.check_values_agree(model)
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
+    apply_expert_axis(model, plan, meshes)
+    if plan.precision.compute != "fp32":
+        compute_in_fp32(model)
     for unit in plan.units:
         for module in modules_of(model, unit):
             apply_remat(module, unit.remat)
@@ -72,20 +83,21 @@ def shard(
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
     memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
-    drawn = frozen_on_meta(model, source)
+    drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
-    checks.refuse_unset_anywhere(materialize(model, paths, where, seed, init, source, elsewhere))
+    initialized = materialize(model, paths, where, seed, init, source, elsewhere)
+    checks.refuse_unset_anywhere(initialized.unset)
     lockstep_generate(model)
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made = make_optimizer(model, optimizer) if optimizer else None
-    tiers = TieredOptimizer(plan, where, memory, made) if memory else None
+    offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
-    state.activations, state.tiers = activations, tiers
-    if tiers is not None and made is not None:
-        hook_optimizer(tiers, made)
-        hook_model(tiers, model)
+    state.activations, state.offload, state.files, state.notes = activations, offload, files, initialized.notes
+    if offload is not None and made is not None:
+        hook_optimizer(offload, made)
+        hook_model(offload, model)
     checks.remember_random_frozen(state, drawn)
     return state
 
@@ -123,6 +135,9 @@ def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[
         units[unit.name] = [m for m in modules if isinstance(m, FSDPModule)]
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy)
+    several = [modules[0] for modules in units.values() if len(modules) > 1]
+    if several:
+        model.register_forward_pre_hook(partial(forget_unfinished, several), prepend=True)
     return {u.name: units[u.name] for u in plan.units}
 
 

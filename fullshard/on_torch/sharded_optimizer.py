@@ -80,6 +80,21 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, such as the learning rate, without the parameters."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def set_group_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """The inverse of `group_settings`."""
+    if len(settings) != len(optimizer.param_groups):
+        raise FullshardError(
+            f"the optimizer had {len(settings)} parameter groups, and has {len(optimizer.param_groups)} now; use the same plan"
+        )
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        group.update(saved)
+
+
 def makes_slots(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """True for the step with which DCP creates an optimizer's state: `step(closure=None)` with zero gradients and a learning
     rate of 0. It must not count as a training step."""
@@ -121,6 +136,17 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all gradients, equal to that of the unsharded model. Collective."""
     found = list(parameters)
     return all_reduce_sum(square_norm(gradients(found), found[0].device)).sqrt()
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients down to the norm `max_norm`, in place; return the norm that they had. Collective.
+
+    As torch's function of that name, for any mixture of layouts.
+    """
+    found = list(parameters)
+    norm = global_norm(found)
+    scale(gradients(found), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def scale(parts: dict[int, list[Tensor]], factor: Tensor) -> None:

@@ -54,10 +54,13 @@ class State:
     loss_scale: LossScale | None = None
     unit_modules: dict[str, list[FSDPModule]] = field(default_factory=dict)
     checks: bool = True  # whether the first step of this process, new or resumed, is still to run them
-    activations: Activations | None = None  # those that rest away from the device, if any do
+    activations: Activations | None = None  # those that are offloaded, if any are
     held: int | None = None  # bytes at rest after the first step: they do not change after it
-    tiers: TieredOptimizer | None = None  # units whose state or parameters rest away from the device
+    offload: TieredOptimizer | None = None  # units whose state or parameters are offloaded
     drawn: dict[str, int] = field(default_factory=dict)  # checksums of frozen parameters that nobody has loaded
+    files: list[dict[str, Any]] = field(default_factory=list)  # how `save_pretrained` arranges the model, as `FileRule`s
+    dropout_seed: int = 0  # of `seed_dropout`, for a checkpoint of other ranks
+    notes: tuple[str, ...] = ()  # what a user should know of how it was made
     stepping: bool = False  # inside `train_step`, which counts its step itself
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,9 +79,9 @@ class State:
                 f"state.optimizer is one of torch's, over state.parameters(), not a {type(value).__name__}; a "
                 "fullshard.AdamW goes to shard(model, plan, optimizer=...)"
             )
-        if self.__dict__.get("tiers") is not None:
+        if self.__dict__.get("offload") is not None:
             raise FullshardError(
-                "state.optimizer cannot be replaced while units rest away from the device, where it keeps their masters; "
+                "state.optimizer cannot be replaced while units are offloaded, since it keeps their masters; "
                 "change the settings in state.optimizer.param_groups, or call shard() with another optimizer"
             )
 
@@ -87,7 +90,7 @@ class State:
 
     def resident(self) -> list[nn.Parameter]:
         """The parameters that torch's own optimizer updates."""
-        return [p for p in self.model.parameters() if not (self.tiers and self.tiers.holds(p))]
+        return [p for p in self.model.parameters() if not (self.offload and self.offload.holds(p))]
 
     @contextmanager
     def values(self, *, changed: bool = False, at_rest: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -96,10 +99,10 @@ class State:
         `changed`: the caller writes to them inside. `at_rest`: what is on disk stays there and is shown on meta.
         """
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        if not self.tiers:
+        if not self.offload:
             yield found
             return
-        with self.tiers.shown(changed=changed, at_rest=at_rest) as masters:
+        with self.offload.shown(changed=changed, at_rest=at_rest) as masters:
             yield found | masters
 
     @property
@@ -107,17 +110,17 @@ class State:
         """Which kernels update offloaded units, by lane. Empty if none is offloaded."""
         from fullshard.on_torch.offload.kernels.selection import update_kernels
 
-        return update_kernels(self.tiers) if self.tiers else {}
+        return update_kernels(self.offload) if self.offload else {}
 
     @property
     def updates_overlap(self) -> bool:
         """True if updates of offloaded units may still run during the next step."""
-        return self.tiers is not None
+        return self.offload is not None
 
     def flush(self) -> None:
         """Wait for updates that still run in the background."""
-        if self.tiers:
-            self.tiers.flush()
+        if self.offload:
+            self.offload.flush()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds between steps, by kind, counted from the tensors."""

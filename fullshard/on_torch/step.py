@@ -1,11 +1,12 @@
 """One training step on shards: micro-batches in, updated parameters out."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from fullshard.errors import FullshardError, checked_call, expect_number
 from fullshard.on_torch import checks
-from fullshard.on_torch.batch_checks import on_device, refuse_batches
+from fullshard.on_torch.batch_checks import refuse_batches
+from fullshard.on_torch.batch_tree import on_device
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.inference import inference
-from fullshard.on_torch.loss import IGNORED, HostBatch, LossFunction, TensorBatch, summed_loss
+from fullshard.on_torch.loss import Loss, LossFunction, as_loss, label_count, summed_loss
+from fullshard.on_torch.objectives import CAUSAL_LOSSES
 from fullshard.on_torch.ranks import all_reduce_sum
+from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.state import State
 
@@ -29,30 +33,31 @@ class StepResult:
     """A step's numbers, as tensors on the device: reading one waits for the step."""
 
     index: int
-    loss: Tensor  # mean over all tokens of all ranks
+    loss: Tensor  # mean over all that counts, of all ranks
     grad_norm: Tensor  # before clipping
-    tokens: Tensor  # over all ranks
+    count: Tensor  # what the loss was divided by: tokens, rows or pixels of all ranks
     skipped: Tensor  # whether a gradient was not finite, so that nothing was updated
     flagged: Tensor  # for each of `flags`, whether any rank raised it
+    metrics: dict[str, Tensor]  # means over all ranks, by the names that the loss function gave
     clock: Clock  # forward, backward, update
 
     def numbers(self) -> list[float]:
-        """loss, grad_norm, tokens, skipped, then each flag. Waits for the device once."""
-        scalars = torch.stack([t.double() for t in (self.loss, self.grad_norm, self.tokens, self.skipped)])
-        return torch.cat([scalars, self.flagged.double()]).tolist()
+        """loss, grad_norm, count, skipped, then each flag, then each metric. Waits for the device once."""
+        scalars = [t.double() for t in (self.loss, self.grad_norm, self.count, self.skipped, *self.flagged.double().unbind())]
+        return torch.stack([*scalars, *self.metrics.values()]).tolist()
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase on this rank's device."""
         return self.clock.seconds()
 
 
-CALL = "train_step(state, [batch]), with a list of plan.batch.accumulate dicts of input_ids and labels"
+CALL = "train_step(state, [batch]), with a list of plan.batch.accumulate batches"
 
 
 @checked_call(CALL, state=State, micro_batches=Sequence, loss=Callable, clip=(Real, NoneType), lr=(Real, NoneType))  # type: ignore[arg-type]
 def train_step(
     state: State,
-    micro_batches: Sequence[HostBatch],
+    micro_batches: Sequence[Any],
     *,
     loss: LossFunction = summed_loss,
     clip: float | None = None,
@@ -61,10 +66,10 @@ def train_step(
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
-    The gradient is that of the mean loss over all labelled tokens of the step, however they are spread over ranks and micro-
-    batches. `lr`: the learning rate of this step. A gradient that is not finite changes neither weights nor optimizer.
-    `flags` travel with the step's own sums, so that ranks agree on something at no cost. The first step also runs the checks
-    of `checks`.
+    The gradient is that of the mean loss over all that counts in the step (labelled tokens, rows, pixels), however it is
+    spread over ranks and micro-batches. `loss` takes the model and a batch, any tree of tensors, and returns a `Loss`. `lr`:
+    the learning rate of this step. A gradient that is not finite changes neither weights nor optimizer. `flags` travel with
+    the step's own sums, so that ranks agree on something at no cost. The first step also runs the checks of `checks`.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -88,45 +93,48 @@ def _own_step(state: State) -> Iterator[None]:
         yield
     finally:
         state.stepping = False
-        if state.tiers:
-            state.tiers.end()
+        if state.offload:
+            state.offload.end()
 
 
-def _train_step(
-    state: State, batches: list[TensorBatch], loss: LossFunction, clip: float | None, flags: Sequence[bool]
-) -> StepResult:
+def _train_step(state: State, batches: list[Any], loss: LossFunction, clip: float | None, flags: Sequence[bool]) -> StepResult:
     first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)
-    tokens = all_reduce_sum(_count(batches)) / state.plan.mesh.tensor
-    if first:
-        checks.check_labels(tokens)
+    known = _count_ahead(state, batches, loss)
+    if first and known is not None:
+        checks.check_labels(known)
     clock = Clock(state.device)
     before = None
-    if state.tiers:
+    if state.offload:
         whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
-        now = clip is None and state.loss_scale is None and not whole
+        exact = known is not None or len(batches) == 1  # else gradients are rescaled once all micro-batches are counted
+        now = clip is None and state.loss_scale is None and exact and not whole
         before = checks.fingerprints(state) if first else None
-        state.tiers.begin(eager=now, draining=not now and not first)
-    summed = _forward_backward(state, batches, loss, tokens, clock)
+        state.offload.begin(eager=now, draining=not now and not first)
+    sums = _forward_backward(state, batches, loss, known, clock)
     if first:
-        checks.after_first_backward(state)
+        checks.after_first_backward(state, sums.count, list(sums.metrics))
     parts = gradients(state.resident())
     raised = torch.tensor([float(f) for f in flags], dtype=torch.float64).to(state.device, non_blocking=True)
-    square = square_norm(parts, state.device) + (state.tiers.square_norm() if state.tiers else 0.0)
-    own = torch.stack([square, summed.double() / state.plan.mesh.tensor])
-    totals = all_reduce_sum(torch.cat([own, raised]))
-    norm = totals[0].sqrt() / (state.loss_scale.value if state.loss_scale else 1.0)
-    skipped = _update(state, parts, norm, clip, before)
+    square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
+    own = torch.stack([sums.loss.double(), *[t for pair in sums.metrics.values() for t in pair]]) / state.plan.mesh.tensor
+    totals = all_reduce_sum(torch.cat([torch.stack([square]), raised, own]))
+    norm = totals[0].sqrt() * (1.0 if sums.rescale is None else sums.rescale)
+    norm = norm / (state.loss_scale.value if state.loss_scale else 1.0)
+    skipped = _update(state, parts, norm, clip, sums.rescale, before)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
-    return StepResult(state.step, totals[1] / tokens.clamp(min=1), norm, tokens, skipped, totals[2:] > 0, clock)
+    flagged, (total, *pairs) = totals[1 : 1 + len(flags)] > 0, totals[1 + len(flags) :].unbind()
+    metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
+    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, flagged, metrics, clock)
 
 
-@checked_call("evaluate(state, [batch, ...]), with dicts of input_ids and labels", state=State, batches=Iterable)
-def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction = summed_loss) -> float:
-    """The mean loss over all tokens of all ranks' batches; ranks may have different numbers of them. Collective."""
-    totals = torch.zeros(2, dtype=torch.float64, device=state.device)
+@checked_call("evaluate(state, [batch, ...])", state=State, batches=Iterable)
+def evaluate(state: State, batches: Iterable[Any], *, loss: LossFunction = summed_loss) -> dict[str, float]:
+    """The mean `loss` over all that counts in all ranks' batches, and the means of the loss function's metrics. Ranks may have
+    different numbers of batches. Collective."""
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
     iterator = iter(batches)
     batch = next(iterator, None)
     if (having := _how_many(batch is not None, state)) < dist.get_world_size():
@@ -135,17 +143,18 @@ def evaluate(state: State, batches: Iterable[HostBatch], *, loss: LossFunction =
         )
     assert batch is not None
     last = batch
+    average_statistics(state.model)
     with inference(state.model):
         while _how_many(batch is not None, state):
-            last = on_device(batch or last, state.device)
-            value = loss(state.model, last)  # a rank that has run out computes along, for nothing
-            if batch is not None:
-                totals += torch.stack([value.double(), _count([last])])
+            last = on_device(last if batch is None else batch, state.device)
+            value = as_loss(loss(state.model, last), last, state.device)  # a rank that has run out computes along, for nothing
+            found = {"loss": (value.sum, value.count), **value.metrics}
+            _add(sums, found, start=not sums, weight=0.0 if batch is None else 1.0)
             batch = next(iterator, None)
-    all_reduce_sum(totals)
+    totals = all_reduce_sum(torch.stack([t for pair in sums.values() for t in pair]))
     if not totals[1]:
-        raise FullshardError("evaluate: no token of any batch has a label; mark the tokens that count in `labels`")
-    return float(totals[0] / totals[1])
+        raise FullshardError("evaluate: no batch has anything that counts; mark the tokens that count in `labels`")
+    return {name: float(_mean(*totals[2 * i : 2 * i + 2])) for i, name in enumerate(sums)}
 
 
 def _how_many(has: bool, state: State) -> int:
@@ -153,24 +162,93 @@ def _how_many(has: bool, state: State) -> int:
     return int(all_reduce_sum(torch.tensor(int(has), device=state.device)))
 
 
-def _forward_backward(state: State, batches: list[TensorBatch], loss: LossFunction, tokens: Tensor, clock: Clock) -> Tensor:
-    """Compute the gradients of all micro-batches. Returns the sum of the losses."""
-    # FSDP averages over ranks: the factor makes that average the gradient of the mean over tokens.
-    factor = state.plan.mesh.data / tokens.clamp(min=1) * (state.loss_scale.value if state.loss_scale else 1.0)
-    summed = torch.zeros((), device=state.device)
+def loss_factor(state: State, counts: Iterable[Tensor | float]) -> Tensor:
+    """For a loop of your own: what to multiply each micro-batch's summed loss by before `backward`. Collective.
+
+    `counts`: what each micro-batch of this rank's step counts. FSDP averages gradients over ranks; with this factor the
+    average is the gradient of the mean over all that counts, on all ranks and in all micro-batches, as in `train_step`.
+    """
+    own = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=state.device) for c in counts]).sum()
+    return (state.plan.mesh.data / _divisor(_over_ranks(own, state))).float()
+
+
+# -- forward and backward ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sums:
+    """What forward and backward found. `loss` and `metrics` are of this rank, `count` is of all. `rescale`: what the gradients
+    must still be multiplied by, if the count was not known when they were computed."""
+
+    loss: Tensor
+    count: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    rescale: Tensor | None = None
+
+
+def _count_ahead(state: State, batches: list[Any], loss: LossFunction) -> Tensor | None:
+    """What the step's loss is divided by, over all ranks; None if only the loss function can tell."""
+    if loss not in CAUSAL_LOSSES:
+        return None
+    return _over_ranks(torch.stack([label_count(b["labels"]) for b in batches]).sum(), state)
+
+
+def _over_ranks(count: Tensor, state: State) -> Tensor:
+    """The sum over ranks; those of a tensor group count the same."""
+    return all_reduce_sum(count.clone()) / state.plan.mesh.tensor
+
+
+def _divisor(count: Tensor) -> Tensor:
+    """The count, or 1 where nothing counted."""
+    return torch.where(count > 0, count, torch.ones_like(count))
+
+
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    return total / _divisor(count)
+
+
+def _forward_backward(state: State, batches: list[Any], loss: LossFunction, known: Tensor | None, clock: Clock) -> _Sums:
+    """Compute the gradients of all micro-batches. Where the count is not `known`, the first micro-batch's is taken for all
+    until the last is counted."""
+    divisor = None if known is None else _divisor(known)
+    found = _Sums(torch.zeros((), device=state.device), torch.zeros((), dtype=torch.float64, device=state.device), {})
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
         _set_sync(state, last=last)
         value = loss(state.model, batch)
+        value = as_loss(value, batch, state.device) if known is None else Loss(value, found.count)  # type: ignore[arg-type]
         clock.mark("forward")
-        if state.tiers:
-            state.tiers.loss_known(summed + value.detach(), last=last)
-        (value * factor.to(value.dtype)).backward()
+        if divisor is None:
+            divisor = _divisor(_over_ranks(torch.as_tensor(value.count), state) * len(batches))
+        if state.offload:
+            state.offload.loss_known(found.loss + value.sum.detach(), last=last)
+        # FSDP averages over ranks: the factor makes that average the gradient of the mean over all that counts.
+        factor = state.plan.mesh.data / divisor * (state.loss_scale.value if state.loss_scale else 1.0)
+        (value.sum * factor.to(value.sum.dtype)).backward()
         clock.mark("backward")
-        summed += value.detach()
-    if state.tiers:
-        state.tiers.backward_done()
-    return summed
+        found.loss += value.sum.detach()
+        if known is None:
+            found.count = found.count + value.count
+            _add(found.metrics, value.metrics, start=i == 0)
+    if state.offload:
+        state.offload.backward_done()
+    assert divisor is not None
+    found.count = _over_ranks(found.count, state) if known is None else known
+    if known is None and len(batches) > 1:
+        found.rescale = _mean(divisor, found.count)
+    return found
+
+
+def _add(sums: dict[str, tuple[Tensor, Tensor]], more: Mapping[str, Any], *, start: bool, weight: float = 1.0) -> None:
+    """Add pairs of sum and count by name. `start`: these are the first."""
+    if not start and sums.keys() != more.keys():
+        raise FullshardError(
+            f"the loss function returned the metrics {', '.join(more) or '(none)'} after {', '.join(sums) or '(none)'}; return "
+            "the same names for every batch"
+        )
+    for name, (total, count) in more.items():
+        before = (0.0, 0.0) if start else sums[name]
+        sums[name] = (before[0] + total.detach().double() * weight, before[1] + count * weight)
 
 
 def _set_sync(state: State, *, last: bool) -> None:
@@ -185,11 +263,16 @@ def _set_sync(state: State, *, last: bool) -> None:
 
 
 def _update(
-    state: State, parts: dict[int, list[Tensor]], norm: Tensor, clip: float | None, before: dict[str, int] | None
+    state: State,
+    parts: dict[int, list[Tensor]],
+    norm: Tensor,
+    clip: float | None,
+    rescale: Tensor | None,
+    before: dict[str, int] | None,
 ) -> Tensor:
     """Unscale, clip and step. Returns whether the step was skipped because a gradient was not finite.
 
-    `before`: fingerprints of the first step, if units were updated already.
+    `rescale`: as in `_Sums`. `before`: fingerprints of the first step, if units were updated already.
     """
     assert state.optimizer is not None
     skipped = ~norm.isfinite()
@@ -198,22 +281,19 @@ def _update(
         factors.append(torch.tensor(1.0 / state.loss_scale.value, device=state.device))
     if clip is not None:
         factors.append((clip / (norm + 1e-6)).clamp(max=1.0))
+    if rescale is not None:
+        factors[-1:] = [factors[-1] * rescale if factors else rescale]
     for factor in factors:
         scale(parts, factor)
     compares = state.checks and not bool(skipped)
     if compares and before is None:
         before = checks.fingerprints(state)
     step_unless(skipped, state.optimizer)
-    if state.tiers:
-        state.tiers.update(factors, skipped)
+    if state.offload:
+        state.offload.update(factors, skipped)
     if compares and before is not None:
         checks.after_first_update(state, before)
     state.optimizer.zero_grad()
     if state.loss_scale is not None:
         state.loss_scale.update(bool(skipped))
     return skipped
-
-
-def _count(batches: list[TensorBatch]) -> Tensor:
-    """The number of labelled tokens, as a tensor, without waiting for the device."""
-    return torch.stack([(b["labels"] != IGNORED).sum() for b in batches]).sum().double()

@@ -1,9 +1,10 @@
-"""Tensor parallelism for the built-in models and Llama-like Hugging Face models.
+"""Tensor parallelism: by a plan's own rules, and for the built-in models and Llama-like Hugging Face models without any.
 
 The first linear layers of attention and feed-forward are split by output features, the last by input features, with one
 all-reduce each. Embedding and head are split by vocabulary if it divides evenly. Norms are replicated.
 """
 
+import fnmatch
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -17,11 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, a_kind, nearest
 from fullshard.model.description import UnitDescription
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.tied_parameters import tied_owners
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Plan, Split, SplitRules, Unit
 
 AnyUnit = Unit | UnitDescription
 SPLIT_OUTPUT = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "w3"}
@@ -33,14 +34,16 @@ QUERY_KEY_VALUE = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv"}
 def apply_tensor_axis(model: nn.Module, plan: Plan, meshes: Meshes) -> None:
     """Split the model's modules over the tensor axis. Tied parameters stay tied."""
     if plan.mesh.tensor > 1:
-        split_units(model, plan.units, plan.mesh.tensor, [meshes.tensor(u.layout) for u in plan.units])
+        split_units(model, plan.units, plan.mesh.tensor, [meshes.tensor(u.layout) for u in plan.units], plan.split)
 
 
-def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes: Sequence[DeviceMesh]) -> None:
+def split_units(
+    model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes: Sequence[DeviceMesh], rules: SplitRules = ()
+) -> None:
     """Split the modules of each unit over the mesh at the same index."""
     ties = tied_owners(model)
     for unit, mesh in zip(units, meshes, strict=True):
-        styles = _styles(model, unit, tensor)
+        styles = _styles(model, unit, tensor, rules)
         if styles:
             parallelize_module(model, mesh, styles)
     for (first, name), *others in ties:
@@ -51,12 +54,19 @@ def split_units(model: nn.Module, units: Sequence[AnyUnit], tensor: int, meshes:
 def refuse_tensor_axis(model: nn.Module, plan: Plan) -> None:
     """Raise, before anything is changed, if a unit cannot be split over the plan's tensor axis."""
     if plan.mesh.tensor > 1:
-        refuse_split(model, plan.units, plan.mesh.tensor)
+        refuse_split(model, plan.units, plan.mesh.tensor, plan.split)
 
 
-def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> None:
-    """Raise if a unit cannot be split over `tensor` ranks, or no module can."""
-    found = [_styles(model, unit, tensor) for unit in units]  # a list, so that every unit is checked
+def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int, rules: SplitRules = ()) -> None:
+    """Raise if a unit cannot be split over `tensor` ranks, or no module can, or a rule matches none."""
+    paths = [path for unit in units for path, _ in _owners(model, unit)]
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    for pattern, _ in rules:
+        if not fnmatch.filter(paths, pattern):
+            raise FullshardError(
+                f"split: no module with parameters is called {pattern!r}{nearest(pattern.rpartition('.')[2], names)}"
+            )
+    found = [_styles(model, unit, tensor, rules) for unit in units]  # a list, so that every unit is checked
     if not any(found):
         raise FullshardError(
             f"mesh.tensor = {tensor}: no module of this model has a tensor-parallel layout; "
@@ -64,14 +74,20 @@ def refuse_split(model: nn.Module, units: Sequence[AnyUnit], tensor: int) -> Non
         )
 
 
-def _styles(model: nn.Module, unit: AnyUnit, tensor: int) -> dict[str, ParallelStyle]:
+def _styles(model: nn.Module, unit: AnyUnit, tensor: int, rules: SplitRules) -> dict[str, ParallelStyle]:
     """The parallel style of each module of a unit, by path. Raises for a module that cannot be split."""
     styles: dict[str, ParallelStyle] = {}
     for path, module in _owners(model, unit):
         name = path.rpartition(".")[2]
-        if name in SPLIT_OUTPUT | SPLIT_INPUT:
-            _refuse_uneven(model, unit, path, module, tensor)
-            styles[path] = ColwiseParallel() if name in SPLIT_OUTPUT else RowwiseParallel()
+        how = next((how for pattern, how in rules if fnmatch.fnmatchcase(path, pattern)), None) or _usual(name)
+        if how in ("output", "input"):
+            _refuse_uneven(model, unit, path, module, tensor, how)
+            styles[path] = ColwiseParallel() if how == "output" else RowwiseParallel()
+        elif how == "vocabulary":
+            _refuse_vocabulary(unit, path, module, tensor)
+            styles[path] = _vocabulary_style(module)
+        elif how == "whole":
+            continue
         elif name in PER_HEAD_NORM:
             styles[path] = SequenceParallel(sequence_dim=2, use_local_output=True)
         elif path in unit.modules and _vocabulary(module) and _splits_vocabulary(model, unit, tensor):
@@ -79,9 +95,21 @@ def _styles(model: nn.Module, unit: AnyUnit, tensor: int) -> dict[str, ParallelS
         elif path not in unit.modules and any(p.ndim > 1 for p in module.parameters(recurse=False)):
             raise FullshardError(
                 f"unit {unit.name}: {path} ({type(module).__name__}) has no tensor-parallel layout, so mesh.tensor = {tensor} "
-                "cannot be honoured; use tensor = 1 for this model"
+                f"cannot be honoured; say how with split={{'*.{name}': 'output'}} ('input', 'whole'), or use tensor = 1"
             )
     return styles
+
+
+def _usual(name: str) -> Split | None:
+    """How a module of this name is split in Llama-like models."""
+    return "output" if name in SPLIT_OUTPUT else "input" if name in SPLIT_INPUT else None
+
+
+def _refuse_vocabulary(unit: AnyUnit, path: str, module: nn.Module, tensor: int) -> None:
+    if not isinstance(module, nn.Embedding | nn.Linear) or not _vocabulary(module) or module.weight.shape[0] % tensor:
+        raise FullshardError(
+            f"unit {unit.name}: {path} is no embedding or linear layer whose rows mesh.tensor = {tensor} divides; write 'whole'"
+        )
 
 
 def _owners(model: nn.Module, unit: AnyUnit) -> Iterator[tuple[str, nn.Module]]:
@@ -94,13 +122,13 @@ def _owners(model: nn.Module, unit: AnyUnit) -> Iterator[tuple[str, nn.Module]]:
                 yield (f"{root}.{sub}" if sub else root), module
 
 
-def _refuse_uneven(model: nn.Module, unit: AnyUnit, path: str, module: nn.Module, tensor: int) -> None:
+def _refuse_uneven(model: nn.Module, unit: AnyUnit, path: str, module: nn.Module, tensor: int, how: str) -> None:
     parent, _, name = path.rpartition(".")
     if not isinstance(module, nn.Linear):
         raise FullshardError(
-            f"unit {unit.name}: {path} is a {type(module).__name__}, not a Linear; mesh.tensor = {tensor} cannot split it"
+            f"unit {unit.name}: {path} is {a_kind(module)}, not a Linear; mesh.tensor = {tensor} cannot split it"
         )
-    size = module.out_features if name in SPLIT_OUTPUT else module.in_features
+    size = module.out_features if how == "output" else module.in_features
     head_dim = getattr(model.get_submodule(parent), "head_dim", 1) if name in QUERY_KEY_VALUE else 1
     if size % (head_dim * tensor):
         what = f"{size // head_dim} heads" if head_dim > 1 else f"{size} features"

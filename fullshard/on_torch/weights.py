@@ -5,15 +5,18 @@ tensor.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.checkpoint.safetensors import SafetensorsDirectory, TensorEntry
+from fullshard.checkpoint.file_rules import FilePiece, FileRule
+from fullshard.checkpoint.reader import intersection
+from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES
+from fullshard.on_torch.hf_files import bare_name, file_rules
 from fullshard.on_torch.shard_ranges import local_box, local_tensor
 from fullshard.on_torch.tied_parameters import parameter_names
 
@@ -29,51 +32,87 @@ class Weights:
 
     def __init__(self, model: nn.Module, directory: str | Path):
         self.files = SafetensorsDirectory(Path(directory))
-        self.sources = self._match(model)
+        self.rules = self._match(model)
+        found = self._pieces()
+        named = ((name, [found[n] for n in map(bare_name, names) if n in found]) for name, _, names in _with_all_names(model))
+        self.pieces = {name: pieces[0] for name, pieces in named if pieces}
         self._refuse_missing(model)
         self._refuse_extra(model)
 
     def tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """The tensors of `model` that are in the files."""
-        return (tensor for name, tensor in _named_tensors(model) if name in self.sources)
+        return (tensor for name, tensor in _named_tensors(model) if name in self.pieces)
 
     def read(self, model: nn.Module) -> None:
         """Read this rank's part of every tensor that is in the files."""
         with torch.no_grad():
             for name, tensor in _named_tensors(model):
-                if source := self.sources.get(name):
-                    self._read_one(source, tensor)
+                for piece in self.pieces.get(name, ()):
+                    self._read_piece(piece, tensor)
 
-    def _read_one(self, source: str, tensor: Tensor) -> None:
+    def _read_piece(self, piece: FilePiece, tensor: Tensor) -> None:
+        """Read what this rank has of a piece."""
         box = local_box(tensor)
-        part = torch.empty([stop - start for start, stop in box], dtype=SAFETENSORS_DTYPES[self.files.entries[source].dtype])
-        if part.numel():
-            self.files.read(source, box, part.reshape(-1).view(torch.uint8).numpy().data)
-        local_tensor(tensor).copy_(part)
+        shared = intersection(piece.box, box)
+        if shared is None:
+            return
+        inside = piece.file_box(shared)
+        part = torch.empty([b - a for a, b in inside], dtype=SAFETENSORS_DTYPES[self.files.entries[piece.file].dtype])
+        self.files.read(piece.file, inside, part.reshape(-1).view(torch.uint8).numpy().data)
+        target = local_tensor(tensor)[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(shared, box, strict=True))]
+        target.copy_(part.permute(piece.order()).reshape(target.shape))
 
-    def _match(self, model: nn.Module) -> dict[str, str]:
-        """The name in the files of each tensor of the model that they have."""
-        found: dict[str, str] = {}
-        for name, tensor, names in _with_all_names(model):
-            spelled = [s for n in names for s in _spellings(n, model) if s in self.files.entries]
-            if spelled:
-                found[name] = spelled[0]
-                _refuse_entry(spelled[0], self.files.entries[spelled[0]], tensor)
+    def _match(self, model: nn.Module) -> list[FileRule]:
+        """How the tensors of the files become the model's."""
+        wanted = {bare_name(n): tensor for _, tensor, names in _with_all_names(model) for n in names}
+        try:
+            found = file_rules(model, wanted, {n: e.shape for n, e in self.files.entries.items()})
+        except FullshardError as error:
+            raise FullshardError(f"{self.files.directory}: {error}") from None
+        for rule in found:
+            self._refuse_rule(rule, wanted)
+        return found
+
+    def _refuse_rule(self, rule: FileRule, wanted: Mapping[str, Tensor]) -> None:
+        names = rule.file_names()
+        for name in names:
+            if (entry := self.files.entries[name]).dtype not in LOADABLE:
+                raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
+        try:
+            made = rule.shapes()
+        except ValueError:  # tensors that do not fit together
+            made = {rule.tensors[0]: rule.files[0][1]}
+        for tensor, shape in made.items():
+            if shape != tuple(wanted[tensor].shape):
+                stored = ", ".join(pattern for pattern, _ in rule.files)
+                raise FullshardError(
+                    f"{self.files.entries[names[0]].file}: {stored} is {list(shape)}, the model's is "
+                    f"{list(wanted[tensor].shape)}: it holds another model"
+                )
+
+    def _pieces(self) -> dict[str, list[FilePiece]]:
+        """The pieces of each of the model's tensors, by its bare name."""
+        found: dict[str, list[FilePiece]] = {}
+        for rule in self.rules:
+            own: dict[str, list[FilePiece]] = {}
+            for piece in rule.pieces():
+                own.setdefault(piece.tensor, []).append(piece)
+            found = own | found  # a tensor that is stored twice is read from the first
         return found
 
     def _refuse_missing(self, model: nn.Module) -> None:
         wanted = dict(model.named_parameters())
-        missing = [n for n in wanted if n not in self.sources and not _is_adapter(n)]
+        missing = [n for n in wanted if n not in self.pieces and not _is_adapter(n)]
         if missing:
             known = list(self.files.entries)
-            first = _spellings(missing[0], model)[0]
+            first = bare_name(missing[0])
             raise FullshardError(
                 f"{self.files.directory} has no tensor for {first}{_and_more(missing)}{nearest(first, known)} "
                 f"(it has {len(known)}, for example {known[0] if known else 'none'}): it holds another model"
             )
 
     def _refuse_extra(self, model: nn.Module) -> None:
-        used = {s for _, _, names in _with_all_names(model) for n in names for s in _spellings(n, model)}
+        used = {name for rule in self.rules for name in rule.file_names()}
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
         extra = [
             n for n in self.files.entries if n not in used and not COMPUTED.search(n) and not any(p.search(n) for p in ignored)
@@ -95,25 +134,8 @@ def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
     return [(n, t, names.get(id(t), [n])) for n, t in _named_tensors(model)]
 
 
-def _spellings(name: str, model: nn.Module) -> list[str]:
-    """The names that a tensor may have in the files: without the prefixes that adapters add, with and without the prefix
-    that a model with a head adds to its base model."""
-    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    prefix = f"{getattr(model, 'base_model_prefix', '') or '?'}."
-    return [bare, bare.removeprefix(prefix), prefix + bare]
-
-
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
-
-
-def _refuse_entry(name: str, entry: TensorEntry, tensor: Tensor) -> None:
-    if entry.dtype not in LOADABLE:
-        raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
-    if entry.shape != tuple(tensor.shape):
-        raise FullshardError(
-            f"{entry.file}: {name} is {list(entry.shape)}, the model's is {list(tensor.shape)}: it holds another model"
-        )
 
 
 def _and_more(names: list[str]) -> str:

@@ -21,7 +21,7 @@ from fullshard.cluster.cluster import PACES, Cluster, Measured
 from fullshard.cluster.measured import CollectiveKind, MeasuredAttention, MeasuredCollective, MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, gather_results, release_group
-from fullshard.on_torch.measuring import host_pace, pointwise, timings
+from fullshard.on_torch.measuring import host_time, pointwise, timings
 from fullshard.on_torch.measuring.device_presets import measured_cluster
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.updates.cpu_share import at_once
@@ -80,7 +80,7 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Progre
     for i, (name, part) in enumerate(_parts(device, where, quick).items()):
         progress(name)
         _attempt(name, part, found)
-        sample = host_pace.time_host if i % 3 == 0 else host_pace.time_issue
+        sample = host_time.time_host if i % 3 == 0 else host_time.time_issue
         _attempt("host overhead", partial(_sample_host, sample, device, host_samples), found)
     values = _slowest(found)
     return measured_cluster(device, Measured(machine=_machine(device), dtype=_dtype_name(device), **values))
@@ -141,7 +141,7 @@ def _sample_host(
     """Add a sample of the host's timings and return all samples combined. The load of a shared host changes over time, so
     it is sampled between the other parts."""
     samples.append(sample(device))
-    return host_pace.combine(samples)
+    return host_time.combine(samples)
 
 
 def _beside(device: torch.device) -> dict[str, Any]:

@@ -20,15 +20,15 @@ from fullshard.on_torch.sharded_optimizer import makes_slots
 ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
 
 
-def hook_optimizer(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Add the hooks. They keep `tiers` alive as long as the optimizer lives."""
-    for p in (p for a in tiers.units for p in a.params):
+def hook_optimizer(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Add the hooks. They keep `offload` alive as long as the optimizer lives."""
+    for p in (p for a in offload.units for p in a.params):
         p._fullshard_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
     _watch_optimizers()
-    optimizer.register_step_pre_hook(partial(_step, tiers))
-    optimizer.register_state_dict_pre_hook(partial(_complete, tiers))
-    optimizer.register_state_dict_post_hook(partial(_add_moments, tiers))
-    optimizer.register_load_state_dict_pre_hook(partial(_load_moments, tiers))
+    optimizer.register_step_pre_hook(partial(_step, offload))
+    optimizer.register_state_dict_pre_hook(partial(_complete, offload))
+    optimizer.register_state_dict_post_hook(partial(_add_moments, offload))
+    optimizer.register_load_state_dict_pre_hook(partial(_load_moments, offload))
 
 
 @cache
@@ -43,79 +43,79 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
         owner = getattr(p, "_fullshard_optimizer", None)
         if owner is not None and owner() is not optimizer:
             raise FullshardError(
-                f"this {type(optimizer).__name__} holds parameters that rest away from the device, whose masters only "
+                f"this {type(optimizer).__name__} holds offloaded parameters, whose masters only "
                 "state.optimizer updates; step that one, or leave such homes out of the plan"
             )
 
 
-def _step(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _step(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Hand the gradients of offloaded units to the lanes; torch's step then finds none."""
-    if tiers.in_step:  # the engine's own step, which has done so
+    if offload.in_step:  # the engine's own step, which has done so
         return
     if any(a is not None for a in (*args[1:], kwargs.get("closure"))):
         raise FullshardError(
-            "step(closure) cannot be carried out where units rest away from the device: the closure would run after their "
+            "step(closure) cannot be carried out where units are offloaded: the closure would run after their "
             "update; call loss.backward() first, then step()"
         )
     if makes_slots(optimizer, kwargs):
         optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)  # a GradScaler's
-    factors = [] if scale is None else [scale.to(tiers.device).reciprocal()]
-    tiers.update_from_grad(factors, torch.zeros((), device=tiers.device) if found is None else found.to(tiers.device))
+    factors = [] if scale is None else [scale.to(offload.device).reciprocal()]
+    offload.update_from_grad(factors, torch.zeros((), device=offload.device) if found is None else found.to(offload.device))
 
 
 # -- state dicts ------------------------------------------------------------------------------------------
 
 
-def _complete(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
+def _complete(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Add zero state for resident parameters that have had no step, so that all parameters have some."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not tiers.holds(p) and not optimizer.state.get(p):
-                optimizer.state[p] = _zero_state(tiers, p)
+            if not offload.holds(p) and not optimizer.state.get(p):
+                optimizer.state[p] = _zero_state(offload, p)
 
 
-def _zero_state(tiers: TieredOptimizer, p: nn.Parameter) -> ParameterState:
+def _zero_state(offload: TieredOptimizer, p: nn.Parameter) -> ParameterState:
     """Zero state, as torch's fused Adam and foreach SGD make it."""
-    slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in tiers.rule.keys}
-    return slot if tiers.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=tiers.device)} | slot
+    slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in offload.rule.keys}
+    return slot if offload.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=offload.device)} | slot
 
 
-def _add_moments(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+def _add_moments(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
     """Add copies of the state of offloaded units."""
-    tiers.flush()
-    refuse_copies(tiers, sum(a.moving for a in tiers.units) * tiers.rule.slots, "optimizer.state_dict()")
+    offload.flush()
+    refuse_copies(offload, sum(a.moving for a in offload.units) * offload.rule.slots, "optimizer.state_dict()")
     places = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     state = dict(found["state"])
-    for unit in tiers.units:
+    for unit in offload.units:
         for i, p in enumerate(unit.params[: unit.trained]):
-            slot: ParameterState = {} if tiers.rule.kind == "sgd" else {"step": torch.tensor(float(unit.steps[i]))}
-            slot |= {key: copied(tiers, unit, i, which) for which, key in enumerate(tiers.rule.keys, 1)}
+            slot: ParameterState = {} if offload.rule.kind == "sgd" else {"step": torch.tensor(float(unit.steps[i]))}
+            slot |= {key: copied(offload, unit, i, which) for which, key in enumerate(offload.rule.keys, 1)}
             if slot:
                 state[places[id(p)]] = slot
     return found | {"state": dict(sorted(state.items()))}
 
 
-def _load_moments(tiers: TieredOptimizer, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+def _load_moments(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
     """Load the state of offloaded units in the master's dtype; torch would narrow it to that of the shards."""
     names = [name for g in given["param_groups"] for name in g["params"]]
     sizes = [[len(g["params"]) for g in groups] for groups in (given["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         return None  # torch refuses it
     slots = {id(p): (name, given["state"].get(name) or {}) for p, name in zip(_parameters(optimizer), names, strict=True)}
-    for unit in tiers.units:
+    for unit in offload.units:
         for p in unit.params[: unit.trained]:
-            _refuse_state(tiers, p, *slots[id(p)])
-    tiers.flush()
-    for unit in tiers.units:
-        _load_unit(tiers, unit, [slots[id(p)][1] for p in unit.params[: unit.trained]])
-    taken = {slots[id(p)][0] for a in tiers.units for p in a.params[: a.trained]}
+            _refuse_state(offload, p, *slots[id(p)])
+    offload.flush()
+    for unit in offload.units:
+        _load_unit(offload, unit, [slots[id(p)][1] for p in unit.params[: unit.trained]])
+    taken = {slots[id(p)][0] for a in offload.units for p in a.params[: a.trained]}
     return given | {"state": {name: slot for name, slot in given["state"].items() if name not in taken}}
 
 
-def _refuse_state(tiers: TieredOptimizer, p: nn.Parameter, name: object, slot: ParameterState) -> None:
-    for key in tiers.rule.keys if slot else ():
+def _refuse_state(offload: TieredOptimizer, p: nn.Parameter, name: object, slot: ParameterState) -> None:
+    for key in offload.rule.keys if slot else ():
         value = slot.get(key)
         if value is not None and (not isinstance(value, Tensor) or value.shape != p.shape):
             raise FullshardError(
@@ -125,17 +125,17 @@ def _refuse_state(tiers: TieredOptimizer, p: nn.Parameter, name: object, slot: P
 
 
 @torch.no_grad()
-def _load_unit(tiers: TieredOptimizer, unit: OffloadedUnit, slots: list[ParameterState]) -> None:
+def _load_unit(offload: TieredOptimizer, unit: OffloadedUnit, slots: list[ParameterState]) -> None:
     flats = unit.state.whole()
     for i, slot in enumerate(slots):
-        for which, key in enumerate(tiers.rule.keys, 1):
+        for which, key in enumerate(offload.rule.keys, 1):
             value, target = slot.get(key), unit.view(flats[which], i)
             if value is None:  # no step has updated it yet
                 target.zero_()
             else:
                 target.copy_(part_of(value, unit.params[i]))
-    tiers.set_steps(unit, [int(slot.get("step", 0)) for slot in slots])
-    tiers.memory.give_back(changed=True)
+    offload.set_steps(unit, [int(slot.get("step", 0)) for slot in slots])
+    offload.memory.give_back(changed=True)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -18,13 +18,13 @@ from fullshard.on_torch.ranks import ranks_here
 from fullshard.storage.host import refuse_more_than
 
 
-def hook_model(tiers: TieredOptimizer, model: nn.Module) -> None:
-    """Add the hooks, with weak references: the lanes' threads hold the modules, and would keep `tiers` alive."""
-    found = weakref.ref(tiers)
+def hook_model(offload: TieredOptimizer, model: nn.Module) -> None:
+    """Add the hooks, with weak references: the lanes' threads hold the modules, and would keep `offload` alive."""
+    found = weakref.ref(offload)
     for module in model.modules():
-        if any(p is not None and tiers.holds(p) for p in module._parameters.values()):
+        if any(p is not None and offload.holds(p) for p in module._parameters.values()):
             module.register_state_dict_post_hook(partial(_show_masters, found))
-        if any(tiers.holds(p) for p in module.parameters()):
+        if any(offload.holds(p) for p in module.parameters()):
             module.register_load_state_dict_pre_hook(partial(_load_masters, found))
 
 
@@ -32,13 +32,13 @@ def _show_masters(
     found: "weakref.ref[TieredOptimizer]", module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """For the module's own parameters; its children have hooks of their own."""
-    tiers = _alive(found)
-    tiers.flush()
+    offload = _alive(found)
+    offload.flush()
     for name, p in module._parameters.items():
-        if p is not None and tiers.holds(p) and prefix + name in state_dict:
-            unit, i = tiers.place_of(p)
-            refuse_copies(tiers, local(p).numel(), "model.state_dict()")
-            state_dict[prefix + name] = copied(tiers, unit, i, 0)
+        if p is not None and offload.holds(p) and prefix + name in state_dict:
+            unit, i = offload.place_of(p)
+            refuse_copies(offload, local(p).numel(), "model.state_dict()")
+            state_dict[prefix + name] = copied(offload, unit, i, 0)
 
 
 def _load_masters(
@@ -46,41 +46,41 @@ def _load_masters(
 ) -> None:
     """For all parameters below the module, as the outermost module comes first. A value that was taken is replaced by the
     parameter, which torch copies to itself. Values of other shapes are left for torch to refuse."""
-    tiers, values = _alive(found), {}
+    offload, values = _alive(found), {}
     for name, p in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        if tiers.holds(p) and isinstance(value, Tensor) and value is not p and value.shape == p.shape:
+        if offload.holds(p) and isinstance(value, Tensor) and value is not p and value.shape == p.shape:
             values[id(p)], state_dict[prefix + name] = value, p
     if values:
-        tiers.flush()
-        for unit in tiers.units:
-            _load_unit(tiers, unit, values)
+        offload.flush()
+        for unit in offload.units:
+            _load_unit(offload, unit, values)
 
 
 @torch.no_grad()
-def _load_unit(tiers: TieredOptimizer, unit: OffloadedUnit, values: dict[int, Tensor]) -> None:
+def _load_unit(offload: TieredOptimizer, unit: OffloadedUnit, values: dict[int, Tensor]) -> None:
     own = [(i, values[id(p)]) for i, p in enumerate(unit.params) if id(p) in values]
     if not own:
         return
     master = unit.state.whole()[0]
     for i, value in own:
         unit.view(master, i).copy_(part_of(value, unit.params[i]))
-    tiers.memory.publish(unit)
-    tiers.memory.give_back(changed=True)
+    offload.memory.publish(unit)
+    offload.memory.give_back(changed=True)
 
 
 def _alive(found: "weakref.ref[TieredOptimizer]") -> TieredOptimizer:
-    tiers = found()
-    if tiers is None:
+    offload = found()
+    if offload is None:
         raise gone()
-    return tiers
+    return offload
 
 
 @torch.no_grad()
-def copied(tiers: TieredOptimizer, unit: OffloadedUnit, index: int, which: int) -> Tensor:
+def copied(offload: TieredOptimizer, unit: OffloadedUnit, index: int, which: int) -> Tensor:
     """A copy of a parameter's master (0) or of a moment in host memory; after `flush`."""
     low, high = unit.spans[index]
-    flat = torch.empty(high - low, dtype=tiers.master)
+    flat = torch.empty(high - low, dtype=offload.master)
     if (stored := unit.state.stored(which, index)) is not None:
         stored.read(0, flat.view(torch.uint8))
     else:
@@ -88,7 +88,7 @@ def copied(tiers: TieredOptimizer, unit: OffloadedUnit, index: int, which: int) 
     return shadow(unit.params[index], flat.view(local(unit.params[index]).shape))
 
 
-def refuse_copies(tiers: TieredOptimizer, elements: int, what: str) -> None:
+def refuse_copies(offload: TieredOptimizer, elements: int, what: str) -> None:
     """Raise if the host has no room for copies of so many elements."""
-    why = f"the copy that {what} makes of state that rests away from the device (fullshard.checkpoint.save needs none)"
-    refuse_more_than(elements * tiers.master.itemsize, ranks_here(), why)
+    why = f"the copy that {what} makes of state that is offloaded (fullshard.checkpoint.save needs none)"
+    refuse_more_than(elements * offload.master.itemsize, ranks_here(), why)

@@ -159,4 +159,4 @@ def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
 
 def gradient_dtype(plan: Plan) -> torch.dtype:
     """Of the gradients of an offloaded unit."""
-    return PLAN_DTYPES[plan.away_gradients]
+    return PLAN_DTYPES[plan.offloaded_gradients]

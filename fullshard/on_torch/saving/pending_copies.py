@@ -12,7 +12,7 @@ from fullshard.on_torch.offload.events import DONE, StreamEvent
 class PendingCopies:
     """Copies of the state's items into the file image. `done` is set when all are made.
 
-    Copies from a GPU are queued on a stream and complete at `moment`. On a CPU, `copies` are functions that two threads
+    Copies from a GPU are queued on a stream and complete at `event`. On a CPU, `copies` are functions that two threads
     call: the background thread in `finish`, and the thread that wants to change the state in `wait`. The background thread
     has low priority, so `wait` makes the remaining copies itself instead of waiting for it.
 
@@ -22,8 +22,8 @@ class PendingCopies:
 
     error: Exception | None
 
-    def __init__(self, moment: StreamEvent = DONE, copies: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
-        self.moment, self.queue, self.parts, self.done = moment, deque(enumerate(copies)), parts, threading.Event()
+    def __init__(self, event: StreamEvent = DONE, copies: Iterable[Callable[[], None]] = (), parts: Sequence[memoryview] = ()):
+        self.event, self.queue, self.parts, self.done = event, deque(enumerate(copies)), parts, threading.Event()
         self.lock, self.unfinished, self.error = threading.Lock(), len(self.queue), None
         self.copied = [False] * self.unfinished
 
@@ -32,7 +32,7 @@ class PendingCopies:
         checksum, self.parts = OrderedChecksum(self.parts), ()  # a caller that keeps this object keeps no memory with it
         while self._copy_next():
             checksum.update(self.copied)
-        self.moment.wait()
+        self.event.wait()
         if not self.unfinished:
             self.done.set()
         self.done.wait()
@@ -43,7 +43,7 @@ class PendingCopies:
 
     def wait(self) -> None:
         """Order whatever the current stream, or this thread, does next after the copies."""
-        self.moment.hold_current()
+        self.event.hold_current()
         if self.unfinished:
             while self._copy_next():
                 pass

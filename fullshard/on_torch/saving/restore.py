@@ -19,6 +19,7 @@ from fullshard.checkpoint.place import Place, open_place
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, attempt, gather, gather_results, release_group
+from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.saving import state_tensors
@@ -138,11 +139,11 @@ def _dcp_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
 
 
 def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
-    """Restore each rank's generators. On another number of ranks, seed them from step and rank instead."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if checkpoint.manifest.state.get("world") != world:
-        torch.manual_seed(checkpoint.manifest.step * 1_000_003 + rank)
+    """Restore each rank's generators. Where ranks have other batches than those that saved, seed them anew instead."""
+    if not _same_data_ranks(checkpoint.manifest, state):
+        seed_dropout(state, state.dropout_seed)
         return
+    rank = dist.get_rank()
     for name, tensor in state_tensors.rng_tensors(state, rank).items():
         if name in checkpoint.manifest.tensors:
             saved = torch.frombuffer(checkpoint.raw(name), dtype=torch.uint8)
@@ -150,3 +151,10 @@ def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
                 torch.set_rng_state(saved)
             elif saved.numel() == tensor.numel():
                 torch.cuda.set_rng_state(saved, state.device)
+
+
+def _same_data_ranks(manifest: Manifest, state: State) -> bool:
+    """True if the checkpoint was saved by as many ranks, in tensor groups of the same size."""
+    mesh = (manifest.plan or {}).get("mesh")
+    tensor = mesh.get("tensor", 1) if isinstance(mesh, dict) else 1
+    return manifest.state.get("world") == dist.get_world_size() and tensor == state.plan.mesh.tensor

@@ -34,6 +34,7 @@ from fullshard.on_torch.agree import (
     gather_then_finish,
     release_group,
 )
+from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.background import Background
 from fullshard.on_torch.saving.manifest_records import ManifestFields, file_records, make_manifest
@@ -133,6 +134,7 @@ class Checkpointer:
         """Stage the state as it is now, and start to write it. `overwrite`: replace another state of the same step.
         `prune`: let retention delete older checkpoints afterwards."""
         self.wait()
+        average_statistics(self.state.model)
         self.overwrite = overwrite
         state, staging = self.state, self.staging
         with torch.no_grad(), state.values(at_rest=True) as values:
@@ -144,7 +146,7 @@ class Checkpointer:
             self.saving = saving = Saving(state.step, copies, note=staging.in_place_reason, prunes=prune)
             if staging.in_place:  # inside the context: the values must stay as they are until they are written
                 self._write(saving, fields, staging.worker.submit(copies.finish))
-        if staging.in_place or state.tiers:
+        if staging.in_place or state.offload:
             staging.forget_sources()
         if not staging.in_place:
             copied = staging.worker.submit(copies.finish)

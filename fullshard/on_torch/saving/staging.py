@@ -245,7 +245,7 @@ class Staging:
 
 def stored_items(state: State) -> dict[str, StoredItem]:
     """The items of a state that are on disk, by name."""
-    found = state.tiers.memory.stored() if state.tiers else {}
+    found = state.offload.memory.stored() if state.offload else {}
     return {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
 
 
@@ -257,5 +257,5 @@ def may_overlap(state: State) -> bool:
     """
     if state.optimizer is None:
         return False
-    away = state.tiers.units if state.tiers else []
+    away = state.offload.units if state.offload else []
     return not away or (state.device.type == "cuda" and all(a.home.optimizer != "device" for a in away))

@@ -45,7 +45,7 @@ def optimizer_tensors(state: State, slots: ParameterSlots | None = None) -> dict
 
 def all_slots(state: State, values: Mapping[str, Tensor] | None = None) -> ParameterSlots:
     """The slots of each parameter that the optimizer updates. `values`: the result of `State.values`, if the caller has it."""
-    own = values if values is not None and not state.tiers else None
+    own = values if values is not None and not state.offload else None
     return {name: slots_of(state, p) for name, p in _trained(state, own).items()}
 
 
@@ -82,7 +82,7 @@ def numbers_of(state: State, slots: ParameterSlots) -> dict[str, Any]:
         "without_slots": [n for n, entries in slots.items() if not entries],
         "slots": numbers,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
-    }
+    } | ({"files": state.files} if state.files else {})
 
 
 def refuse_bad_numbers(saved: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, d
 def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tensor:
     assert state.optimizer is not None
     dtype = SAFETENSORS_DTYPES[record.dtype]
-    if state.tiers and state.tiers.holds(p):  # offloaded state has its memory already
+    if state.offload and state.offload.holds(p):  # offloaded state has its memory already
         existing = slots_of(state, p).get(key)
         return existing if isinstance(existing, Tensor) else torch.zeros(record.shape, dtype=dtype)
     if tuple(record.shape) == tuple(p.shape) and p.ndim:
@@ -187,7 +187,7 @@ def set_slots(state: State, tensors: Mapping[str, dict[str, Tensor]], numbers: M
     if state.optimizer is None:
         return
     for name, p in _trained(state).items():
-        if state.tiers and state.tiers.holds(p) and name not in tensors:  # offloaded state starts from zero
+        if state.offload and state.offload.holds(p) and name not in tensors:  # offloaded state starts from zero
             for value in slots_of(state, p).values():
                 value.zero_()
     state.optimizer.state.clear()

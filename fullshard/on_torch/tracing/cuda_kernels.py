@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard.model.costs import OpKind
 from fullshard.on_torch.private import run_backward
+from fullshard.on_torch.tracing.attention_kernels import attention
+from fullshard.on_torch.tracing.meta_outputs import tensors_in
 
 aten = torch.ops.aten
 KernelWork = tuple[OpKind, int, int, tuple[int, ...]]  # kind, flops, bytes moved, (m, n, k)
@@ -34,54 +35,6 @@ class FusedKernels(TorchFunctionMode):
                 return run_backward(args[0])
         fused = FUSED_KERNELS.get(func)
         return func(*args, **kwargs) if fused is None else fused(*args, **kwargs)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel that torch chooses on Hopper: cuDNN's in half precision, else the memory-efficient one."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
-        bias = _bias(attn_mask, q)
-        return aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
-    if q.shape[1] != k.shape[1] or attn_mask is not None:  # no fused kernel takes these
-        return _unfused_attention(q, k, v, attn_mask, dropout_p, is_causal, scale)
-    return aten._scaled_dot_product_efficient_attention.default(q, k, v, None, needs_grad, dropout_p, is_causal, scale=scale)[0]
-
-
-def _unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> Tensor:
-    """Matrix products and a softmax, in the order of torch's attention.cpp. Under a dispatch mode torch itself does not add
-    the mask in place."""
-    half = (scale or q.shape[-1] ** -0.5) ** 0.5
-    q = q * half
-    if causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf"))
-    if (groups := q.shape[1] // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ (k.transpose(-2, -1) * half)
-    if mask is not None:
-        scores.add_(mask)
-    weights = torch._safe_softmax(scores, -1)
-    del scores
-    return (_dropout(weights, dropout) if dropout else weights) @ v
-
-
-def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A boolean mask is converted to the compute dtype, and that is kept for backward."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=q.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -116,7 +69,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 FUSED_KERNELS: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: attention,
     F.rms_norm: _rms_norm,
     F.dropout: _dropout,
 }
@@ -200,17 +153,41 @@ def launch_count(name: str) -> int:
     return LAUNCHES.get(name, 1)
 
 
-COLLECTIVES: dict[str, OpKind] = {  # of a tensor axis; FSDP's do not occur in a trace
+COLLECTIVES: dict[str, OpKind] = {  # of a tensor or expert axis; FSDP's do not occur in a trace
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_to_all_single": "all_to_all",
 }
 NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
 
 
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+# The position of the argument `is_causal`.
+IS_CAUSAL = {
+    "aten::_scaled_dot_product_cudnn_attention": 6,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 14,
+    "aten::_scaled_dot_product_efficient_attention": 6,
+    "aten::_scaled_dot_product_efficient_attention_backward": 11,
+}
+
+
+def _convolution(args: tuple[Any, ...], outputs: list[Tensor], moved: int, *, backward: bool) -> KernelWork:
+    """A convolution is a product of patches and weight. Backward has one product for each of the two gradients."""
+    if backward:
+        result, source, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+        products = sum(map(bool, wanted[:2]))
+    else:
+        result, source, weight, transposed, products = outputs[0], args[0], args[1], args[6], 1
+    positions = source if transposed else result  # one patch, or its sum, for each of these and their channels
+    depth, width = weight[0].numel(), weight.shape[0]
+    flops = 2 * products * positions.numel() * depth
+    return "conv", flops, moved, (positions.numel() // max(positions.shape[1], 1), width, depth)
+
+
 def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> KernelWork | None:
     """The work of one operator call; None if it launches no kernel."""
-    inputs = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+    inputs = tensors_in(args)
     if name in COLLECTIVES:
         return COLLECTIVES[name], 0, max(t.numel() * t.element_size() for t in [*inputs, *outputs]), ()
     moved = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
@@ -219,11 +196,15 @@ def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Kern
         batch = a.shape[0] if a.ndim == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return "gemm", 2 * batch * m * n * k, moved, (batch * m, n, k)
+    if name in CONVOLUTIONS:
+        return _convolution(args, outputs, moved, backward=name.endswith("_backward"))
     if "scaled_dot_product" in name:
         q, key = (args[1], args[2]) if name.endswith("_backward") else (args[0], args[1])
         b, h, t, d = q.shape
         products = 5 if name.endswith("_backward") else 2
-        return "attention", 2 * products * b * h * t * key.shape[2] * d, moved, (d, 1, 1)
+        at = IS_CAUSAL.get(name, len(args))
+        causal = at < len(args) and bool(args[at])
+        return "attention", 2 * products * b * h * t * key.shape[2] * d, moved, (d, key.shape[2], 1 if causal else 2)
     if name in NO_WORK or not outputs:
         return None
     return "pointwise", sum(t.numel() for t in outputs), moved, ()

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fullshard.on_torch.tracing.meta_outputs import call_meta, tensors_in
 
 aten = torch.ops.aten
 MAX_ELEMENTS = 1 << 22  # larger tensors are not computed; models do not branch on them
+MAX_CONSTANT = 1 << 16  # of floats
 DISCRETE = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -26,9 +29,8 @@ class MetaValues:
     def set(self, tensor: Tensor, value: Tensor) -> None:
         self.values[tensor] = value
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` on meta tensors. If all of them have values, also compute the values of the result."""
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    def call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Call `func` on meta tensors. If all `tensors` of its arguments have values, also compute those of the result."""
         known = all(t in self.values for t in tensors)
         if func is aten._local_scalar_dense.default and known:
             return self.values[args[0]].item()
@@ -39,15 +41,19 @@ class MetaValues:
         if not tensors and "empty" in func._schema.name:
             known = False  # uninitialised
         try:
-            out = func(*args, **kwargs)
+            out = call_meta(func, args, kwargs)
         except NotImplementedError:
             if not known:
                 raise
             out = tree_map(_to_meta, self._compute(func, args, kwargs))
-        if func is aten.topk.default and not known:
+        if func._schema.name == "_c10d_functional::all_to_all_single" and args[0] in self.values:
+            self.set(out, self.values[args[0]])  # the ranks' choices are alike
+        elif func is aten.topk.default and not known:
             self.set(out[1], _even(out[1], args[0].shape[-1]))
         elif known:
-            self._set_result(func, args, kwargs, out)
+            self._set_result(func, args, kwargs, out, constant=not tensors)
+        elif func._schema.is_mutable and isinstance(out, Tensor):
+            self.values.pop(out, None)  # written to with values that are not known
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -58,13 +64,14 @@ class MetaValues:
     def _value(self, leaf: Any) -> Any:
         return self.values[leaf] if isinstance(leaf, Tensor) else leaf
 
-    def _set_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute and keep the values of `out`, if they are discrete and small."""
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if not outputs or any(t.dtype not in DISCRETE or t.numel() > MAX_ELEMENTS for t in outputs):
+    def _set_result(self, func: Any, args: Any, kwargs: Any, out: Any, constant: bool) -> None:
+        """Compute and keep the values of `out`, if they are discrete and small. `constant`: they depend on no tensor; floats are
+        kept then, too, such as OPT's own attention mask of ones."""
+        outputs, largest = tensors_in(out), MAX_CONSTANT if constant else 0
+        if not outputs or any(t.numel() > (MAX_ELEMENTS if t.dtype in DISCRETE else largest) for t in outputs):
             return
         try:
-            values = [t for t in tree_leaves(self._compute(func, args, kwargs)) if isinstance(t, Tensor)]
+            values = tensors_in(self._compute(func, args, kwargs))
         except NotImplementedError:  # an operator without a CPU kernel
             return
         for t, value in zip(outputs, values, strict=True):

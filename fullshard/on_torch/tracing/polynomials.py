@@ -10,15 +10,16 @@ Shape = tuple[int, int]  # rows, tokens
 Solve = Callable[[tuple[int, ...]], Polynomial]  # a size at each shape to its polynomial
 
 
-def fixed_trace(named: NamedSections) -> Trace:
+def fixed_trace(named: NamedSections, lengths: bool = False) -> Trace:
     """The trace for one shape, with constant sizes."""
-    return _assemble([named], lambda values: constant(values[0]))
+    return _assemble([named], lambda values: constant(values[0]), lengths)
 
 
-def fit_trace(named: dict[Shape, NamedSections]) -> Trace | None:
+def fit_trace(named: dict[Shape, NamedSections], lengths: bool = False) -> Trace | None:
     """The trace for all shapes. None if the shapes differ in more than sizes, or a size is not a polynomial.
 
-    The last shape only checks the polynomials that the others determine.
+    The last shape only checks the polynomials that the others determine. `lengths`: whether attention has its own length,
+    rather than that of the batch.
     """
     first, *others = named.values()
     if any(_skeleton(other) != _skeleton(first) for other in others):
@@ -31,14 +32,20 @@ def fit_trace(named: dict[Shape, NamedSections]) -> Trace | None:
         return known[values]
 
     try:
-        return _assemble([first, *others], solve)
+        return _assemble([first, *others], solve, lengths)
     except ValueError:
         return None
 
 
 def _skeleton(named: NamedSections) -> list[Any]:
     """All that must not depend on the batch shape."""
-    return [(s.phase, s.unit, [e.shape_free for e in events], [o[0] for o in s.ops]) for s, events in named]
+    known: dict[int, list[Any]] = {}  # by the list of events, which skipped blocks share
+    found = []
+    for section, events in named:
+        if id(events) not in known:
+            known[id(events)] = [e.shape_free for e in events]
+        found.append((section.phase, section.unit, known[id(events)], [o[0] for o in section.ops]))
+    return found
 
 
 def _polynomial(values: dict[Shape, int]) -> Polynomial:
@@ -50,23 +57,34 @@ def _polynomial(values: dict[Shape, int]) -> Polynomial:
     return found
 
 
-def _assemble(shapes: list[NamedSections], solve: Solve) -> Trace:
+def _assemble(shapes: list[NamedSections], solve: Solve, lengths: bool) -> Trace:
     """One trace from those of all shapes."""
-    sections = []
+    sections: list[Section] = []
+    known: dict[tuple[int, ...], int] = {}  # blocks that were skipped share events and kernels with the one that stands for them
+    template = []
     for same in zip(*shapes, strict=True):  # one section at every shape
         raw, events = same[0]
+        key = tuple(id(part) for raw_section, named in same for part in (named, raw_section.ops))
+        if key in known:
+            template.append(known[key])
+            continue
+        known[key] = len(sections)
+        template.append(len(sections))
         solved = tuple(
             event.with_sizes(_solve_each(solve, [other[j].sizes for _, other in same])) for j, event in enumerate(events)
         )
-        ops = [_op(solve, [other.ops[j] for other, _ in same]) for j in range(len(raw.ops))]
+        ops = [_op(solve, [other.ops[j] for other, _ in same], lengths) for j in range(len(raw.ops))]
         sections.append(Section(solved, _sum_pointwise(ops), Calls(**raw.calls)))
-    return Trace(tuple((s.phase, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(range(len(sections))))
+    return Trace(tuple((s.phase, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(template))
 
 
-def _op(solve: Solve, same: list[Any]) -> Op:
+def _op(solve: Solve, same: list[Any], lengths: bool) -> Op:
     """One kernel from its work at every shape."""
     flops, moved = (solve(tuple(work[part] for work in same)) for part in (1, 2))
-    return Op(same[0][0], flops, moved, _solve_each(solve, [work[3] for work in same]))
+    shapes = [work[3] for work in same]
+    if same[0][0] == "attention" and not lengths:
+        shapes = [(shape[0], 1, 1) for shape in shapes]
+    return Op(same[0][0], flops, moved, _solve_each(solve, shapes))
 
 
 def _solve_each(solve: Solve, sizes: list[tuple[int, ...]]) -> tuple[Polynomial, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fullshard.model.costs import Action, OpKind, Phase
-from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner
+from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner, without_function_modes
 from fullshard.on_torch.tracing.cuda_kernels import KernelWork, kernel_work, launch_count, workspace
+from fullshard.on_torch.tracing.meta_outputs import tensors_in
 from fullshard.on_torch.tracing.meta_values import MetaValues
 
 aten = torch.ops.aten
@@ -81,19 +81,30 @@ class Recorder(TorchDispatchMode):
         self.set_role(tensor, unit, role)
         self._note("ready", self._number(tensor))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps a mode's calls to hide them from its compiler. Nothing is compiled here, and wrapping is slow."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, WRAPPERS) for t in types):
             return NotImplemented  # the wrapper dispatches again with its inner tensor
-        if func._schema.name in PASS_THROUGH:
+        with without_function_modes():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name
+        if name in PASS_THROUGH:
             return args[0]
         if self.in_backward and _accumulates_in_place(func, args):
-            func = aten.add_.Tensor
-        out = self.values.call(func, args, kwargs or {})
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not isinstance(t, WRAPPERS)]
-        self._record(func._schema.name, args, kwargs, outputs)
+            func, name = aten.add_.Tensor, "aten::add_"
+        inputs = tensors_in((args, kwargs))
+        out = self.values.call(func, args, kwargs, inputs)
+        outputs = [t for t in tensors_in(out) if not isinstance(t, WRAPPERS)]
+        self._record(name, args, inputs, outputs)
         return out
 
-    def _record(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    def _record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Note the allocations, the work and the workspace of one operator call."""
         fresh = [t for t in outputs if self._allocate(t)]
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
@@ -105,7 +116,7 @@ class Recorder(TorchDispatchMode):
             self._note("allocate", self.count, *temporary[1], rule=temporary[0])
             self._note("free", self.count)
         if written:
-            self._add_use(done[0] if done else "pointwise", tree_leaves((args, kwargs)), fresh)
+            self._add_use(done[0] if done else "pointwise", inputs, fresh)
 
     def _add_work(self, done: KernelWork) -> None:
         ops = self.sections[-1].ops
@@ -113,8 +124,8 @@ class Recorder(TorchDispatchMode):
             self._note("multiply", NO_TENSOR)
         ops.append(done)
 
-    def _add_use(self, kind: OpKind, inputs: list[Any], fresh: list[Tensor]) -> None:
-        read = {self._number(t) for t in inputs if isinstance(t, Tensor)}
+    def _add_use(self, kind: OpKind, inputs: list[Tensor], fresh: list[Tensor]) -> None:
+        read = {self._number(t) for t in inputs}
         made = frozenset(self._number(t) for t in fresh)
         use = KernelUse(len(self.sections) - 1, len(self.sections[-1].events), kind, frozenset(read) - made, made)
         self.uses.append(use)

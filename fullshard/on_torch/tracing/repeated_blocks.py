@@ -4,6 +4,7 @@ Of four or more equal blocks, the first two and the last are traced. The others 
 gradient of their input, as the traced blocks do.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.model.description import Description
 
 MIN_EQUAL = 4  # equal blocks from which on some are skipped
+SKIPPED = "_fullshard_skipped"  # an attribute of skipped blocks
 
 
 class SeveralOutputsError(Exception):
@@ -36,7 +38,7 @@ def skip_repeated(model: nn.Module, description: Description) -> Iterator[dict[s
             module = model.get_submodule(path[name])
             classes.append((module, type(module)))
             # A subclass, because remat sets `forward` on the instance.
-            module.__class__ = type(type(module).__name__, (type(module),), {"forward": traced.skipping_forward()})
+            module.__class__ = type(type(module).__name__, (type(module),), {"forward": traced.skipping_forward(), SKIPPED: True})
             stand_ins[name] = names[1]
     try:
         yield stand_ins
@@ -50,8 +52,10 @@ def skip_repeated(model: nn.Module, description: Description) -> Iterator[dict[s
 def _equal_blocks(model: nn.Module, description: Description) -> list[list[str]]:
     """The units of equal blocks, by group, where there are enough of them."""
     groups: dict[str, list[str]] = {}
+    inner = [m for u in description.units for m in u.modules]
     for unit in description.units:
-        if unit.kind == "block" and len(unit.modules) == 1:
+        around = any(m.startswith(f"{unit.modules[0]}.") for m in inner)  # the units inside need their own phases
+        if unit.kind == "block" and len(unit.modules) == 1 and not around:
             groups.setdefault(signature(model.get_submodule(unit.modules[0])), []).append(unit.name)
     return [names for names in groups.values() if len(names) >= MIN_EQUAL]
 
@@ -71,7 +75,7 @@ class _TracedBlock:
 
     def __init__(self) -> None:
         self.other_outputs: tuple[Any, ...] | None = None  # what a block returns besides its activation
-        self.output_gradient = 0  # the storage of the last block's output gradient
+        self.output_gradient: Any = None  # a weak reference to the storage of the last block's output gradient
         self.passes_in_place = False  # whether the gradients of a block's output and input share memory
 
     def see_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -89,10 +93,11 @@ class _TracedBlock:
                 t.register_hook(hook)
 
     def _see_output_gradient(self, grad: Tensor) -> None:
-        self.output_gradient = grad.untyped_storage()._cdata
+        self.output_gradient = weakref.ref(grad.untyped_storage())
 
     def _see_input_gradient(self, grad: Tensor) -> None:
-        self.passes_in_place = grad.untyped_storage()._cdata == self.output_gradient
+        before = self.output_gradient()  # None if it was freed: then an equal address means nothing
+        self.passes_in_place = before is not None and before._cdata == grad.untyped_storage()._cdata
 
     def skipping_forward(self) -> Any:
         """A `forward` that computes nothing, and returns an output of the same form."""

@@ -41,11 +41,15 @@ def name_tensors(
     prefixes = {u.name: f"{u.modules[0]}." for u in description.units}
     named: NamedSections = []
     for section in sections:
-        events = [
-            NamedEvent(action, _short(names[tensor], prefixes), _relation(section.unit, names[tensor][0], order), rule, sizes)
-            for action, tensor, rule, sizes in section.events
-            if tensor in names
-        ]
+        events = (
+            []
+            if section.unit in stand_ins
+            else [
+                NamedEvent(action, _short(names[tensor], prefixes), _relation(section.unit, names[tensor][0], order), rule, sizes)
+                for action, tensor, rule, sizes in section.events
+                if tensor in names
+            ]
+        )
         named.append((section, events))
     return _fill_skipped(named, stand_ins)
 

@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.model.description import Description
 from fullshard.on_torch import loss_chunks
-from fullshard.on_torch.loss import LossFunction
+from fullshard.on_torch.loss import Loss, LossFunction
 from fullshard.on_torch.private import inner
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.on_torch.tracing.recorder import Recorder
+from fullshard.on_torch.tracing.repeated_blocks import SKIPPED
+from fullshard.on_torch.tracing.trace_batch import TraceBatch
 from fullshard.plan import Remat
 
 REMAT_ATTRIBUTES = ("forward", "_fullshard_contexts")  # what `apply_remat` and a trace set on a module
@@ -33,11 +35,10 @@ def trace(
     *,
     compute: torch.dtype,
     remat: Remat,
-    rows: int,
-    tokens: int,
+    batch: TraceBatch,
     counting: bool = False,
 ) -> Recorder:
-    """Record forward and backward of one micro-batch of `rows` × `tokens`, with every block under `remat`.
+    """Record forward and backward of one micro-batch, with every block under `remat`.
 
     `counting`: also count the `calls` of every section. Counting keeps tensors alive a little longer, so the events of
     such a trace must not be used.
@@ -48,15 +49,15 @@ def trace(
         stack.enter_context(_rematerialized(model, description, remat, recorder if counting else None))
         stack.enter_context(_unit_hooks(model, description, compute, recorder))
         stack.enter_context(_one_chunk(recorder))
-        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-        batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
         factor = torch.empty((), dtype=torch.float64, device="meta")
         stack.enter_context(FusedKernels())
         stack.enter_context(recorder)
-        for t in batch.values():  # with values: models branch on them
-            recorder.add_existing(t, torch.zeros(rows, tokens, dtype=torch.int64))
+        for t, value in batch.tensors:
+            recorder.add_existing(t, value)
         recorder.add_existing(factor)
-        value = loss(model, batch)
+        found = loss(model, batch.tree)
+        value = found.sum if isinstance(found, Loss) else found
+        del found
         recorder.in_backward = True
         (value * factor.to(value.dtype)).backward()  # as the step does
         recorder.mark("end", "")
@@ -111,8 +112,9 @@ def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], No
 
 @contextmanager
 def _rematerialized(model: nn.Module, description: Description, remat: Remat, counter: Recorder | None) -> Iterator[None]:
-    """Inside, every block is under `remat`. `counter`: where to count the Python calls that it makes."""
+    """Inside, every block that is not skipped is under `remat`. `counter`: where to count the Python calls that it makes."""
     blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
+    blocks = [block for block in blocks if not hasattr(block, SKIPPED)]
     before = {m: {k: m.__dict__[k] for k in REMAT_ATTRIBUTES if k in m.__dict__} for m in blocks}
     for module in blocks:
         apply_remat(module, remat)

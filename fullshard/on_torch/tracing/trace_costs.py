@@ -1,32 +1,39 @@
 """The costs of a model: traces at a few batch shapes, fitted by polynomials in the batch shape."""
 
+import gc
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from fullshard.errors import FullshardError
-from fullshard.model.costs import Costs, Trace
+from fullshard.errors import FullshardError, first_line
+from fullshard.model.costs import ANY_ROWS, Costs, Trace
 from fullshard.model.description import Description
 from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.loss import LossFunction, summed_loss
-from fullshard.on_torch.loss_chunks import chunked_loss, output_head
-from fullshard.on_torch.private import WRAPPERS
+from fullshard.on_torch.loss import LossFunction, called_loss
+from fullshard.on_torch.loss_chunks import ChunkedLossError, chunked_loss, output_head
+from fullshard.on_torch.model_call import own_call
+from fullshard.on_torch.private import WRAPPERS, inner
 from fullshard.on_torch.tracing.fusion import compiled
 from fullshard.on_torch.tracing.polynomials import Shape, fit_trace, fixed_trace
 from fullshard.on_torch.tracing.recorder import Recorder
 from fullshard.on_torch.tracing.repeated_blocks import SeveralOutputsError, signature, skip_repeated
 from fullshard.on_torch.tracing.tensor_names import NamedSections, name_tensors
-from fullshard.on_torch.tracing.tensor_split import part_shapes, split
+from fullshard.on_torch.tracing.tensor_split import part_shapes, split, spread
 from fullshard.on_torch.tracing.trace import trace
-from fullshard.plan import DType, Remat
+from fullshard.on_torch.tracing.trace_batch import ROWS, ExampleBatches, token_batch
+from fullshard.on_torch.tracing.trace_errors import model_line, reads_values
+from fullshard.plan import DType, Remat, SplitRules
+from fullshard.status import say
 
 # What a model may raise for a batch shape that it does not support.
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
-LOSSES: dict[str, LossFunction] = {"plain": summed_loss, "chunked": chunked_loss}
+LOSSES: dict[str, LossFunction] = {"plain": called_loss, "chunked": chunked_loss}
+LONGEST_LOOP = 256  # tokens of a model that loops over them in Python
 _CACHE: dict[object, Costs] = {}
 
 
@@ -38,23 +45,65 @@ def costs(
     sequence: int,
     compute: DType = "bf16",
     tensor: Sequence[int] = (),
+    expert: Sequence[int] = (),
+    rules: SplitRules = (),
 ) -> Costs:
     """Trace the model for every loss and remat choice. The result is valid for any batch shape if the model allows it, else
-    for this one. `tensor`: also trace a rank of a tensor axis of each of these sizes.
+    for this one. `tensor`, `expert`: also trace a rank of a tensor or an expert axis of each of these sizes;
+    `rules`: how a tensor axis splits modules.
 
     Results are cached for the life of the process, keyed by the model's structure.
     """
-    whole = _cached(model, description, (micro_batch, sequence), compute)
+    shape = (micro_batch, sequence)
+    traced = lambda part, axis: _cached(part, description, shape, compute, axis)
+    return _with_axes(model, description, tensor, expert, rules, traced)
+
+
+def example_costs(
+    model: nn.Module,
+    description: Description,
+    example: Any,
+    loss: LossFunction,
+    *,
+    compute: DType = "bf16",
+    tensor: Sequence[int] = (),
+    expert: Sequence[int] = (),
+    rules: SplitRules = (),
+) -> Costs:
+    """Trace the model with batches like `example` and the caller's loss. The result is valid for any number of rows if the
+    model allows it, else for the example's."""
+    batches = ExampleBatches(example)
+
+    def trace_part(part: nn.Module, axis: object) -> Costs:
+        return _trace_model(_Traced(part, description, compute, batches, {"plain": loss}), (batches.rows, 1))
+
+    return _with_axes(model, description, tensor, expert, rules, trace_part)
+
+
+def _with_axes(
+    model: nn.Module,
+    description: Description,
+    tensor: Sequence[int],
+    expert: Sequence[int],
+    rules: SplitRules,
+    traced: Callable[[nn.Module, object], Costs],
+) -> Costs:
+    """The costs of the model, with those of a rank of each tensor and expert axis. `traced`: traces the part of one rank; its
+    second argument tells axes apart."""
+    whole = traced(model, None)
     parts = {}
     for ranks in tensor:
-        with split(model, description, ranks) as part:
-            found = _cached(part, description, (micro_batch, sequence), compute, ranks)
-            parts[ranks] = replace(found, shapes=part_shapes(part))
-    return replace(whole, split=parts) if parts else whole
+        with split(model, description, ranks, rules) as part:
+            parts[ranks] = replace(traced(part, (ranks, rules)), shapes=part_shapes(part))
+    spreads = {}
+    for ranks in expert:
+        with spread(model, description, ranks) as part:
+            spreads[ranks] = traced(part, ("expert", ranks))
+    return replace(whole, split=parts, spread=spreads) if parts or spreads else whole
 
 
-def _cached(model: nn.Module, description: Description, shape: Shape, compute: DType, tensor: int = 1) -> Costs:
-    key = (tensor, compute, signature(model), tuple((u.name, u.modules) for u in description.units))
+def _cached(model: nn.Module, description: Description, shape: Shape, compute: DType, axis: object = None) -> Costs:
+    key = (axis, compute, signature(model), own_call(model), tuple((u.name, u.modules) for u in description.units))
     if key not in _CACHE:
         found = _trace_model(_Traced(model, description, compute), shape)
         if found.shape is not None:
@@ -65,29 +114,54 @@ def _cached(model: nn.Module, description: Description, shape: Shape, compute: D
 
 @dataclass(frozen=True)
 class _Traced:
-    """A model to trace."""
+    """A model to trace. `example`: its batches, if they are no tokens. `losses`: by name."""
 
     model: nn.Module
     description: Description
     compute: DType
+    example: ExampleBatches | None = None
+    losses: dict[str, LossFunction] = field(default_factory=lambda: LOSSES)
 
-    def trace(self, loss: LossFunction, remat: Remat, shape: Shape, counting: bool = False) -> Recorder:
+    def trace(self, loss: str, remat: Remat, shape: Shape, counting: bool = False) -> Recorder:
         dtype = PLAN_DTYPES[self.compute]
-        rows, tokens = shape
-        return trace(self.model, self.description, loss, compute=dtype, remat=remat, rows=rows, tokens=tokens, counting=counting)
+        batch = self.example.of(shape[0]) if self.example else token_batch(*shape)
+        how = {"compute": dtype, "remat": remat, "batch": batch, "counting": counting}
+        return trace(self.model, self.description, self.losses[loss], **how)  # type: ignore[arg-type]
+
+    def grid(self) -> list[Shape]:
+        """The shapes that determine the polynomials, and a last one that checks them."""
+        if self.example is None:
+            return _grid(self.model)
+        return [(rows, 1) for rows in ROWS] if self.example.can_grow else []
 
 
 def _trace_model(traced: _Traced, shape: Shape) -> Costs:
     """Costs for any batch shape, or for `shape` alone if the model does not allow that."""
-    vocabulary = _vocabulary(traced.model)
+    gc.freeze()  # a trace makes many objects, and each collection would visit all those of the imported libraries
+    try:
+        return _trace_losses(traced, shape, 0 if traced.example else _vocabulary(traced.model))
+    except ChunkedLossError:
+        return _trace_losses(traced, shape, 0)
+    finally:
+        gc.unfreeze()
+
+
+def _trace_losses(traced: _Traced, shape: Shape, vocabulary: int) -> Costs:
+    """As `_trace_model`. `vocabulary`: of the head, where the chunked loss is traced, too; else 0."""
     wanted = _choices(traced, chunked=bool(vocabulary))
+    about = traced.example.about(traced.model) if traced.example else None
+    loops = not traced.example and _loops_over_tokens(traced)
+    if loops:
+        _refuse_long_loop(traced, shape[1])
+    grids: list[tuple[list[Shape], Shape | None]] = [([] if loops else traced.grid(), None)]
+    if not traced.example:  # any rows, with this number of tokens
+        grids.append(([(rows, shape[1]) for rows in ROWS], (ANY_ROWS, shape[1])))
+    for grid, holds_for in grids:
+        with suppress(*MODEL_ERRORS):  # for example, the grid has more positions than the model
+            if grid and (found := _trace_shapes(grid, traced, wanted)):
+                return Costs(found, holds_for, vocabulary, example=about)
     try:
-        if found := _trace_shapes(_grid(traced.model), traced, wanted):
-            return Costs(found, None, vocabulary)
-    except MODEL_ERRORS:
-        pass  # for example, the grid has more positions than the model
-    try:
-        return Costs(_trace_shapes([shape], traced, wanted), shape, vocabulary)
+        return Costs(_trace_shapes([shape], traced, wanted), shape, vocabulary, example=about)
     except MODEL_ERRORS as error:
         raise FullshardError(_does_not_run(traced, shape, error)) from error
 
@@ -115,7 +189,8 @@ def _trace_shapes(
     try:
         with skipping as stand_ins:
             _warm_up(traced, shapes)
-            for loss, remat in wanted:
+            for number, (loss, remat) in enumerate(wanted, 1):
+                say(f"tracing {number} of {len(wanted)}")
                 eager, compiled_blocks = _trace_choice(traced, stand_ins, loss, remat, shapes)
                 if eager is None or compiled_blocks is None:
                     return {}
@@ -125,16 +200,43 @@ def _trace_shapes(
     return made
 
 
+def _loops_over_tokens(traced: _Traced) -> bool:
+    """True if the model calls kernels for each token in a Python loop, as recurrent models without fused kernels do."""
+    few, more = 8, 16
+    try:
+        with skip_repeated(traced.model, traced.description):
+            counts = [sum(len(s.ops) for s in traced.trace("plain", "none", (2, tokens)).sections) for tokens in (few, more)]
+    except (*MODEL_ERRORS, SeveralOutputsError):
+        return False
+    return counts[1] - counts[0] >= more - few
+
+
+def _refuse_long_loop(traced: _Traced, tokens: int) -> None:
+    if tokens > LONGEST_LOOP:
+        raise FullshardError(
+            f"{traced.description.model} computes token by token in a Python loop: tracing {tokens} tokens would take minutes; "
+            f"install its fused kernels, give a sequence of at most {LONGEST_LOOP}, or plan by a named strategy (fullshard plan "
+            "MODEL --devices 8 --strategy zero3)"
+        )
+
+
 def _does_not_run(traced: _Traced, shape: Shape, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{traced.description.model} does not run at {shape[0]} × {shape[1]} with parameters in {traced.compute}: {reason}"
+    reason, where = first_line(error), model_line(error)
+    at = "on this example" if traced.example else f"at {shape[0]} × {shape[1]}"
+    if reads_values(error):
+        return (
+            f"{traced.description.model} cannot be traced: {where or 'it'} reads values of tensors ({reason}); plan by a named "
+            "strategy, which needs no costs, such as fs.zero3(on_torch.describe(model), devices=8)"
+        )
+    told = f" ({where})" if where else ""
+    return f"{traced.description.model} does not run {at} with parameters in {traced.compute}: {reason}{told}"
 
 
 def _warm_up(traced: _Traced, shapes: list[Shape]) -> None:
     """Fill DTensor's cache of sharding rules. A shape's first trace would otherwise record how torch derives them."""
     if any(isinstance(p, WRAPPERS) for p in traced.model.parameters()):
         for shape in shapes:
-            traced.trace(summed_loss, "none", shape)
+            traced.trace("plain", "none", shape)
 
 
 def _grid(model: nn.Module) -> list[Shape]:
@@ -147,11 +249,13 @@ def _grid(model: nn.Module) -> list[Shape]:
 
 def _vocabulary(model: nn.Module) -> int:
     """The rows of the head, if the chunked loss can use it; else 0."""
+    if own_call(model):
+        return 0
     try:
         weight = output_head(model).weight
     except FullshardError:
         return 0
-    return 0 if isinstance(weight, WRAPPERS) else int(weight.shape[0])
+    return int(inner(weight).shape[0])  # a rank has a part of a head that is split
 
 
 def _head_is_a_unit(traced: _Traced) -> bool:
@@ -170,18 +274,19 @@ def _trace_choice(
     blocks = {u.name for u in traced.description.units if u.kind == "block"}
     calls = _count_calls(traced, loss, remat, shapes[0])
     for shape in shapes:
-        recorder = traced.trace(LOSSES[loss], remat, shape)
+        recorder = traced.trace(loss, remat, shape)
         for section, counted in zip(recorder.sections, calls, strict=False):
             section.calls = counted
         name = partial(name_tensors, recorder, description=traced.description, stand_ins=stand_ins)
         eager[shape], fused[shape] = name(recorder.sections), name(compiled(recorder, blocks))
+    lengths = traced.example is not None
     if len(shapes) == 1:
-        return fixed_trace(eager[shapes[0]]), fixed_trace(fused[shapes[0]])
-    return fit_trace(eager), fit_trace(fused)
+        return fixed_trace(eager[shapes[0]], lengths), fixed_trace(fused[shapes[0]], lengths)
+    return fit_trace(eager, lengths), fit_trace(fused, lengths)
 
 
 def _count_calls(traced: _Traced, loss: str, remat: Remat, shape: Shape) -> list[Counter[str]]:
     """The Python calls of remat in each section. They are the same for every shape."""
     if remat == "none":
         return []
-    return [s.calls for s in traced.trace(LOSSES[loss], remat, shape, counting=True).sections]
+    return [s.calls for s in traced.trace(loss, remat, shape, counting=True).sections]

@@ -8,30 +8,30 @@ from fullshard.on_torch.offload.updates.gpu import find_kernel
 FALLBACK = "torch: "  # how the text begins if something faster is missing
 
 
-def update_kernels(tiers: TieredOptimizer) -> dict[str, str]:
+def update_kernels(offload: TieredOptimizer) -> dict[str, str]:
     """By lane, `compiled (cpu_adam.c)`, `triton` or `torch`. After `torch` the reason: in brackets if nothing faster exists,
     after a colon if something faster is missing."""
-    pieces = [p for a in tiers.units for p in a.pieces]
+    pieces = [p for a in offload.units for p in a.pieces]
     lanes = {name: [p for p in pieces if p.lane == name] for name in ("cpu", "gpu")}
-    found = {"cpu_update": _cpu_kernel(tiers, lanes["cpu"]), "gpu_update": _gpu_kernel(tiers, lanes["gpu"])}
+    found = {"cpu_update": _cpu_kernel(offload, lanes["cpu"]), "gpu_update": _gpu_kernel(offload, lanes["gpu"])}
     return {lane: text for lane, text in found.items() if text}
 
 
-def _cpu_kernel(tiers: TieredOptimizer, pieces: list[Piece]) -> str:
+def _cpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
-    compute = tiers.memory.compute if tiers.memory.sizes.cpu_sends else None
-    unfit = cpu_adam.unfit(tiers.rule, [tiers.master], tiers.dtype, compute)
+    compute = offload.memory.compute if offload.memory.sizes.cpu_sends else None
+    unfit = cpu_adam.unfit(offload.rule, [offload.master], offload.dtype, compute)
     if unfit:
         return f"torch (cpu_adam.c is not for {unfit})"
     found = cpu_adam.built()
     return f"{FALLBACK}{found.why}" if found.library is None else "compiled (cpu_adam.c)"
 
 
-def _gpu_kernel(tiers: TieredOptimizer, pieces: list[Piece]) -> str:
+def _gpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
-    if tiers.device.type != "cuda" or not any(p.packed for p in pieces):
+    if offload.device.type != "cuda" or not any(p.packed for p in pieces):
         return "torch (Triton's kernel is for packed state on a GPU)"
-    found, why = find_kernel(tiers.device, tiers.rule)
+    found, why = find_kernel(offload.device, offload.rule)
     return f"{FALLBACK}{why}" if found is None else "triton"

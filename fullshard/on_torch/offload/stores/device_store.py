@@ -40,8 +40,8 @@ class MemoryState:
             self.changed[piece.number] = changed
 
     def settle(self) -> None:
-        for moment in self.changed.values():
-            moment.wait()
+        for event in self.changed.values():
+            event.wait()
 
     def initial(self) -> Tensor:
         return self.flats[0]

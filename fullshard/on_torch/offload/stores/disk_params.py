@@ -222,9 +222,9 @@ class DiskParameters:
     def write(self, piece: Piece, values: Tensor, stream: DeviceStream) -> StreamEvent:
         memory = self.file.take_buffer()
         self._flat(memory, 0, piece.elements).copy_(values, non_blocking=True)
-        moment = stream.record()
-        self.file.writer.submit(self.file.write, self, piece, memory, moment)
-        return moment
+        event = stream.record()
+        self.file.writer.submit(self.file.write, self, piece, memory, event)
+        return event
 
     def skip(self, piece: Piece) -> None:
         """One piece fewer of this update will reach the file."""
@@ -237,9 +237,9 @@ class DiskParameters:
 
     def send(self, copy: Callable[[list[ShardPart]], StreamEvent]) -> StreamEvent:
         buffer = self.file.fetch(self)
-        moment = copy(self._parts(buffer.memory))
-        self.file.put_back(buffer, moment)
-        return moment
+        event = copy(self._parts(buffer.memory))
+        self.file.put_back(buffer, event)
+        return event
 
     def publish(self, master: Tensor) -> None:
         for piece in self.unit.pieces:

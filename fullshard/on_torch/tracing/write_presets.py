@@ -1,6 +1,6 @@
 """Write the traced costs of the built-in presets to the package, so that planning them needs no torch.
 
-python -m fullshard.on_torch.tracing.ship_presets
+python -m fullshard.on_torch.tracing.write_presets
 """
 
 import json
