@@ -22,17 +22,17 @@ app = typer.Typer(help="Look at checkpoints, verify, compare, convert and clean 
 Where = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint, a directory of them (the newest is meant), or a run; or a URL.")
 ]
-Shelf = Annotated[str, typer.Argument(metavar="PATH", help="A directory of checkpoints, or a run; or a URL.")]
+CheckpointDir = Annotated[str, typer.Argument(metavar="PATH", help="A directory of checkpoints, or a run; or a URL.")]
 
 
 @app.command("ls")
-def ls(path: Shelf, as_json: AsJson = False) -> None:
+def ls(path: CheckpointDir, as_json: AsJson = False) -> None:
     """List the checkpoints of a run."""
     from fullshard.checkpoint import commit
 
-    shelf = commit.find_checkpoint_dir(path)
-    rows = [_about(shelf, name) for name in commit.committed(shelf)]
-    dead, held = commit.garbage(shelf)
+    checkpoint_dir = commit.find_checkpoint_dir(path)
+    rows = [_about(checkpoint_dir, name) for name in commit.committed(checkpoint_dir)]
+    dead, held = commit.garbage(checkpoint_dir)
     if not (rows or dead or held):
         raise FullshardError(f"{path} has no checkpoints; give a run, or its directory of checkpoints")
     if as_json:
@@ -51,15 +51,15 @@ def ls(path: Shelf, as_json: AsJson = False) -> None:
         typer.echo(f"{len(dead)} partial ones; `fullshard checkpoint gc {path}` removes them", err=True)
 
 
-def _about(shelf: Any, name: str) -> dict[str, Any]:
+def _about(checkpoint_dir: Any, name: str) -> dict[str, Any]:
     """A row of `ls`. `damaged` says what the manifest and the file sizes show to be wrong, or is None."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.pruning import size_problems
 
     row = {"name": name, "step": commit.step_of(name), "created": None, "bytes": None, "cursor": None, "metrics": ""}
-    if wrong := size_problems(shelf.child(name)):
+    if wrong := size_problems(checkpoint_dir.child(name)):
         return row | {"damaged": wrong[0]}
-    found = commit.read_manifest(shelf.child(name))
+    found = commit.read_manifest(checkpoint_dir.child(name))
     written = datetime.fromtimestamp(found.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
     metrics = "  ".join(f"{k} {v:.4f}" for k, v in found.metrics.items())
     read = {"step": found.step, "created": written, "bytes": found.nbytes, "cursor": found.cursor, "metrics": metrics}
@@ -110,8 +110,8 @@ def verify(
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.verify import problems
 
-    shelf = commit.find_checkpoint_dir(path)
-    places = [shelf.child(n) for n in commit.committed(shelf)] if every else [commit.find(path)]
+    checkpoint_dir = commit.find_checkpoint_dir(path)
+    places = [checkpoint_dir.child(n) for n in commit.committed(checkpoint_dir)] if every else [commit.find(path)]
     if not places:
         raise FullshardError(f"{path} has no checkpoints")
     found = [(place, problems(place)) for place in places]
@@ -147,7 +147,7 @@ def diff(
 
 @app.command("gc")
 def gc(
-    path: Shelf,
+    path: CheckpointDir,
     keep: Annotated[
         int, typer.Option(metavar="N", min=0, help="Also remove all but the newest N whole ones.", show_default="all stay")
     ] = 0,
@@ -160,30 +160,30 @@ def gc(
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.place import Local, open_place
 
-    run, shelf = open_place(path), commit.find_checkpoint_dir(path)
+    run, checkpoint_dir = open_place(path), commit.find_checkpoint_dir(path)
     if isinstance(run, Local) and not commit.is_locked(run.path):
         for name in commit.partial_files(run):
             typer.echo(name)
             if not dry:
                 commit.remove_leftover(run, name)
-    with nullcontext() if dry else _lease(shelf, keep):
-        _collect(shelf, keep, dry)
+    with nullcontext() if dry else _lease(checkpoint_dir, keep):
+        _collect(checkpoint_dir, keep, dry)
 
 
 @contextmanager
-def _lease(shelf: "Place", keep: int) -> Iterator[None]:
+def _lease(checkpoint_dir: "Place", keep: int) -> Iterator[None]:
     """The lease of the directory, taken only if there is something to remove. While a run holds it, only abandoned files go."""
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.lease import read_leases, take_lease
     from fullshard.checkpoint.place import Local
 
-    if not (keep or shelf.uploads() or any(commit.garbage(shelf)) or read_leases(shelf)):
+    if not (keep or checkpoint_dir.uploads() or any(commit.garbage(checkpoint_dir)) or read_leases(checkpoint_dir)):
         yield
         return
     try:
-        lease = take_lease(shelf, "fullshard checkpoint gc")
+        lease = take_lease(checkpoint_dir, "fullshard checkpoint gc")
     except FullshardError:
-        if keep or not isinstance(shelf, Local):  # there a live process has locked what it writes
+        if keep or not isinstance(checkpoint_dir, Local):  # there a live process has locked what it writes
             raise
         yield
         return
@@ -193,22 +193,22 @@ def _lease(shelf: "Place", keep: int) -> Iterator[None]:
         lease.release()
 
 
-def _collect(shelf: "Place", keep: int, dry: bool) -> None:
+def _collect(checkpoint_dir: "Place", keep: int, dry: bool) -> None:
     from fullshard.checkpoint import commit
     from fullshard.checkpoint.pruning import Inventory
     from fullshard.checkpoint.retention import Retention
 
-    dead, held = commit.garbage(shelf)
-    known = Inventory.of(shelf) if keep > 0 else Inventory(shelf)
+    dead, held = commit.garbage(checkpoint_dir)
+    known = Inventory.of(checkpoint_dir) if keep > 0 else Inventory(checkpoint_dir)
     old = known.removable(Retention(last=keep))
     for name in [*dead, *old]:
         typer.echo(name)
         if not dry:
-            commit.remove(shelf, name) if name in old else commit.remove_leftover(shelf, name)
-    for upload in shelf.uploads():
+            commit.remove(checkpoint_dir, name) if name in old else commit.remove_leftover(checkpoint_dir, name)
+    for upload in checkpoint_dir.uploads():
         typer.echo(f"{upload[0]}, an upload that was not finished")
         if not dry:
-            shelf.abort(upload)
+            checkpoint_dir.abort(upload)
     for name, why in known.damaged.items():
         typer.echo(f"{name} stays and does not count: {why}", err=True)
     for name in held:

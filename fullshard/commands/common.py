@@ -1,15 +1,17 @@
 """What several commands share: arguments, and how to print."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fullshard.engine import ENGINES, load_engine
+from fullshard.engine import ENGINES, Engine, load_engine
 from fullshard.model import presets
 from fullshard.model.description import Description
+from fullshard.model.description_cache import cached_description
 from fullshard.plan import DType
 from fullshard.reading import is_directory, is_plain_file
+from fullshard.status import say, shown
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
 EngineName = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="What carries the plan out.")]
@@ -21,28 +23,46 @@ Names = Annotated[
 MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at least N parameters is a unit.")]
 
 
-def describe_model(model: str, classes: list[str] | None, names: list[str] | None, min_params: int) -> Description:
+def describe_model(
+    model: str, classes: list[str] | None, names: list[str] | None, min_params: int, experts: bool = False
+) -> Description:
     """The units of MODEL: from a preset's size where that is enough, else from the module itself."""
-    if model in presets.PRESETS and not (classes or names or min_params):
+    if model in presets.PRESETS and not (classes or names or min_params or experts):
         return presets.describe(model)
-    if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
-        presets.preset(model)  # refuses, with the nearest name, before torch is needed for nothing
-    engine = load_engine("torch", repr(model))
-    found = engine.load_model(model)
-    return engine.describe(found, classes=classes or (), names=names or (), min_params=min_params, title=model)
+    with shown(f"reading {model}"):
+        engine = _engine(model, repr(model))
+        say(f"building {model}")
+        found = engine.load_model(model)
+        rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
+        return engine.describe(found, **rules, title=model)  # type: ignore[arg-type]
 
 
-def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1) -> Description:
+def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1, *, fresh: bool = False) -> Description:
     """As `describe_model`, with the costs of computing it. Presets ship them; other models, and ranks of a `tensor` axis, are
-    traced.
+    traced. Costs of Hugging Face directories are kept on disk; `fresh` traces them again.
     """
-    described = describe_model(model, None, None, 0)
-    if tensor == 1 and described.costs is not None and any(key[0] == compute for key in described.costs.traces):
-        return described
-    engine = load_engine("torch", f"tensor = {tensor}" if tensor > 1 else repr(model))
+    if model in presets.PRESETS and tensor == 1:
+        described = presets.describe(model)
+        if described.costs is not None and any(key[0] == compute for key in described.costs.traces):
+            return described
     axes = (tensor,) if tensor > 1 else ()
-    found = engine.load_model(model)
-    return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
+
+    def trace() -> Description:
+        engine = _engine(model, f"tensor = {tensor}" if tensor > 1 else repr(model))
+        say(f"building {model}")
+        found = engine.load_model(model)
+        return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
+
+    with shown(f"reading {model}"):
+        return cached_description(model, sequence=sequence, compute=compute, tensor=axes, make=trace, fresh=fresh)
+
+
+def _engine(model: str, why: str) -> Engine[Any, Any]:
+    """The torch engine; a model that is none is refused before torch is needed for nothing."""
+    if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
+        presets.preset(model)
+    say("importing torch")
+    return load_engine("torch", why)
 
 
 def print_json(data: object) -> None:

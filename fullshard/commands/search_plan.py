@@ -42,6 +42,9 @@ class SearchOptions:
     no_clip: Annotated[
         bool, typer.Option("--no-clip", help="Gradients are not clipped, so that no update waits for their norm.")
     ] = False
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace the model again, although its costs are kept on disk.")] = (
+        False
+    )
     loss: Annotated[Loss, typer.Option(help="How the loss is computed.")] = Loss.chunked  # type: ignore[attr-defined]
 
     def given(self) -> list[str]:
@@ -62,7 +65,7 @@ def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchRe
     compute: Any = fixed.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
     tensor = fixed.get("tensor", 1)
     found = find_plan(
-        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1),
+        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1, fresh=options.no_cache),
         where,
         sequence=sequence,
         global_batch=options.global_batch,

@@ -30,6 +30,7 @@ class StrategyOptions:
     replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0
     keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None
     tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1
+    expert: Annotated[int, typer.Option(metavar="N", help="Devices the experts of a mixture are spread over.")] = 1
     compute: Annotated[DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")] = (
         None
     )
@@ -70,9 +71,10 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
     assert o.devices is not None
     return choose(
         str(o.strategy or "zero3"),
-        describe_model(model, units.classes, units.names, units.min_params),
+        describe_model(model, units.classes, units.names, units.min_params, o.expert > 1),
         devices=o.devices,
         tensor=o.tensor,
+        expert=o.expert,
         replicate=o.replicate,
         reshard=o.reshard,
         replicate_below=o.replicate_below,

@@ -12,6 +12,7 @@ from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
 from fullshard.slurm import adopt_slurm
+from fullshard.status import say, shown
 
 if TYPE_CHECKING:
     from fullshard.runs.prepare import Prepared
@@ -76,7 +77,8 @@ class Given:
 
 def _launch(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
-    prepared = _prepare(given, given.ranks)
+    with shown("reading the recipe"):
+        prepared = _prepare(given, given.ranks)
     recipe = prepared.recipe
     weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
     about = f"{recipe.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {recipe.steps} steps into {given.run}"
@@ -108,6 +110,7 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
     from fullshard.runs.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes
+    say("importing torch")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
     from fullshard.runs.prepare import prepare

@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.data import TokenFile
 from fullshard.engine import Engine, Messages
 from fullshard.errors import FullshardError
+from fullshard.reading import hash_ends
 from fullshard.runs.prepare import Prepared
 
 # Where things lie may differ between machines; what lies there may not, and is compared by itself.
-PLACES = {"data.path", "data.valid", "disk.path", "model.name", "model.weights", "sample.tokenizer", "plan.file", "plan.cluster"}
-SAMPLE = 1 << 16  # bytes of each end of a file of weights
+PLACES = {
+    *("data.path", "data.valid", "data.source", "data.tokenizer", "data.collate", "disk.path", "model.name", "model.weights"),
+    *("model.call", "sample.tokenizer", "plan.file", "plan.cluster"),
+}
 _count = itertools.count()  # of comparisons: each has keys of its own
 PATIENCE = 300.0  # seconds: reading a model's description or data may take one rank longer than another
 
@@ -27,29 +29,19 @@ def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any
     recipe = flat(prepared.recipe.model_dump(mode="json"))
     found = {key: value for key, value in recipe.items() if key not in PLACES}
     found |= {f"the plan's {key}": value for key, value in flat(prepared.plan.to_dict()).items()}
-    found |= {"the tokens of data.path": data_identity(prepared.data), "the model": _shapes(prepared)}
-    found |= {"the tokens of data.valid": data_identity(prepared.valid)} if prepared.valid else {}
+    found |= {f"the {prepared.recipe.unit} of data.path": prepared.data.identity, "the model": _shapes(prepared)}
+    found |= {f"the {prepared.recipe.unit} of data.valid": prepared.valid.identity} if prepared.valid else {}
     found |= {"the files of model.weights": weights_identity(prepared.weights)} if prepared.weights else {}
     found |= {"--run": str(run), "--resume": resume}
     versions = {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__}
     return found | versions | prepared.engine.versions()
 
 
-def data_identity(tokens: TokenFile) -> str:
-    """A short digest of the token index, checksums included."""
-    about = [tokens.vocab, tokens.tokenizer, str(tokens.dtype), tokens.shards]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def weights_identity(directory: Path) -> str:
     """A short digest of the names, sizes, headers and last bytes of the weights. Reading all bytes would take too long."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE))
-            file.seek(max(0, path.stat().st_size - SAMPLE))
-            digest.update(file.read(SAMPLE))
+        hash_ends(digest, path)
     return digest.hexdigest()[:16]
 
 

@@ -15,9 +15,8 @@ from fullshard.checkpoint.retention import Retention
 from fullshard.engine import PendingSave, RunState
 from fullshard.errors import FullshardError
 from fullshard.model.presets import PRESETS, LlamaSize
-from fullshard.runs.agreement import data_identity
 from fullshard.runs.metrics import Metrics
-from fullshard.runs.prepare import Prepared, shelf_of
+from fullshard.runs.prepare import Prepared, checkpoint_dir_of
 from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.resuming import Change, refuse_changes, refuse_other_data
@@ -33,8 +32,8 @@ class Checkpoints:
         self.accept, self.changes = accept, list[Change]()  # of the recipe since the checkpoint, and whether they are meant
         w = self.wanted
         kept = Retention(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
-        shelf = str(shelf_of(prepared.recipe, directory))
-        self.writer = prepared.engine.checkpointer(shelf, state, keep=kept, overlap=w.background, run=str(directory))
+        checkpoint_dir = str(checkpoint_dir_of(prepared.recipe, directory))
+        self.writer = prepared.engine.checkpointer(checkpoint_dir, state, keep=kept, overlap=w.background, run=str(directory))
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
         self.saving: PendingSave | None = None
         self.cursor = 0  # of the save in flight, or of the one that failed last
@@ -42,7 +41,7 @@ class Checkpoints:
         self.postponed = False  # whether one fell due after a step that was not finite
         self.poisoned = self.lost = False  # what became of the last one: see `PendingSave`
         self.why, self.failed = "", -1  # the last one that failed: why, and of which step
-        self.origin: Place | None = None  # the checkpoint of another shelf that was resumed from
+        self.origin: Place | None = None  # the checkpoint of another checkpoint directory that was resumed from
         self.noted = ""  # what was said of a save; once is enough
         self.numbers: dict[str, float] = {}  # the newest evaluation, for retention
 
@@ -131,8 +130,7 @@ class Checkpoints:
         self._report()
         if self.poisoned or self.lost:
             return
-        data = self.prepared.data
-        about = extra | {"data": {"tokens": len(data), "documents": data.documents, "identity": data_identity(data)}}
+        about = extra | {"data": self.prepared.data.about()}
         metrics = {k: v for k, v in self.numbers.items() if math.isfinite(v)}
         self.saving = self.writer.save(cursor=cursor, recipe=self.recipe, extra=about, metrics=metrics, prune=prune)
         if self.saving.note and self.saving.note != self.noted:
@@ -203,7 +201,7 @@ class Checkpoints:
         self.writer.close()
 
     def release(self) -> None:
-        """Let others write to the shelf, whatever has become of the other ranks."""
+        """Let others write to the checkpoint directory, whatever has become of the other ranks."""
         self.writer.release()
 
 
@@ -243,4 +241,4 @@ def export_end(recipe: Recipe, directory: Path) -> Path | None:
     if target is None:
         return None
     newest = commit.checkpoint_name(recipe.steps)
-    return export(str(shelf_of(recipe, directory).child(newest)), target, "peft" if recipe.lora else "hf")
+    return export(str(checkpoint_dir_of(recipe, directory).child(newest)), target, "peft" if recipe.lora else "hf")

@@ -6,13 +6,13 @@ from typing import Any
 from fullshard.engine import EngineState, engine_of
 from fullshard.errors import FullshardError, checked_call
 
-CALL = "fullshard.train(state, batches, steps=1000), where batches gives a list of dicts a step"
+CALL = "fullshard.train(state, batches, steps=1000), where batches gives a list of micro-batches a step"
 
 
 @checked_call(CALL, state=EngineState, steps=int)
 def train(
     state: EngineState,
-    batches: Iterable[list[dict[str, Any]]],
+    batches: Iterable[list[Any]],
     *,
     steps: int,
     loss: Any = None,

@@ -112,5 +112,5 @@ def explain_out_of_memory(prepared: Prepared, state: RunState) -> str:
         helps = "use plan.remat = 'full', a smaller train.micro_batch or more devices"
     else:
         clip = recipe.optim.clip is not None
-        helps = advice(plan, description, prepared.cluster, loss=recipe.train.loss, clip=clip)
+        helps = advice(plan, description, prepared.cluster, loss=recipe.loss, clip=clip)
     return f"out of memory in step {state.step + 1}{said}; {helps}"

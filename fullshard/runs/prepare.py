@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fullshard import optimizer
 from fullshard.checkpoint.place import Place, open_place
 from fullshard.cluster.cluster import Cluster
-from fullshard.data import Batches, TokenFile
-from fullshard.data.tokenizer import Tokenizer, open_tokenizer, refuse_different, refuse_other_tokenizer, tokenizer_hash
+from fullshard.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
+from fullshard.data.training_data import TokenData, TrainingData
 from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.model.description import Description
+from fullshard.model.description_cache import cached_description
 from fullshard.model.presets import PRESETS
 from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
 from fullshard.planner.estimate import Estimate, estimate
@@ -20,8 +21,10 @@ from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
+from fullshard.runs.open_data import open_data, refuse_first_batch
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_sections import OWN, changed
+from fullshard.status import say
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
 
@@ -35,8 +38,8 @@ class Prepared:
     plan: Plan
     model: Any  # without memory for its weights
     weights: Path | None
-    data: TokenFile
-    valid: TokenFile | None
+    data: TrainingData
+    valid: TrainingData | None
     tokenizer: Tokenizer | None  # to sample with
     cluster: Cluster  # what the plan is predicted for
     description: Description | None  # the model's, where its costs are known
@@ -51,7 +54,9 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     ranks = ranks if ranks is not None else engine.local_devices()
     if ranks < 1:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
-    model = engine.load_model(recipe.model.name)
+    say("building the model")
+    model = engine.load_model(recipe.model.name, init=recipe.model.init, call=recipe.model.call)
+    engine.refuse_loss(model, recipe.loss)
     weights = weights_of(recipe)
     if recipe.lora:
         model = engine.add_adapters(model, **recipe.lora.model_dump())
@@ -72,10 +77,10 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
-    if recipe.train.loss == "chunked" and plan.mesh.tensor > 1:
-        raise FullshardError("train.loss = 'chunked' does not work with a tensor axis yet; write train.loss = 'plain'")
+    engine.named_loss(recipe.loss)  # a file without it
     data, valid = open_data(recipe, model, engine)
-    batches(recipe, plan, data, 0)  # enough tokens for one sample
+    for opened in (data, *([valid] if valid else [])):
+        refuse_first_batch(recipe, plan, opened)
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
     return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
@@ -84,26 +89,49 @@ def _plan(
     recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]
 ) -> tuple[Plan, Estimate | None, Description | None]:
     """The plan; its estimate, if costs are known; and the description with those costs."""
-    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora else None
+    causal = recipe.data.objective == "causal"
+    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora and causal else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
-        plan = make_plan(recipe, engine.describe(model, title=recipe.model.name), cluster.devices)
+        plan = make_plan(recipe, engine.describe(model, title=recipe.model.name, experts=recipe.plan.expert > 1), cluster.devices)
         return plan, _expected(recipe, plan, shipped, cluster), shipped
+    if not causal:
+        raise FullshardError(
+            f"plan.strategy = 'auto' plans data.objective = 'causal' alone, not '{recipe.data.objective}'; name a strategy, as "
+            "in plan.strategy = 'zero3'"
+        )
     compute: Any = recipe.plan.compute
     if shipped is None or not _traced(shipped, compute):
-        shipped = engine.describe(model, title=recipe.model.name, micro_batch=1, sequence=recipe.data.sequence, compute=compute)
+        shipped = _describe_costs(recipe, model, engine)
     found = find_plan(
         shipped,
         cluster,
-        sequence=recipe.data.sequence,
+        sequence=recipe.sequence,
         global_batch=recipe.train.global_batch,
         fix=_pinned(recipe),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
-        loss=recipe.train.loss,
+        loss=_planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
         disk=recipe.disk.path is not None,
     )
     return found.plan, found.estimate, shipped
+
+
+def _planned_loss(recipe: Recipe) -> Literal["chunked", "plain"]:
+    """The loss as the planner knows it."""
+    return "chunked" if recipe.loss == "chunked" else "plain"
+
+
+def _describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description:
+    """The model with its costs, which are kept on disk unless adapters change the model."""
+    name, sequence, compute = recipe.model.name, recipe.sequence, recipe.plan.compute
+
+    def trace() -> Description:
+        return engine.describe(model, title=name, micro_batch=1, sequence=sequence, compute=compute)
+
+    return (
+        trace() if recipe.lora or recipe.model.call else cached_description(name, sequence=sequence, compute=compute, make=trace)
+    )
 
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
@@ -121,7 +149,7 @@ def _expected(recipe: Recipe, plan: Plan, description: Description | None, clust
         plan,
         description,
         cluster,
-        loss=recipe.train.loss,
+        loss=_planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
     )
@@ -140,7 +168,7 @@ def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster:
 def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
     """The predicted step time."""
     clip = recipe.optim.clip is not None
-    return timeline(plan, description, cluster, loss=recipe.train.loss, optimizer=make_optimizer(recipe), clip=clip).seconds
+    return timeline(plan, description, cluster, loss=_planned_loss(recipe), optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
 def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None, engine: Engine[Any, Any]) -> int:
@@ -189,33 +217,13 @@ def _refuse_scaled_positions(preset: str, directory: Path) -> None:
         raise FullshardError(f"{directory} scales its positions, which {preset} does not; write model.name = '{directory}'")
 
 
-def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TokenFile, TokenFile | None]:
-    """Open the token files and check them against the model."""
-    data = TokenFile(recipe.data.path)
-    valid = TokenFile(recipe.data.valid) if recipe.data.valid else None
-    vocab, longest = engine.limits(model)
-    if vocab is not None and data.vocab > vocab:
-        raise FullshardError(
-            f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"
-        )
-    if longest is not None and recipe.data.sequence > longest:
-        raise FullshardError(f"data.sequence = {recipe.data.sequence} is longer than the model's {longest}; shorten it")
-    if recipe.data.boundaries == "attention" and not engine.takes_positions(model):
-        raise FullshardError(
-            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {type(model).__name__}'s does not: "
-            "write 'labels'"
-        )
-    if Path(recipe.model.name).is_dir():
-        refuse_other_tokenizer(data, recipe.model.name)
-    if valid:
-        refuse_different(data, valid)
-    return data, valid
-
-
-def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
+def tokenizer_of(recipe: Recipe, opened: TrainingData) -> Tokenizer | None:
     """The tokenizer for prompts; None if nothing is sampled."""
     if not recipe.sample.every:
         return None
+    if not isinstance(opened, TokenData):
+        return open_tokenizer(_sample_tokenizer(recipe), None)
+    data = opened.tokens
     near = Path(recipe.model.name) / "tokenizer.json"
     given = recipe.sample.tokenizer or ("bytes" if data.tokenizer == "bytes" else str(near) if near.is_file() else None)
     if given is None:
@@ -228,6 +236,14 @@ def tokenizer_of(recipe: Recipe, data: TokenFile) -> Tokenizer | None:
     ):
         raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
     return open_tokenizer(given, None)
+
+
+def _sample_tokenizer(recipe: Recipe) -> str:
+    """The tokenizer for prompts where the data does not name one."""
+    near = Path(recipe.model.name) / "tokenizer.json"
+    if recipe.sample.tokenizer is None and not near.is_file():
+        raise FullshardError("sample.prompts need a tokenizer; write sample.tokenizer = 'path/to/tokenizer.json'")
+    return recipe.sample.tokenizer or str(near)
 
 
 def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
@@ -248,13 +264,14 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         description,
         devices=ranks,
         tensor=wanted.tensor,
+        expert=wanted.expert,
         replicate=wanted.replicate,
         reshard=wanted.reshard,
         replicate_below=wanted.replicate_below,
         keep_whole=wanted.keep_whole,
         spell=_spell,
         precision=Precision(compute=wanted.compute, reduce=wanted.reduce, master=wanted.master),
-        batch=Batch(recipe.train.micro_batch, recipe.data.sequence, recipe.train.global_batch // rows, wanted.sync),
+        batch=Batch(recipe.train.micro_batch, recipe.sequence, recipe.train.global_batch // rows, wanted.sync),
         prefetch=Prefetch(wanted.prefetch, wanted.prefetch),
         remat=wanted.remat,
         remat_every=wanted.remat_every,
@@ -286,32 +303,17 @@ def _plan_of_file(recipe: Recipe, file: str, ranks: int) -> Plan:
     rows = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch
     if plan.mesh.devices != ranks:
         raise FullshardError(f"{file} is for {plan.mesh.devices} devices, but {ranks} ranks will run; start that many")
-    if rows != recipe.train.global_batch or plan.batch.sequence != recipe.data.sequence:
+    if rows != recipe.train.global_batch or plan.batch.sequence != recipe.sequence:
         raise FullshardError(
             f"{file} is for steps of {rows} × {plan.batch.sequence} tokens, the recipe for "
-            f"{recipe.train.global_batch} × {recipe.data.sequence}; make them agree"
+            f"{recipe.train.global_batch} × {recipe.sequence}; make them agree"
         )
     return plan
 
 
-def shelf_of(recipe: Recipe, directory: Path) -> Place:
+def checkpoint_dir_of(recipe: Recipe, directory: Path) -> Place:
     """Where a run's checkpoints lie."""
     return open_place(recipe.checkpoint.path or directory / "checkpoints")
-
-
-def batches(recipe: Recipe, plan: Plan, tokens: TokenFile, rank: int) -> Batches:
-    return Batches(
-        tokens,
-        recipe.data.sequence,
-        plan.batch.micro_batch,
-        plan.batch.accumulate,
-        rank,
-        plan.mesh.data,
-        recipe.train.seed,
-        recipe.data.shuffle,
-        recipe.data.boundaries,
-        recipe.data.packing,
-    )
 
 
 def make_optimizer(recipe: Recipe) -> optimizer.Optimizer:

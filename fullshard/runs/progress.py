@@ -17,14 +17,14 @@ class Bar:
     """A progress bar over steps. On other ranks than 0, and where stderr is no terminal, it does not draw;
     then a line is printed every tenth of the way."""
 
-    def __init__(self, steps: int, *, visible: bool):
+    def __init__(self, steps: int, *, visible: bool, unit: str = "tokens"):
         self.console = Console(file=sys.stderr, quiet=not visible)
         self.live = visible and self.console.is_terminal
-        self.steps, self.visible = steps, visible
+        self.steps, self.visible, self.unit = steps, visible, unit
         columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.task = self.progress.add_task("", total=steps)
-        self.since, self.tokens, self.rate = time.perf_counter(), 0.0, 0.0
+        self.since, self.count, self.rate = time.perf_counter(), 0.0, 0.0
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -33,13 +33,13 @@ class Bar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.progress.stop()
 
-    def update(self, index: int, loss: float, tokens: float, held: int) -> None:
-        """After a step: `tokens` of all ranks, `held` bytes of this one."""
-        self.tokens += tokens
+    def update(self, index: int, loss: float, count: float, held: int) -> None:
+        """After a step: `count` tokens or samples of all ranks, `held` bytes of this one."""
+        self.count += count
         elapsed = time.perf_counter() - self.since
         if elapsed > 0.5 or index <= 1:
-            self.rate, self.since, self.tokens = self.tokens / elapsed, time.perf_counter(), 0.0
-        text = f"loss {loss:.3f}  {count_text(self.rate)} tokens/s  {bytes_text(held)} a rank"
+            self.rate, self.since, self.count = self.count / elapsed, time.perf_counter(), 0.0
+        text = f"loss {loss:.3f}  {count_text(self.rate)} {self.unit}/s  {bytes_text(held)} a rank"
         with suppress(OSError):  # stderr may go to a disk that is full
             self.progress.update(self.task, completed=index, description=text)
             if self.visible and not self.live and index % max(1, self.steps // 10) == 0:

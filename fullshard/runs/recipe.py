@@ -47,6 +47,12 @@ class Recipe(RecipeSection):
     log: LogSection = LogSection()
 
     @model_validator(mode="after")
+    def _a_call_is_not_chunked(self) -> Self:
+        if self.model.call is not None and self.train.loss == "chunked":
+            raise ValueError("train.loss = 'chunked' has no effect with model.call; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _what_belongs_together(self) -> Self:
         if bool(self.eval.every) != (self.data.valid is not None):
             raise ValueError("eval.every and data.valid belong together: give both, or neither")
@@ -56,6 +62,21 @@ class Recipe(RecipeSection):
             raise ValueError("sample.every and sample.prompts belong together: give both, or neither")
         if self.checkpoint.best and self.checkpoint.metric == "eval_loss" and not self.eval.every:
             raise ValueError("checkpoint.best ranks by the evaluation loss; give eval.every, or checkpoint.metric = 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _the_objective_has_its_loss(self) -> Self:
+        objective = self.data.objective
+        if objective == "causal":
+            return self
+        if self.train.loss in ("chunked", "plain"):
+            raise ValueError(f"train.loss = '{self.train.loss}' is of data.objective = 'causal', not '{objective}'; leave it out")
+        if objective == "custom" and self.train.loss == "auto":
+            raise ValueError("data.objective = 'custom' needs train.loss = 'file.py:callable', which returns on_torch.Loss")
+        if self.train.tokens is not None:
+            raise ValueError(f"train.tokens is of data.objective = 'causal', not '{objective}'; write train.steps")
+        if self.sample.every:
+            raise ValueError(f"sample.every lets a causal model continue texts, not one of data.objective = '{objective}'")
         return self
 
     @model_validator(mode="after")
@@ -100,7 +121,24 @@ class Recipe(RecipeSection):
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.tokens is not None
-        return -(-self.train.tokens // (self.train.global_batch * self.data.sequence))
+        return -(-self.train.tokens // (self.train.global_batch * self.sequence))
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in a sample; 1 if samples have none."""
+        return self.data.sequence or 1
+
+    @property
+    def loss(self) -> str:
+        """The loss by its name for the engine: `auto` is the objective's own."""
+        causal = "plain" if self.model.call else "chunked"  # a call's logits may differ from the head's
+        own = causal if self.data.objective == "causal" else self.data.objective
+        return own if self.train.loss == "auto" else self.train.loss
+
+    @property
+    def unit(self) -> str:
+        """What a run counts: `tokens` with a label, or `samples`."""
+        return "tokens" if self.data.objective == "causal" else "samples"
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:

@@ -5,8 +5,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from fullshard.callables import is_callable_name
 from fullshard.data.batches import Boundaries, Packing
-from fullshard.plan import DType, Place, Remat, Sync
+from fullshard.data.collate import Pad
+from fullshard.data.images import Resize
+from fullshard.errors import nearest
+from fullshard.plan import DType, HomeName, Remat, Sync
 from fullshard.runs.lr_schedule import ScheduleKind
 from fullshard.update_pieces import STAGING
 
@@ -24,10 +28,14 @@ def changed(section: RecipeSection) -> set[str]:
 
 class ModelSection(RecipeSection):
     """`name`: a preset, a Hugging Face directory, or file.py:callable. `weights`: `auto` reads those that lie in
-    the Hugging Face directory and draws them otherwise, `draw` draws them, anything else is a directory of them."""
+    the Hugging Face directory and draws them otherwise, `draw` draws them, anything else is a directory of them. `init`: the
+    drawn weights of a file's model are its `factory`'s own, or those of its `modules`' rules. `call`: file.py:callable, a
+    function (model, batch) that returns logits or a Loss."""
 
     name: str
     weights: str = "auto"
+    init: Literal["factory", "modules"] = "factory"
+    call: str | None = None
 
 
 class LoraSection(RecipeSection):
@@ -39,21 +47,86 @@ class LoraSection(RecipeSection):
     targets: tuple[str, ...] = Field(("q_proj", "k_proj", "v_proj", "o_proj"), strict=False, min_length=1)
 
 
-class DataSection(RecipeSection):
-    """`path`: a directory that `fullshard data pack` made."""
+# The columns that each objective reads, and what else its samples depend on. `custom` takes any columns.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "masked": ("text",),
+    "seq2seq": ("source", "target"),
+    "classify": ("text", "label"),
+    "image": ("image", "label"),
+}
+TAKES: dict[str, set[str]] = {
+    "causal": {"sequence", "boundaries", "packing", "columns", "collate"},
+    "masked": {"sequence", "tokenizer", "columns", "mask", "pad"},
+    "seq2seq": {"sequence", "target_sequence", "tokenizer", "columns", "pad"},
+    "classify": {"sequence", "tokenizer", "columns", "pad"},
+    "image": {"columns", "image_size", "resize", "mean", "std"},
+    "custom": {"sequence", "columns", "collate"},
+}
+Triple = tuple[float, float, float]
 
-    path: str
-    sequence: int = Field(gt=0)
+
+class DataSection(RecipeSection):
+    """`path`: a directory that `fullshard data pack` made, a table or a folder of images; or `source`: file.py:callable, which
+    returns a data set. `objective`: what a sample is made into."""
+
+    path: str | None = None
+    source: str | None = None
+    objective: Literal["causal", "masked", "seq2seq", "classify", "image", "custom"] = "causal"
+    sequence: int | None = Field(None, gt=0)
     shuffle: bool = True
     boundaries: Boundaries = "ignored"
     packing: Packing = "stream"
     valid: str | None = None
+    columns: dict[str, str] = Field({})
+    tokenizer: str | None = None
+    target_sequence: int | None = Field(None, gt=0)
+    mask: float = Field(0.15, gt=0, lt=1)
+    pad: Pad = "longest"
+    image_size: int | None = Field(None, gt=0)
+    resize: Resize = "crop"
+    mean: Triple | None = Field(None, strict=False)
+    std: Triple | None = Field(None, strict=False)
+    collate: str | None = None
+    workers: int | None = Field(None, ge=0)
+    prefetch: int = Field(2, ge=0)
 
     @model_validator(mode="after")
     def _whole_rows_have_boundaries(self) -> Self:
         if self.packing == "whole" and self.boundaries == "ignored":
             raise ValueError("packing = 'whole' needs boundaries = 'labels' or 'attention': its rows are padded")
         return self
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.path is not None and self.source is not None:
+            raise ValueError("path and source exclude each other; leave one out")
+        if self.path is None and self.source is None:
+            raise ValueError("path is missing; add it, or source = 'file.py:callable'")
+        for key in ("source", "collate"):
+            if (given := getattr(self, key)) is not None and not is_callable_name(given):
+                raise ValueError(f"{key} = {given!r} names no callable; write {key} = 'file.py:callable'")
+        return self
+
+    @model_validator(mode="after")
+    def _what_the_objective_takes(self) -> Self:
+        takes = TAKES[self.objective]
+        for key in sorted(set.union(*TAKES.values()) - takes):
+            if key in changed(self):
+                raise ValueError(f"{key} has no effect with objective = '{self.objective}'; leave it out")
+        if "sequence" in takes and self.sequence is None and self.objective != "custom":
+            raise ValueError(
+                f"sequence is missing: objective = '{self.objective}' needs the number of tokens in a sample; add it"
+            )
+        for part in self.columns if self.objective in COLUMNS else ():
+            if part not in (known := list(COLUMNS[self.objective])):
+                raise ValueError(f"columns.{part} is unknown (known: {', '.join(known)}){nearest(part, known)}")
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"std = {list(self.std)} must be above 0")
+        return self
+
+    def column(self, part: str) -> str:
+        """The column that holds a part of the objective's samples; by default of the same name."""
+        return self.columns.get(part, part)
 
 
 # What each optimizer takes besides its learning rate, and the defaults.
@@ -121,19 +194,32 @@ class ScheduleSection(RecipeSection):
         return self
 
 
+LOSSES = ("auto", "chunked", "plain")
+
+
 class TrainSection(RecipeSection):
-    """`steps` or `tokens`; `global_batch` counts sequences over all ranks and micro-batches."""
+    """`steps` or `tokens`; `global_batch` counts samples over all ranks and micro-batches. `loss`: `auto` is the data's
+    objective's own."""
 
     steps: int | None = Field(None, gt=0)
     tokens: int | None = Field(None, gt=0)
     global_batch: int = Field(gt=0)
     micro_batch: int = Field(1, gt=0)
-    loss: Literal["chunked", "plain"] = "chunked"
+    loss: str = "auto"
     seed: int = 0
     hang_seconds: float = Field(300.0, ge=0)  # without progress until the run is called hung; 0: never
     max_skips: int = Field(10, gt=0)  # steps in a row whose loss or gradient was not finite
     on_divergence: Literal["stop", "rollback"] = "stop"
     max_rollbacks: int = Field(3, gt=0)
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        if value not in LOSSES and not is_callable_name(value):
+            raise ValueError(
+                f"there is no loss {value!r}; write {', '.join(LOSSES)} or file.py:callable{nearest(value, list(LOSSES))}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -155,6 +241,7 @@ class PlanSection(RecipeSection):
     limit: str | None = None
     replicate: int = Field(1, gt=0)
     tensor: int = Field(1, gt=0)
+    expert: int = Field(1, gt=0)
     reshard: int | None = Field(None, gt=1)
     replicate_below: int = Field(0, ge=0)
     keep_whole: tuple[str, ...] = Field((), strict=False)
@@ -180,7 +267,7 @@ class PlanSection(RecipeSection):
             raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
         if self.limit is not None and self.strategy != "auto":
             raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
-        for key in ("reshard", "replicate_below", "keep_whole", "remat_every"):
+        for key in ("expert", "reshard", "replicate_below", "keep_whole", "remat_every"):
             if self.strategy == "auto" and key in changed(self):
                 raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
         return self
@@ -191,9 +278,9 @@ class HomeSection(RecipeSection):
     while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured;
     `backlog`: of how many the gradients may wait on the device while backward runs, by default of any number."""
 
-    params: Place = "device"
-    optimizer: Place = "device"
-    activations: Place = "device"
+    params: HomeName = "device"
+    optimizer: HomeName = "device"
+    activations: HomeName = "device"
     staging: int = Field(STAGING, gt=0)
     cpu_share: float | None = Field(None, ge=0, le=1)
     backlog: int | None = Field(None, gt=0)

@@ -14,13 +14,14 @@ from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
-from fullshard.runs.agreement import data_identity, flat
+from fullshard.runs.agreement import flat
 from fullshard.runs.lr_schedule import factor
-from fullshard.runs.prepare import Prepared, prepare, shelf_of
+from fullshard.runs.prepare import Prepared, checkpoint_dir_of, prepare
 from fullshard.runs.recipe import Recipe, make_recipe
 
 ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples
-CURVE = ("optim.", "schedule.", "lora.", "data.boundaries")  # keys, or sections, by which the losses to come change
+SAMPLES = ("objective", "boundaries", "columns", "target_sequence", "mask", "image_size", "resize", "mean", "std")
+CURVE = ("optim.", "schedule.", "lora.", *(f"data.{key}" for key in SAMPLES))  # by which the losses to come change
 POINTS = 1000  # of a learning-rate schedule that are compared
 
 Change = tuple[str, Any, Any]  # key, in the checkpoint, now
@@ -37,8 +38,10 @@ def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
             raise FullshardError(f"{said}: the order of samples would change; keep it, or start another run")
     data = manifest.state.get("extra", {}).get("data")
     had = data.get("identity") if isinstance(data, dict) else None  # what a program saved may mean something else
-    if had is not None and had != data_identity(prepared.data):
-        raise FullshardError(f"{prepared.data.path} holds other tokens than the checkpoint was trained on; use those")
+    if had is not None and had != prepared.data.identity:
+        raise FullshardError(
+            f"{prepared.data.path} holds other {prepared.recipe.unit} than the checkpoint was trained on; use those"
+        )
 
 
 def changes(manifest: Manifest, prepared: Prepared) -> list[Change]:
@@ -98,7 +101,7 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
     manifest = Checkpoint(place).manifest
     refuse_other_data(manifest, prepared)
     refuse_changes(manifest, prepared, accept=accept)
-    inside = str(place).startswith(f"{shelf_of(prepared.recipe, directory)}/")
+    inside = str(place).startswith(f"{checkpoint_dir_of(prepared.recipe, directory)}/")
     if not inside and (directory / "metrics.jsonl").exists():
         raise FullshardError(f"{directory} holds another run already; give another directory with --run")
 
@@ -110,15 +113,16 @@ def resumable(directory: Path, ranks: int | None) -> str:
     except FullshardError:
         raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
     prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
-    shelf = shelf_of(prepared.recipe, directory)
-    names = commit.committed(shelf)
-    whole = next((n for n in reversed(names) if not problems(shelf.child(n))), None)
+    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    names = commit.committed(checkpoint_dir)
+    whole = next((n for n in reversed(names) if not problems(checkpoint_dir.child(n))), None)
     if whole is None:
-        why = problems(shelf.child(names[-1]))[0] if names else f"{shelf} has no checkpoint"
+        why = problems(checkpoint_dir.child(names[-1]))[0] if names else f"{checkpoint_dir} has no checkpoint"
         raise FullshardError(f"{why}; the run would have to begin again")
-    manifest = commit.read_manifest(shelf.child(whole))
+    manifest = commit.read_manifest(checkpoint_dir.child(whole))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_mismatch(str(shelf.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
-    left = prepared.recipe.steps - manifest.step
-    return f"{shelf.child(whole)} on {prepared.plan.mesh.devices} ranks ({prepared.plan.mesh}), {left} steps to go"
+    refuse_mismatch(str(checkpoint_dir.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
+    left, devices = prepared.recipe.steps - manifest.step, prepared.plan.mesh.devices
+    on = "1 rank" if devices == 1 else f"{devices} ranks ({prepared.plan.mesh})"
+    return f"{checkpoint_dir.child(whole)} on {on}, {left} steps to go"

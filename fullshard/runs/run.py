@@ -4,15 +4,15 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import islice
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.place import Local
-from fullshard.data import Batches
+from fullshard.data.sample_batches import StreamBatches
+from fullshard.data.step_batches import close
 from fullshard.engine import RunState, Step
 from fullshard.errors import DIVERGED, FullshardError
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
@@ -20,8 +20,9 @@ from fullshard.runs.disk_check import judge_disk
 from fullshard.runs.loop import train
 from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
+from fullshard.runs.open_data import batches
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
-from fullshard.runs.prepare import Prepared, batches, disk_of, make_optimizer, shelf_of
+from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer
 from fullshard.runs.progress import Bar
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.signals import Signals
@@ -61,7 +62,9 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
     """Train. Returns True if the run reached its last step."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
-    weights = None if resume and (resume != "auto" or commit.committed(shelf_of(recipe, directory))) else prepared.weights
+    weights = (
+        None if resume and (resume != "auto" or commit.committed(checkpoint_dir_of(recipe, directory))) else prepared.weights
+    )
     disk = disk_of(recipe, prepared.plan)
     for line in judge_disk(prepared, disk) if disk else ():
         if first:
@@ -69,9 +72,12 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
     state = engine.shard(
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
+    engine.seed_dropout(state, recipe.train.seed)
+    for line in state.notes if first else ():
+        print(line, file=sys.stderr, flush=True)
     metrics = open_metrics(None, recipe)
     watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
-    with Bar(recipe.steps, visible=first) as bar, Signals() as signals, watched as watchdog:
+    with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals, watched as watchdog:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
@@ -146,10 +152,14 @@ class Run:
     ):
         self.prepared, self.engine, self.recipe, self.state = prepared, prepared.engine, prepared.recipe, state
         self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
-        self.source = batches(self.recipe, state.plan, prepared.data, self.engine.data_rank(state.plan.mesh))
-        self.loss = self.engine.named_loss(self.recipe.train.loss)
-        self.flops = self.engine.flops_per_token(state.model, self.recipe.data.sequence)
-        self.peak = self.engine.peak_flops(state)
+        self.rank = self.engine.data_rank(state.plan.mesh)
+        self.source = batches(self.recipe, state.plan, prepared.data, self.rank, self.engine)
+        if isinstance(self.source, StreamBatches):
+            self.source.say = bar.say
+        self.steps: Iterator[Any] = iter(())
+        self.loss = self.engine.named_loss("call" if self.recipe.model.call and self.recipe.loss == "plain" else self.recipe.loss)
+        self.flops = self.engine.flops_per_token(state.model, self.recipe.sequence)
+        self.peak = self.engine.peak_flops(state) if self.recipe.unit == "tokens" else None
         self.verdict = Verdict(prepared.estimate, ThisHost(prepared, state)) if prepared.estimate else None
         self.began = self.waited = 0.0  # the step under way: when it began, and seconds that it waited for data
         self.asked = False  # by a signal, on any rank
@@ -162,7 +172,8 @@ class Run:
         """What a resumed run needs besides the state and the cursor."""
         best = self.best if self.best < float("inf") else None
         counts = {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
-        return counts | {"rollbacks": self.rollbacks, "rolled_from": self.rolled_from, "rolled_to": self.rolled_to}
+        counts |= {"rollbacks": self.rollbacks, "rolled_from": self.rolled_from, "rolled_to": self.rolled_to}
+        return counts | ({"stream": self.source.state} if isinstance(self.source, StreamBatches) else {})
 
     def restore(self, found: Manifest | None, expected: float | None) -> None:
         """Continue from a checkpoint."""
@@ -174,6 +185,9 @@ class Run:
             self.expected = expected
             assert found.cursor is not None
             self.source.cursor = found.cursor
+            if isinstance(self.source, StreamBatches):
+                self.source.resume(found.cursor, found.state.get("extra", {}).get("stream"))
+        close(self.steps)
         self.steps = iter(self.source)
 
     def tell_changes(self) -> None:
@@ -228,6 +242,18 @@ class Run:
 
     def train(self) -> str | None:
         """Train to the last step. Returns why the run ends before it, if it does."""
+        try:
+            for _ in self.trained_steps():
+                if why := self.why_stop():
+                    return why
+        except Exception as error:
+            if not self.engine.out_of_memory(error):
+                raise
+            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
+        return None
+
+    def trained_steps(self) -> Iterator[Step]:
+        """The steps to the last, each trained and recorded, with what was due after it done."""
         first = self.state.step
         results = train(
             self.state,
@@ -238,23 +264,18 @@ class Run:
             lr=lambda i: self._learning_rate(first + i),
             flags=self._flags,
         )
-        try:
-            for result in results:
-                self._after(result)
-                if why := self.why_stop():
-                    return why
-        except Exception as error:
-            if not self.engine.out_of_memory(error):
-                raise
-            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
-        return None
+        for result in results:
+            self._after(result)
+            yield result
 
     def _timed_batches(self) -> Iterator[Any]:
         """The data, each step's list of micro-batches. A step begins when its data is asked for."""
         while True:
             self.began = time.perf_counter()
             self.watchdog.begin(self.state.step + 1)
-            micro_batches = next(self.steps)
+            again = isinstance(self.source, StreamBatches) and self.source.reads_again
+            with self.watchdog.saving("reading the data again") if again else nullcontext():
+                micro_batches = next(self.steps)
             self.waited = time.perf_counter() - self.began
             yield micro_batches
 
@@ -280,7 +301,9 @@ class Run:
 
     def _record(self, result: Step) -> tuple[bool, bool]:
         """Write the step's line. Returns whether a checkpoint is due and whether a save must end the run."""
-        loss, norm, tokens, skipped, asked, due, troubled = result.numbers()
+        loss, norm, counted, skipped, asked, due, troubled, *means = result.numbers()
+        unit = self.recipe.unit
+        count = int(counted) if unit == "tokens" else self.source.step_samples
         self.checkpoints.numbers["loss"] = loss
         seconds = time.perf_counter() - self.began
         self.asked = bool(asked)
@@ -292,16 +315,16 @@ class Run:
             loss=loss,
             grad_norm=norm,
             lr=self._learning_rate(result.index - 1),
-            tokens=int(tokens),
-            tokens_per_second=tokens / seconds,
-            mfu=tokens / seconds * self.flops / (self.peak * self.state.plan.mesh.devices) if self.peak else None,
+            **{unit: count, f"{unit}_per_second": count / seconds},
+            mfu=count / seconds * self.flops / (self.peak * self.state.plan.mesh.devices) if self.peak else None,
             seconds=seconds,
             data_wait_seconds=self.waited,
             **{f"{phase}_seconds": s for phase, s in result.seconds().items()},
             skipped=self.skips,
+            **dict(zip(result.metrics, means, strict=True)),
             **memory,
         )
-        self.bar.update(result.index, loss, tokens, memory["memory_allocated"])
+        self.bar.update(result.index, loss, count, memory["memory_allocated"])
         if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
             self.metrics.write(event="predicted", step=result.index, **self.verdict.numbers)
             self.bar.say(line)
@@ -318,23 +341,15 @@ class Run:
         """The mean loss over the first samples of the held-out data."""
         recipe, plan, valid = self.recipe, self.state.plan, self.prepared.valid
         assert valid is not None
-        held_out = Batches(
-            valid,
-            recipe.data.sequence,
-            plan.batch.micro_batch,
-            rank=self.engine.data_rank(plan.mesh),
-            ranks=plan.mesh.data,
-            shuffle=False,
-            boundaries=recipe.data.boundaries,
-            packing=recipe.data.packing,
-        )
-        given = self.watchdog.each((s[0] for s in islice(held_out, recipe.eval.batches)), f"the evaluation after step {step}")
-        found = self.engine.evaluate(self.state, given, loss=self.loss)
+        held_out = batches(recipe, plan, valid, self.rank, self.engine, held_out=True)
+        given = self.watchdog.each((s[0] for s in held_out), f"the evaluation after step {step}")
+        means = self.engine.evaluate(self.state, given, loss=self.loss)
+        found = means["loss"]
         improved = found < self.best - recipe.eval.min_delta
         self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
         self.checkpoints.numbers["eval_loss"] = found
-        self.metrics.write(step=step, eval_loss=found)
-        self.bar.say(f"step {step}: eval loss {found:.4f}")
+        self.metrics.write(step=step, **{f"eval_{name}": mean for name, mean in means.items()})
+        self.bar.say(f"step {step}: " + ", ".join(f"eval {name} {mean:.4f}" for name, mean in means.items()))
 
     def sample(self, step: int) -> None:
         """Let the model continue the prompts. All ranks compute; the first writes."""
@@ -348,7 +363,7 @@ class Run:
                 temperature=wanted.temperature,
                 stop=tokenizer.end_id,
                 seed=step,
-                window=self.recipe.data.sequence,
+                window=self.recipe.sequence,
             )
             text = tokenizer.decode(tokens)
             self.metrics.write_sample(step=step, prompt=prompt, text=text)

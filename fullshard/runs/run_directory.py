@@ -2,6 +2,7 @@
 
 RUN/recipe.json     the resolved recipe
 RUN/plan.json       the plan
+RUN/classes.json    the names of the classes by number, if the data names them
 RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
 RUN/wandb-id        which run of Weights & Biases this is, if it is one
@@ -9,6 +10,7 @@ RUN/checkpoints/    see docs/guides/checkpoints.md
 RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -35,7 +37,10 @@ def refuse_run(directory: Path) -> None:
 
 
 def write_run(directory: Path, prepared: Prepared) -> None:
-    for name, text in (("recipe.json", prepared.recipe.model_dump_json(indent=1) + "\n"), ("plan.json", prepared.plan.to_json())):
+    texts = {"recipe.json": prepared.recipe.model_dump_json(indent=1) + "\n", "plan.json": prepared.plan.to_json()}
+    if classes := prepared.data.about().get("classes"):
+        texts["classes.json"] = json.dumps(classes, indent=1, ensure_ascii=False) + "\n"
+    for name, text in texts.items():
         fresh = directory / f".{name}.partial"
         fresh.write_text(text)
         fresh.replace(directory / name)  # a kill leaves the old one or the new one

@@ -81,10 +81,10 @@ class Watchdog:
         self.took.append(seconds)
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Inside, a checkpoint is written or waited for."""
+    def saving(self, doing: str = "saving a checkpoint") -> Iterator[None]:
+        """Inside, a checkpoint is written or waited for, or something else goes on that takes as long."""
         before = self.progress
-        self.progress = Progress("saving a checkpoint", SAVING, SAVING)
+        self.progress = Progress(doing, SAVING, SAVING)
         faulthandler.cancel_dump_traceback_later()
         yield
         before.idle = 0.0
