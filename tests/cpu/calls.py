@@ -103,7 +103,7 @@ def unshifted_on_one_rank(custom: bool) -> str:
     return said(lambda: on_torch.train_step(state, [{"input_ids": ids[:, :-1], "labels": labels}], loss=loss))
 
 
-def adapters(base: str, shelf: str) -> str:
+def adapters(base: str, checkpoint_dir: str) -> str:
     """Adapters on a base that is drawn, loaded in one way or another, or has values from the start."""
     from peft import LoraConfig, get_peft_model
 
@@ -117,6 +117,6 @@ def adapters(base: str, shelf: str) -> str:
             for p in state.parameters():
                 p.mul_(0.5)
     if base == "checkpoint":
-        fs.checkpoint.save(shelf, state)
-        fs.checkpoint.load(shelf, state)
+        fs.checkpoint.save(checkpoint_dir, state)
+        fs.checkpoint.load(checkpoint_dir, state)
     return said(lambda: on_torch.train_step(state, [batch()]))

@@ -5,7 +5,7 @@ to die in a phase of a save, before, in the middle of or after the call that mak
 random time. Each rank notes which rows every step trained on; `tests/cpu/judge.py` says what must hold after a kill.
 
 Three circumstances make it harder: `with:full`, the disk is full when the kill comes; `with:damage`, a damaged checkpoint
-lies on the shelf, newer than all others; `with:divergence`, some batches are bad, and the run rolls back.
+lies among the checkpoints, newer than all others; `with:divergence`, some batches are bad, and the run rolls back.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ PHASES = (
     "fsync manifest",
     "fsync staging",
     "rename staging",  # the commit
-    "fsync shelf",
+    "fsync checkpoint_dir",
     "rename checkpoint",  # retention, from here on
     "unlink shard",
     "unlink manifest",
@@ -271,7 +271,7 @@ def _kind(where: Any) -> str:
         "step-": "checkpoint",
         "shard-": "shard",
         "manifest": "manifest",
-        "checkpoints": "shelf",
+        "checkpoints": "checkpoint_dir",
     }
     return next((kind for head, kind in heads.items() if name.startswith(head)), name)
 

@@ -159,8 +159,8 @@ def by_one_kernel(cases: list[Case]) -> list[float]:
                 own = train(case, disk)
             finally:
                 gpu.triton_kernel = before
-            assert own["state"].tiers.gpu.triton_kernel is ByTorch
-            assert own["state"].tiers.moved() == plain["state"].tiers.moved()
+            assert own["state"].offload.gpu.triton_kernel is ByTorch
+            assert own["state"].offload.moved() == plain["state"].offload.moved()
             found.append(apart(own["values"], plain["values"]))
     return found
 
@@ -172,16 +172,16 @@ def moved(case: Case) -> dict[str, Any]:
         for s in range(3):
             if s == 2:
                 state.flush()
-                before = state.tiers.moved()
+                before = state.offload.moved()
             on_torch.train_step(state, batches(state, s), clip=case.clip)
         state.flush()
-        after = state.tiers.moved()
+        after = state.offload.moved()
         by_lane = {"cpu": 0, "gpu": 0}
-        for piece in (p for a in state.tiers.units for p in a.pieces):
+        for piece in (p for a in state.offload.units for p in a.pieces):
             by_lane[piece.lane] += piece.elements
-        shards = sum(sum(a.padded) for a in state.tiers.units)
+        shards = sum(sum(a.padded) for a in state.offload.units)
         own = sum(local(p).numel() for p in state.model.parameters())
-        units = {a.name: a.elements for a in state.tiers.units}
+        units = {a.name: a.elements for a in state.offload.units}
         found = {k: after[k] - before[k] for k in after}
         return {"moved": found, "lanes": by_lane, "shards": shards, "own": own, "units": units, "plan": state.plan}
 
@@ -212,13 +212,13 @@ def late_nan(case: Case) -> str:
     return ""
 
 
-def carried(one: Case, other: Case, shelf: str) -> float:
+def carried(one: Case, other: Case, checkpoint_dir: str) -> float:
     """Save under one plan, load under another, train on in both: how far apart they end."""
     with tempfile.TemporaryDirectory() as disk:
         first = train(replace(one, steps=3), disk)["state"]
-        fs.checkpoint.save(shelf, first)
+        fs.checkpoint.save(checkpoint_dir, first)
         second = make(other, disk)
-        fs.checkpoint.load(shelf, second)
+        fs.checkpoint.load(checkpoint_dir, second)
         for s in range(3, 6):
             for state in (first, second):
                 on_torch.train_step(state, batches(state, s), clip=one.clip, lr=1e-3)
@@ -236,17 +236,17 @@ def dealt(share: float, argument: float | None = None) -> tuple[float, str]:
         state = on_torch.shard(model, plan, ADAMW, cpu_share=argument)
     except fs.FullshardError as error:
         return 0.0, str(error)
-    given = [p.lane for a in state.tiers.units for p in a.pieces]
+    given = [p.lane for a in state.offload.units for p in a.pieces]
     return round(given.count("cpu") / len(given), 2), ""
 
 
-def saved_in_place(case: Case, shelf: str) -> dict[str, Any]:
+def saved_in_place(case: Case, checkpoint_dir: str) -> dict[str, Any]:
     """The same state saved through a copy in host memory and, where there is no room for one, from where it is."""
     with tempfile.TemporaryDirectory() as disk:
         state = train(replace(case, steps=3), disk)["state"]
         arenas, files, notes = [], [], []
         for room in (None, 1000):
-            where = f"{shelf}/{room}"
+            where = f"{checkpoint_dir}/{room}"
             writer = on_torch.Checkpointer(where, state, overlap=True, room=room)
             saving = writer.save()
             done = saving.done()
@@ -256,7 +256,7 @@ def saved_in_place(case: Case, shelf: str) -> dict[str, Any]:
             files.append({p.name: p.read_bytes() for p in Path(where).glob("step-*/shard-*")})
             writer.close()
         other = make(replace(case, homes=(Home(),)), disk)
-        fs.checkpoint.load(f"{shelf}/1000", other)
+        fs.checkpoint.load(f"{checkpoint_dir}/1000", other)
         found = {"apart": apart(values(state), values(other)), "same": files[0] == files[1] and len(files[0])}
         return found | {"arenas": arenas, "note": notes[1], "done": done}
 
@@ -283,7 +283,7 @@ def broken(home: Home) -> str:
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         state.flush()
         full = os.open("/dev/full", os.O_RDWR)
-        memory = state.tiers.memory
+        memory = state.offload.memory
         os.dup2(full, (memory.params_file or memory.state_file).file.file)
         os.close(full)
         try:
@@ -301,7 +301,7 @@ def cut_short() -> str:
         state = make(Case((Home("disk", "host"),)), disk)
         on_torch.train_step(state, batches(state, 0), clip=1.0)
         state.flush()
-        os.ftruncate(state.tiers.memory.params_file.file.file, 4096)
+        os.ftruncate(state.offload.memory.params_file.file.file, 4096)
         try:
             for s in range(1, 3):
                 on_torch.train_step(state, batches(state, s), clip=1.0)
@@ -318,7 +318,7 @@ def between(case: Case) -> tuple[float, float, float]:
         for s in range(3):
             for one in (state, plain):
                 on_torch.train_step(one, batches(one, s), clip=case.clip)
-                losses.append(on_torch.evaluate(one, batches(one, 100 + s)))
+                losses.append(on_torch.evaluate(one, batches(one, 100 + s))["loss"])
         return (
             max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)),
             losses[0],
@@ -351,7 +351,7 @@ def _in_the_middle(found: dict[str, torch.Tensor]) -> int:
     return sum(int((t.float().view(torch.int32) & 0xFFFF == 0x8000).sum()) for n, t in found.items() if n.endswith("weight"))
 
 
-def beside_each_other(one: Case, other: Case, shelf: str) -> dict[str, Any]:
+def beside_each_other(one: Case, other: Case, checkpoint_dir: str) -> dict[str, Any]:
     """Two cases from the same values, saved, evaluated, trained on and loaded again: losses, how far apart they end, and how
     many masters lay between two roundings after the first steps, of which nothing but moments came."""
     with tempfile.TemporaryDirectory() as disk:
@@ -363,20 +363,20 @@ def beside_each_other(one: Case, other: Case, shelf: str) -> dict[str, Any]:
             _between_roundings(state)
         losses, ends = [], []
         for i, state in enumerate(states):
-            own = [on_torch.evaluate(state, batches(state, 100))]
+            own = [on_torch.evaluate(state, batches(state, 100))["loss"]]
             _train_on(state, one, 2)
             middle = _in_the_middle(values(state))
-            fs.checkpoint.save(f"{shelf}/{i}", state)
-            own += [on_torch.evaluate(state, batches(state, s)) for s in (100, 101)]
+            fs.checkpoint.save(f"{checkpoint_dir}/{i}", state)
+            own += [on_torch.evaluate(state, batches(state, s))["loss"] for s in (100, 101)]
             _train_on(state, one, 4)
             ends.append(values(state))
-            fs.checkpoint.load(f"{shelf}/{i}", state)
-            own.append(on_torch.evaluate(state, batches(state, 101)))
+            fs.checkpoint.load(f"{checkpoint_dir}/{i}", state)
+            own.append(on_torch.evaluate(state, batches(state, 101))["loss"])
             _train_on(state, one, 4)
-            losses.append([*own, on_torch.evaluate(state, batches(state, 101)), apart(values(state), ends[-1])])
+            losses.append([*own, on_torch.evaluate(state, batches(state, 101))["loss"], apart(values(state), ends[-1])])
         with states[1].values():
             try:
-                on_torch.evaluate(states[1], batches(states[1], 100))
+                on_torch.evaluate(states[1], batches(states[1], 100))["loss"]
             except fs.FullshardError as error:
                 said = str(error)
         return {"losses": losses, "apart": apart(*ends), "middle": middle, "said": said}
@@ -400,21 +400,21 @@ def waiting(case: Case) -> tuple[list[int], list[int]]:
     pieces units have."""
     with tempfile.TemporaryDirectory() as disk:
         state = make(case, disk)
-        tiers, counts = state.tiers, []
-        for lane in (tiers.gpu_lane, tiers.cpu_lane):
+        offload, counts = state.offload, []
+        for lane in (offload.gpu_lane, offload.cpu_lane):
             lane.worker.apply = _slowly(lane.worker.apply)
-        reduced = tiers._reduced
+        reduced = offload._reduced
 
         def counted(unit: Any) -> None:
             reduced(unit)
-            counts.append(sum(len(u.pieces) for u in tiers.units if u.update and u.update.gradients))
+            counts.append(sum(len(u.pieces) for u in offload.units if u.update and u.update.gradients))
 
         if case.backlog is None:
             on_torch.train_step(state, batches(state, 0))  # whose checks look at all gradients
-        tiers._reduced = counted
+        offload._reduced = counted
         on_torch.train_step(state, batches(state, 1))
         state.flush()
-        return counts, [len(a.pieces) for a in tiers.units]
+        return counts, [len(a.pieces) for a in offload.units]
 
 
 def lane_breaks(case: Case) -> tuple[str, bool]:
@@ -428,15 +428,15 @@ def lane_breaks(case: Case) -> tuple[str, bool]:
             time.sleep(0.01)
             raise fs.FullshardError("a lane broke")
 
-        state.tiers.gpu.apply = state.tiers.cpu.apply = fail
-        done = state.tiers.backward_done
+        state.offload.gpu.apply = state.offload.cpu.apply = fail
+        done = state.offload.backward_done
         passed = []
-        state.tiers.backward_done = lambda: (passed.append(1), done())
+        state.offload.backward_done = lambda: (passed.append(1), done())
         try:
             on_torch.train_step(state, batches(state, 1))
             state.flush()
         except fs.FullshardError as error:
-            state.tiers.close()  # no thread waits for what does not come
+            state.offload.close()  # no thread waits for what does not come
             return str(error), not passed
     return "", False
 

@@ -11,7 +11,7 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.verify import problems
 from fullshard.commands import checkpoint as commands
 from fullshard.data import TokenFile
-from fullshard.runs.prepare import shelf_of
+from fullshard.runs.prepare import checkpoint_dir_of
 from fullshard.runs.recipe import load_recipe
 from tests.cpu.chaos import Attempt, row_digest, run_once
 
@@ -30,7 +30,7 @@ class Judge:
         """`diverges`: the run rolls back now and then; then what lies behind the newest checkpoint may have to go again."""
         self.here, self.world, self.options, self.diverges = Path(here), world, options, diverges
         self.run = self.here / "runs/chaos"
-        self.shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.run)
+        self.checkpoint_dir = checkpoint_dir_of(load_recipe(str(self.here / "recipe.toml"), options), self.run)
         self.lineage: list[list[str]] = []
         self.newest = 0
         self.wanted: list[tuple[float, list[str]]] = []  # of the uninterrupted run: the loss and the rows of each step
@@ -40,27 +40,27 @@ class Judge:
         self.whole = 0  # how many are whole, at least
 
     def plant(self) -> None:
-        """Put a damaged checkpoint on the shelf, newer than all others, of a step that no save comes to."""
+        """Put a damaged checkpoint among the checkpoints, newer than all others, of a step that no save comes to."""
         self._unplant()
-        names = commit.committed(self.shelf)
+        names = commit.committed(self.checkpoint_dir)
         if names:
             self.damaged = commit.checkpoint_name((commit.step_of(names[-1]) or 0) + 1)
-            place = self.shelf.child(self.damaged)
-            shutil.copytree(self.shelf.child(names[-1]).path, place.path)
+            place = self.checkpoint_dir.child(self.damaged)
+            shutil.copytree(self.checkpoint_dir.child(names[-1]).path, place.path)
             file = next(place.path.glob("shard-*"))
             file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
 
     def _unplant(self) -> None:
         if self.damaged:
-            shutil.rmtree(self.shelf.child(self.damaged).path)  # nobody else has removed it
+            shutil.rmtree(self.checkpoint_dir.child(self.damaged).path)  # nobody else has removed it
         self.damaged = None
 
     def after(self, attempt: Attempt, in_place: bool) -> None:
         """`in_place`: collect the garbage of the run itself; else of a copy, so that the next start meets it."""
         self._unplant()
-        names = commit.committed(self.shelf)
+        names = commit.committed(self.checkpoint_dir)
         for name in names:
-            assert problems(self.shelf.child(name)) == []
+            assert problems(self.checkpoint_dir.child(name)) == []
         assert len(names) >= self.whole, "retention removed a whole checkpoint for a damaged one"
         self.whole = min(2, len(names))  # keep = 2
         self._follow(attempt, commit.step_of(names[-1]) or 0 if names else 0)
@@ -100,20 +100,20 @@ class Judge:
 
     def _collect(self, names: list[str], in_place: bool) -> None:
         """What `fullshard checkpoint gc` leaves of the run."""
-        remote = "://" in str(self.shelf)
+        remote = "://" in str(self.checkpoint_dir)
         run = self.run
         if not in_place and not remote:
             run = self.here / "copy"
             shutil.copytree(self.run, run)
         if in_place or not remote:
             with contextlib.redirect_stdout(io.StringIO()):
-                for where in [str(run), str(self.shelf)] if remote else [str(run)]:
+                for where in [str(run), str(self.checkpoint_dir)] if remote else [str(run)]:
                     commands.gc(where)
-            shelf = self.shelf if remote else commit.find_checkpoint_dir(run)
-            assert commit.committed(shelf) == names
-            assert sorted(shelf.directories()) == names
-            assert not shelf.files()
-            assert not shelf.uploads()
+            checkpoint_dir = self.checkpoint_dir if remote else commit.find_checkpoint_dir(run)
+            assert commit.committed(checkpoint_dir) == names
+            assert sorted(checkpoint_dir.directories()) == names
+            assert not checkpoint_dir.files()
+            assert not checkpoint_dir.uploads()
             assert {p.name for p in run.iterdir()} <= KNOWN
         if run != self.run:
             shutil.rmtree(run)
@@ -127,10 +127,10 @@ class Judge:
             options = [*(o.replace("/chaos/", f"/{name}/") for o in self.options), f"train.steps={steps}"]
             attempt = Attempt(str(self.here), name, self.world, options, f"{self.here}/{name}-end")
             self._succeed(attempt)
-            shelf = shelf_of(load_recipe(str(self.here / "recipe.toml"), options), self.here / "runs" / name)
-            assert commit.garbage(shelf) == ([], [])
+            checkpoint_dir = checkpoint_dir_of(load_recipe(str(self.here / "recipe.toml"), options), self.here / "runs" / name)
+            assert commit.garbage(checkpoint_dir) == ([], [])
             rows = noted(attempt, self.lineage[:resumed], rolls=self.diverges)
-            found.append((rows, commit.read_manifest(shelf.child(commit.checkpoint_name(steps)))))
+            found.append((rows, commit.read_manifest(checkpoint_dir.child(commit.checkpoint_name(steps)))))
         (self.lineage, killed), (rows, fresh) = found
         self.newest = steps
         assert self.lineage == rows

@@ -16,11 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.on_torch.batch_tree import leaves
 from fullshard.on_torch.private import WRAPPERS, clear_dtensor_cache, sole_owner
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 
 aten = torch.ops.aten
-ONLY_CUDA = {aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default}
+ONLY_CUDA = {
+    *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_efficient_attention_backward.default),
+}
 
 
 class Live(TorchDispatchMode):
@@ -122,11 +126,12 @@ class Step:
     collectives: list[tuple[str, int, int]]
 
 
-def run_step(model, plan: fs.Plan, loss, vocabulary: int) -> Step:
+def run_step(model, plan: fs.Plan, loss, vocabulary: int, batches=None) -> Step:
     with ranks(plan.mesh.devices):
         state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), device="cpu", first_step_checks=False)
-        ids = torch.randint(0, vocabulary, (plan.batch.accumulate, plan.batch.micro_batch, plan.batch.sequence + 1))
-        batches = [{"input_ids": i[:, :-1].clone(), "labels": i[:, 1:].clone()} for i in ids]
+        if batches is None:
+            ids = torch.randint(0, vocabulary, (plan.batch.accumulate, plan.batch.micro_batch, plan.batch.sequence + 1))
+            batches = [{"input_ids": i[:, :-1].clone(), "labels": i[:, 1:].clone()} for i in ids]
         with on_torch.record() as traffic:
             for _ in range(2):
                 traffic.collectives.clear()
@@ -140,7 +145,7 @@ def run_step(model, plan: fs.Plan, loss, vocabulary: int) -> Step:
 
 
 def _at_rest(state, batches):
-    yield from (t for batch in batches for t in batch.values())
+    yield from (t for batch in batches for _, t in leaves(batch))
     slots = [t for slot in state.optimizer.state.values() for t in slot.values()]
     for t in [*state.model.parameters(), *state.model.buffers(), *slots]:
         yield getattr(t, "_local_tensor", t)

@@ -15,7 +15,7 @@ from fullshard import on_torch
 from fullshard.on_torch import engine
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.offload.kernels import cpu_adam
-from fullshard.runs.prepare import batches as make_batches
+from fullshard.runs.open_data import batches as make_batches
 from fullshard.runs.prepare import make_optimizer, prepare
 from fullshard.runs.recipe import load_recipe
 from fullshard.runs.run import execute
@@ -158,7 +158,7 @@ def skipping(directory: str, overrides: list[str], after: int, steps: int) -> li
     prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
     recipe = prepared.recipe
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
-    source = make_batches(recipe, prepared.plan, prepared.data, on_torch.data_rank(prepared.plan.mesh))
+    source = make_batches(recipe, prepared.plan, prepared.data, on_torch.data_rank(prepared.plan.mesh), prepared.engine)
     taken = list(islice(source, recipe.steps + steps))
     found = []
     for batch in taken[:after] + taken[after + steps :]:

@@ -124,19 +124,97 @@ def whole(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor().detach().cpu() for n, t in on_mesh.items()}
 
 
+# -- batches that count differently ---------------------------------------------------------------------------
+
+
+def uneven(state: on_torch.State, step: int) -> list[dict[str, torch.Tensor]]:
+    """A step's micro-batches; how many labels count differs between ranks and micro-batches."""
+    found = on_device(state, step)
+    for i, batch in enumerate(found):
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][:, : 5 * i + 7 * on_torch.data_rank(state.plan.mesh)] = -100
+    return found
+
+
+def uneven_step(state: on_torch.State, step: int, clip: float | None, scaler: torch.amp.GradScaler | None = None) -> None:
+    """As docs/guides/own-loop.md has it."""
+    found = uneven(state, step)
+    factor = on_torch.loss_factor(state, [(b["labels"] != -100).sum() for b in found])
+    for batch in found:
+        loss = on_torch.summed_loss(state.model, batch) * factor
+        (scaler.scale(loss) if scaler else loss).backward()
+    if scaler:
+        scaler.unscale_(state.optimizer)
+    if clip is not None:
+        on_torch.clip_grad_norm_(state.parameters(), clip)
+    if scaler:
+        scaler.step(state.optimizer)
+        scaler.update()
+    else:
+        state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def uneven_against_train_step(cases: list[Case]) -> list[tuple[float, float, bool]]:
+    """How far each case's own loop ends from `train_step`, how far that moved the weights, and whether both counted alike."""
+    found = []
+    with tempfile.TemporaryDirectory() as disk:
+        for case in cases:
+            own, engine, first = homes.make(case, disk), homes.make(case, disk), homes.values(homes.make(case, disk))
+            scaler = torch.amp.GradScaler(own.device.type, init_scale=2.0**16) if case.compute == "fp16" else None
+            for s in range(case.steps):
+                uneven_step(own, s, case.clip, scaler)
+                on_torch.train_step(engine, uneven(engine, s), clip=case.clip)
+            ends = [homes.values(state) for state in (own, engine)]
+            moved = homes.apart({n: ends[1][n] for n in first}, first)
+            found.append((homes.apart(*ends), moved, own.step == engine.step == case.steps))
+    return found
+
+
+def resumed(cases: list[Case], checkpoint_dir: str, *, own: bool = False) -> list[float]:
+    """How far a loop that was interrupted after three of six steps ends from one that was not. `own`: with the caller's
+    optimizer."""
+    found = []
+    with tempfile.TemporaryDirectory() as disk:
+        for i, case in enumerate(cases):
+            states = [_with_rates(case, disk, own=own) for _ in range(2)]
+            (whole, rates), (state, later) = states
+            for s in range(6):
+                if s == 3:
+                    fs.checkpoint.save(f"{checkpoint_dir}/{i}", whole, extra={"rates": rates.state_dict()})
+                uneven_step(whole, s, 1.0)
+                rates.step()
+            saved = fs.checkpoint.load(f"{checkpoint_dir}/{i}", state).state["extra"]
+            later.load_state_dict(saved["rates"])
+            for group, lr in zip(state.optimizer.param_groups, later.get_last_lr(), strict=True):
+                group["lr"] = lr
+            while state.step < 6:
+                uneven_step(state, state.step, 1.0)
+                later.step()
+            found.append(homes.apart(homes.values(whole), homes.values(state)))
+    return found
+
+
+def _with_rates(case: Case, disk: str, *, own: bool) -> tuple[on_torch.State, torch.optim.lr_scheduler.LRScheduler]:
+    state = homes.make(replace(case, optimizer=None) if own else case, disk)
+    if own:
+        state.optimizer = torch.optim.NAdam(state.parameters(), lr=1e-2)
+    return state, scheduler(state)
+
+
 # -- what is stored of it ---------------------------------------------------------------------------------
 
 
-def saved(cases: list[Case], shelf: str) -> list[dict[str, Any]]:
+def saved(cases: list[Case], checkpoint_dir: str) -> list[dict[str, Any]]:
     """A checkpoint after own steps, read by a state with everything on the device; and steps after a second one."""
     found = []
     with tempfile.TemporaryDirectory() as disk:
         for i, case in enumerate(cases):
             state, other = own(case, disk), homes.make(homes.resident(case), disk)
             first = homes.values(homes.make(case, disk))
-            where = fs.checkpoint.save(f"{shelf}/{i}", state)
+            where = fs.checkpoint.save(f"{checkpoint_dir}/{i}", state)
             own_step(state, 100)
-            again = fs.checkpoint.save(f"{shelf}/{i}", state)
+            again = fs.checkpoint.save(f"{checkpoint_dir}/{i}", state)
             fs.checkpoint.load(again, other)
             names = [w.rpartition("/")[2] for w in (where, again)]
             moved = homes.apart(*({n: t[n] for n in names_of(state)} for t in (homes.values(other), first)))
@@ -329,7 +407,7 @@ def sentence(call: Callable[[], object]) -> str:
     return "accepted"
 
 
-def of_ones_own(shelf: str) -> dict[str, Any]:
+def of_ones_own(checkpoint_dir: str) -> dict[str, Any]:
     """A state whose optimizer is the caller's: saved, counted, loaded and trained on."""
     with tempfile.TemporaryDirectory() as disk:
         states = []
@@ -340,8 +418,8 @@ def of_ones_own(shelf: str) -> dict[str, Any]:
         first, second = states
         for s in range(2):
             own_step(first, s)
-            fs.checkpoint.save(shelf, first)
-        fs.checkpoint.load(shelf, second)
+            fs.checkpoint.save(checkpoint_dir, first)
+        fs.checkpoint.load(checkpoint_dir, second)
         loaded = homes.apart(homes.values(first), homes.values(second))
         keys = {n.rpartition(".")[2] for n in homes.values(second) if not n.endswith("weight")}
         for state in states:
@@ -351,17 +429,17 @@ def of_ones_own(shelf: str) -> dict[str, Any]:
         return {"loaded": loaded, "end": end, "steps": (first.step, second.step), "keys": keys}
 
 
-def saved_twice(shelf: str) -> dict[str, Any]:
+def saved_twice(checkpoint_dir: str) -> dict[str, Any]:
     """A step that is saved again: the same state, another, and another that is meant to replace it."""
     with tempfile.TemporaryDirectory() as disk:
         state = homes.make(Case(optimizer=None), disk)
         mine = torch.optim.AdamW(state.parameters(), lr=1e-2)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            fs.checkpoint.save(shelf, state)
-        same = sentence(lambda: fs.checkpoint.save(shelf, state))
+            fs.checkpoint.save(checkpoint_dir, state)
+        same = sentence(lambda: fs.checkpoint.save(checkpoint_dir, state))
         backward(state, 0)
         mine.step()
-        other = sentence(lambda: fs.checkpoint.save(shelf, state))
-        meant = sentence(lambda: fs.checkpoint.save(shelf, state, overwrite=True))
+        other = sentence(lambda: fs.checkpoint.save(checkpoint_dir, state))
+        meant = sentence(lambda: fs.checkpoint.save(checkpoint_dir, state, overwrite=True))
         return {"said": [str(w.message) for w in said], "same": same, "other": other, "meant": meant}

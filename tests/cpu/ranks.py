@@ -90,6 +90,7 @@ def _serve(rank: int, world: int, device: str, directory: str, pipe: Connection)
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    mp.current_process().daemon = False  # a run may start data workers
     store = dist.FileStore(f"{directory}/store", world)
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))

@@ -4,6 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,23 @@ def llama():
 def gpt():
     return GPT(GPTSize(dim=32, layers=2, heads=4, vocab=256, sequence=64, dropout=0.1, bias=False, tied=False))
 """
+OTHER_MODELS = """
+import transformers as t
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+def bert():
+    return t.BertForMaskedLM(t.BertConfig(**SMALL, **DRY, vocab_size=256, max_position_embeddings=64))
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return t.T5ForConditionalGeneration(t.T5Config(**sizes, vocab_size=256, dropout_rate=0.0, decoder_start_token_id=0))
+
+def vit():
+    return t.ViTForImageClassification(t.ViTConfig(**SMALL, **DRY, image_size=8, patch_size=4, num_labels=3))
+"""
+COLOURS = {"blue": (20, 30, 220), "green": (30, 220, 30), "red": (220, 20, 30)}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,6 +58,34 @@ def make_inputs(here: Path) -> None:
         lines = [json.dumps({"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."}) for i in range(count)]
         (here / f"{name}.jsonl").write_text("\n".join(lines))
         pack([here / f"{name}.jsonl"], here / name, tokenizer=str(here / "path/to/model"), chat=True, workers=1)
+
+
+def make_other_inputs(here: Path) -> None:
+    """What the recipes of other objectives call `texts.parquet`, `pairs.jsonl` and `images`, in small."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (here / "other.py").write_text(OTHER_MODELS)
+    lines = [line for t in sorted(Path(json.__file__).parent.glob("*.py")) for line in t.read_text().splitlines() if line.strip()]
+    for name, texts in (("texts", lines[:200]), ("texts-valid", lines[200:240])):
+        parquet.write_table(pyarrow.table({"text": texts}), here / f"{name}.parquet")
+    for name, numbers in (("pairs", range(100)), ("pairs-valid", range(100, 120))):
+        pairs = [json.dumps({"source": f"double {i}", "target": f"{2 * i}"}) for i in numbers]
+        (here / f"{name}.jsonl").write_text("\n".join(pairs))
+    make_images(here / "images/train", 12)
+    make_images(here / "images/valid", 4)
+
+
+def make_images(where: Path, count: int) -> None:
+    """Noisy pictures of three colours, in unequal sizes."""
+    from PIL import Image
+
+    draw = np.random.default_rng(count)
+    for name, colour in COLOURS.items():
+        (where / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.clip(np.array(colour) + draw.integers(-20, 20, (9 + i % 3, 10, 3)), 0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(where / name / f"{i}.png")
 
 
 def make_model(path: Path, texts: list[str]) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from fullshard import on_torch
-from fullshard.on_torch.measuring import host_pace
+from fullshard.on_torch.measuring import host_time
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.trace import trace
+from fullshard.on_torch.tracing.trace_batch import token_batch
 
 CPU = torch.device("cpu")
 
@@ -70,8 +71,8 @@ def test_a_trace_counts_what_torch_really_does(remat):
     with torch.device("meta"):
         model = Model()
     description = on_torch.describe(model, names=("layers.*",))
-    shape = {"rows": 2, "tokens": 4, "counting": True}
-    found = trace(model, description, on_torch.summed_loss, compute=torch.float32, remat=remat, **shape)
+    options = {"compute": torch.float32, "remat": remat, "counting": True}
+    found = trace(model, description, on_torch.summed_loss, batch=token_batch(2, 4), **options)
     total = sum((s.calls for s in found.sections), Counter())
     real = really(remat)
     assert real["regions"] == 3
@@ -82,7 +83,7 @@ def test_a_trace_counts_what_torch_really_does(remat):
 
 
 def test_the_times_of_a_host_are_told_apart():
-    found = host_pace.time_host(CPU)
+    found = host_time.time_host(CPU)
     assert set(found) == {"launch", "checkpointed", "saved", "dispatched"}
     assert all(0 < seconds < 0.1 for seconds in found.values())
 
@@ -92,4 +93,4 @@ def test_the_times_of_remat_come_out_of_times_that_were_made_of_them():
     full, selective, empty = Counter(regions=2, saved=6), Counter(regions=2, saved=6, dispatched=4), Counter(regions=2, saved=2)
     times = {"none": 20.0, "forward": 7.0, "full": 20.0 + 7 + 2 * 3 + 6 * 2, "selective": 20.0 + 7 + 2 * 3 + 6 * 2 + 4 * 5}
     times |= {"empty none": 4.0, "empty forward": 1.0, "empty full": 4.0 + 1 + 2 * 3 + 2 * 2}
-    assert host_pace._solve(times, full, selective, empty) == {"checkpointed": 3.0, "saved": 2.0, "dispatched": 5.0}
+    assert host_time._solve(times, full, selective, empty) == {"checkpointed": 3.0, "saved": 2.0, "dispatched": 5.0}

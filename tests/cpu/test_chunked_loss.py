@@ -82,6 +82,8 @@ def test_what_is_alive_at_once_does_not_grow_with_tokens_times_vocabulary(tokens
         (2, Case("zero2", kind="tied", loss="chunked")),
         (2, Case("ddp", kind="lora", loss="chunked")),
         (4, Case("hybrid", {"replicate": 2, "shard": 2}, kind="tied", loss="chunked")),
+        (2, Case("zero3", {"tensor": 2}, loss="chunked", clip=0.1)),  # a head that is split by vocabulary
+        (4, Case("zero3", {"tensor": 2}, remat="full", accumulate=2, kind="tied", loss="chunked")),
     ],
     ids=str,
 )
@@ -95,11 +97,6 @@ def test_sharded_training_with_the_chunked_loss_equals_unsharded_with_the_plain_
 def test_a_model_that_caps_its_logits_is_refused(ranks):
     for found in ranks(2).run(engine.capped_logits):
         assert "the model changes the logits after its head" in found
-
-
-def test_a_head_that_is_split_over_the_tensor_axis_is_refused(ranks):
-    for found in ranks(2).run(engine.chunked_over_a_tensor_axis):
-        assert found.startswith("chunked loss: the head is split over the tensor axis")
 
 
 def test_hugging_face_models_take_it(ranks):

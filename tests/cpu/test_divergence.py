@@ -61,9 +61,9 @@ def events(run: Path) -> list[dict]:
     return [m for m in metrics(run) if m.get("event", "predicted") not in ("predicted", "kernels", "recipe changed")]
 
 
-def finite(shelf: Local) -> bool:
+def finite(checkpoint_dir: Local) -> bool:
     """Whether all weights of all checkpoints are, read with numpy."""
-    found = [Checkpoint(shelf.child(name)) for name in commit.committed(shelf)]
+    found = [Checkpoint(checkpoint_dir.child(name)) for name in commit.committed(checkpoint_dir)]
     return all(np.isfinite(c.tensor(n)).all() for c in found for n in c.manifest.tensors if n.startswith("model."))
 
 
@@ -73,14 +73,14 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(here, ranks,
     gradient were not."""
     options = [*OPTIONS, *more, "checkpoint.every=1", "checkpoint.keep=2", "optim.name=sgd", "optim.weight_decay=100.0"]
     ranks(2).run(loop.run, str(here), [*options, "train.steps=4"], "wild")
-    shelf = Local(here / "runs/wild/checkpoints")
-    assert commit.committed(shelf) == ["step-00000003", "step-00000004"]
+    checkpoint_dir = Local(here / "runs/wild/checkpoints")
+    assert commit.committed(checkpoint_dir) == ["step-00000003", "step-00000004"]
     for code, sentence in ranks(2).run(loop.ended, str(here), [*options, "train.steps=20", "optim.lr=3e38"], "wild", "auto"):
         assert code == 3, sentence
         assert "the checkpoint of step 5 was not saved: the weights in " in sentence
         assert sentence.endswith("step-00000004: lower optim.lr, or write train.on_divergence = 'rollback'")
-    assert commit.committed(shelf) == ["step-00000003", "step-00000004"]
-    assert finite(shelf)
+    assert commit.committed(checkpoint_dir) == ["step-00000003", "step-00000004"]
+    assert finite(checkpoint_dir)
     assert [e["event"] for e in events(here / "runs/wild")] == ["checkpoint failed", "diverged"]
 
 

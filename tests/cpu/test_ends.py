@@ -65,7 +65,7 @@ def here(tmp_path_factory) -> Path:
         ("optim.clip=0.25", "optim.clip is 0.25 there and 0.5 on rank 0"),
         ("data.sequence=16", "data.sequence is 16 there and 32 on rank 0"),
         ("plan.strategy=ddp", 'plan.strategy is "ddp" there and "zero3" on rank 0'),
-        ("train.loss=plain", 'train.loss is "plain" there and "chunked" on rank 0'),
+        ("train.loss=plain", 'train.loss is "plain" there and "auto" on rank 0'),
         ("checkpoint.every=3", "checkpoint.every is 3 there and 0 on rank 0"),
         ("train.micro_batch=4", "train.micro_batch is 4 there and 2 on rank 0"),
     ],
@@ -94,6 +94,7 @@ def test_what_one_rank_cannot_do_all_refuse(here, ranks):
     assert said[0].startswith("rank 1: missing")
 
 
+@pytest.mark.full
 def test_a_disagreement_ends_a_real_run_in_seconds(here):
     script = here / "told.py"
     own = "['optim.lr=2e-3'] if os.environ['RANK'] == '1' else []"
@@ -147,6 +148,7 @@ def test_a_stopped_rank_is_named_and_killed(here):
     assert process.returncode == 4
 
 
+@pytest.mark.full
 def test_a_signal_ends_a_hung_run_within_seconds(here):
     process = start(here, "sleep", "--run", "runs/asked")
     wait_for_steps(here / "runs/asked", 4, process)
@@ -166,6 +168,7 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_ranks_that_die_are_started_again(here):
     (here / "died").unlink(missing_ok=True)
     process = start(here, "die once", "checkpoint.every=2", "--run", "runs/again", "--max-restarts", "1")
@@ -179,10 +182,12 @@ def test_ranks_that_die_are_started_again(here):
     assert [m["loss"] for m in metrics(here / "runs/again")] == [m["loss"] for m in metrics(here / "runs/whole")]
 
 
+@pytest.mark.full
 def test_a_refusal_is_not_tried_again(here):
     line = command("train", "recipe.toml", "data.path=missing", "--run", "runs/refused", "--max-restarts", "3")
     done = subprocess.run(line, cwd=here, env=environment(), capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.returncode == 2
+    assert len([line for line in done.stderr.splitlines() if not line.endswith(" …")]) == 1
 
 
 @pytest.mark.full

@@ -101,7 +101,7 @@ def test_a_step_without_labels_does_no_harm(ranks):
     ("kind", "sentence"),
     [
         ("too few", "the plan accumulates 2 micro-batches a step, but 1 were given"),
-        ("rows", "a batch of 1 × 8 tokens does not fit the plan's 2 × 8"),
+        ("rows", "a batch of 4 × 8 tokens does not fit the plan's 2 × 8"),
         ("length", "a batch of 2 × 9 tokens does not fit the plan's 2 × 8"),
         ("keys", "a batch needs input_ids and labels; this one has tokens"),
     ],

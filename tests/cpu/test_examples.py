@@ -13,8 +13,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SIZES = ["--layers=2", "--dim=32", "--heads=2", "--sequence=32", "--sample=8"]
 
 
-def output(script: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
-    """What a script prints; with one rank it runs without a launcher."""
+def output(script: str, *arguments: str, cwd: Path, ranks: int = 2, quiet: bool = True) -> str:
+    """What a script prints; with one rank it runs without a launcher. `quiet`: it must not warn."""
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in launched}
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
@@ -23,7 +23,7 @@ def output(script: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
         command, cwd=cwd, env=kept | alone, capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr  # a newcomer would wonder
+    assert not quiet or "Warning" not in done.stderr, done.stderr  # a newcomer would wonder
     return done.stdout
 
 
@@ -37,6 +37,7 @@ def here(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("examples")
 
 
+@pytest.mark.full
 def test_basics_ends_at_the_loss_of_the_unsharded_model_with_half_its_bytes(here: Path):
     text = output("basics.py", "--steps=20", "--dim=32", cwd=here)
     sharded, whole = (float(x) for x in re.findall(r"^last loss, .*: ([\d.]+)$", text, re.M))
@@ -93,3 +94,13 @@ def test_memory_falls_from_plan_to_plan_and_the_loss_stays(here: Path):
     in_bf16 = {"zero3, bf16", "all of these"}
     assert all(losses[name] == pytest.approx(losses["ddp"], abs=2e-6) for name in losses.keys() - in_bf16)
     assert all(losses[name] == pytest.approx(losses["ddp"], abs=1e-2) for name in in_bf16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_loop.py", "fabric_loop.py"])
+def test_the_loops_of_other_libraries_print_the_losses_of_one_rank(here: Path, script: str):
+    two = step_losses(output(script, "--steps=3", "--output=two", cwd=here, quiet=False))
+    assert len(two) == 3
+    assert two == pytest.approx(
+        step_losses(output(script, "--steps=3", "--output=one", cwd=here, ranks=1, quiet=False)), abs=2e-6
+    )

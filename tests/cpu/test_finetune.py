@@ -101,6 +101,7 @@ def one_row(model, batch, row: int) -> torch.Tensor:
     return torch.cat([model(batch["input_ids"][row : row + 1, a:b]).logits[0] for a, b in pairwise(starts)])
 
 
+@pytest.mark.full
 def test_the_loss_curve_is_that_of_plain_transformers(here):
     done = train(here, "--ranks", "2", "--run", "runs/two")
     assert done.returncode == 0, done.stderr

@@ -101,6 +101,7 @@ def test_training_goes_on_without_room_and_every_line_is_written_in_the_end(here
     assert "Traceback" not in training.said
 
 
+@pytest.mark.full
 def test_an_end_that_cannot_be_saved_is_a_failure_that_says_what_to_do(here, disk):
     run = disk / "run"
     options = ["train.steps=50", "checkpoint.every=5", "checkpoint.keep=1", "checkpoint.retry_seconds=2.0"]
@@ -129,12 +130,12 @@ def test_the_last_save_waits_for_room(here, disk, ranks):
     ranks(2).run(loop.run, str(here), options, "whole")
     freed = threading.Timer(6.0, lambda: (disk / "ballast").unlink())
     freed.start()
-    found = ranks(2).run(loop.ended_full, str(here), [*options, f"checkpoint.path={disk}/shelf"], "plain", str(disk))
+    found = ranks(2).run(loop.ended_full, str(here), [*options, f"checkpoint.path={disk}/checkpoints"], "plain", str(disk))
     freed.join()
     assert [code for code, _ in found] == [0, 0], found
     files = [
         commit.read_manifest(Local(p)).files
-        for p in (here / "runs/whole/checkpoints/step-00000006", disk / "shelf/step-00000006")
+        for p in (here / "runs/whole/checkpoints/step-00000006", disk / "checkpoints/step-00000006")
     ]
     assert files[0] == files[1]
     events = [m for m in metrics(here / "runs/plain") if m.get("event") == "checkpoint failed"]
@@ -143,10 +144,10 @@ def test_the_last_save_waits_for_room(here, disk, ranks):
 
 def test_a_failed_save_is_tried_again_before_the_next_is_due(here, disk, ranks):
     options = ["checkpoint.every=10", "train.steps=19", "checkpoint.final=false", "checkpoint.background=false"]
-    freed = [f"checkpoint.path={disk}/shelf"]
+    freed = [f"checkpoint.path={disk}/checkpoints"]
     found = ranks(2).run(loop.ended_full, str(here), [*options, *freed], "again", str(disk), 13)
     assert [code for code, _ in found] == [0, 0], found
-    (name,) = commit.committed(Local(disk / "shelf"))
+    (name,) = commit.committed(Local(disk / "checkpoints"))
     assert 13 <= commit.step_of(name) < 19
 
 

@@ -16,11 +16,11 @@ ROWS, TOKENS, DIM, KV, FFN = 2, 128, 256, 128, 768
 SIZE = LlamaSize(dim=DIM, layers=4, heads=4, kv_heads=2, ffn=FFN, vocab=64, sequence=TOKENS)
 
 
-def pointwise(model: nn.Module, compute: str, trace: str, moment: str, unit: str) -> tuple[int, int]:
+def pointwise(model: nn.Module, compute: str, trace: str, phase: str, unit: str) -> tuple[int, int]:
     """Bytes and kernels, of the units whose names end so."""
     costs = on_torch.describe(model, micro_batch=ROWS, sequence=TOKENS, compute=compute).costs
     assert costs is not None
-    ops: list[Op] = [o for m, u, s in costs.trace(compute, "chunked", trace) if m == moment and u.endswith(unit) for o in s.ops]
+    ops: list[Op] = [o for m, u, s in costs.trace(compute, "chunked", trace) if m == phase and u.endswith(unit) for o in s.ops]
     ops = [o for o in ops if o.kind == "pointwise"]
     return sum(evaluate(o.moved, ROWS, TOKENS) for o in ops), sum(o.count for o in ops)
 
@@ -44,11 +44,11 @@ def test_a_compiled_block_reads_and_writes_each_tensor_once_between_products(lla
     assert kernels == round(0.3 * before)
 
 
-@pytest.mark.parametrize("moment", ["chunk", "done"])
-def test_what_is_outside_of_blocks_is_not_compiled(llama, moment):
-    plain, compiled = (pointwise(llama, "bf16", trace, moment, "") for trace in ("none", "compiled none"))
+@pytest.mark.parametrize("phase", ["chunk", "done"])
+def test_what_is_outside_of_blocks_is_not_compiled(llama, phase):
+    plain, compiled = (pointwise(llama, "bf16", trace, phase, "") for trace in ("none", "compiled none"))
     assert plain == compiled
-    assert moment == "done" or plain[0] > 0
+    assert phase == "done" or plain[0] > 0
 
 
 # -- inductor's own count -----------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_a_loss_that_is_no_number_changes_nothing(ranks, clip):
 
 
 def test_a_gradient_that_is_found_bad_too_late_is_said(ranks):
-    said = ranks(2).run(homes.late_nan, Case((HOST,), clip=None))
+    said = ranks(2).run(homes.late_nan, Case((HOST,), clip=None, accumulate=1))
     assert all("not finite" in s and "optim.clip" in s for s in said), said
 
 
@@ -207,13 +207,13 @@ def test_a_gradient_that_is_found_bad_too_late_is_said(ranks):
     ids=["away to device", "device to away", "disk to host", "parameters on disk"],
 )
 def test_a_checkpoint_of_one_home_goes_on_in_another(ranks, tmp_path, one, other):
-    assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "shelf"))) < 1e-6
+    assert max(ranks(2).run(homes.carried, Case(one), Case(other), str(tmp_path / "checkpoints"))) < 1e-6
 
 
 def test_a_checkpoint_of_packed_state_goes_on_on_the_device_and_back(ranks, tmp_path):
     packed, plain = (Case(homes_, compute="bf16", share=0.0) for homes_ in ((HOST,), (Home(),)))
     for i, pair in enumerate(((packed, plain), (plain, packed))):
-        assert max(ranks(2).run(homes.carried, *pair, str(tmp_path / f"shelf-{i}"))) < 1e-6
+        assert max(ranks(2).run(homes.carried, *pair, str(tmp_path / f"checkpoints-{i}"))) < 1e-6
 
 
 def test_the_plans_share_of_the_cores_is_the_one_that_is_dealt(ranks):

@@ -210,6 +210,7 @@ def test_gc_leaves_the_directory_of_a_live_run_alone(ranks, tmp_path, monkeypatc
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
+@pytest.mark.full
 def test_a_second_run_into_the_same_checkpoints_is_refused_and_the_first_goes_on(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "recipe.toml").write_text(RECIPE)

@@ -33,8 +33,8 @@ def test_parameters_and_state_in_host_memory_take_twelve_bytes_a_parameter(share
     plan = fs.zero3(found, devices=1, precision=BF16, batch=fs.Batch(ROWS, TOKENS)).change("*", home=Home("host", "host"))
     with live.ranks(1):
         state = on_torch.shard(build("plain"), plan, fs.AdamW(lr=1e-5), device="cpu", cpu_share=share)
-        memory, lanes = state.tiers.memory, [p.lane for a in state.tiers.units for p in a.pieces]
-        state.tiers.close()
+        memory, lanes = state.offload.memory, [p.lane for a in state.offload.units for p in a.pieces]
+        state.offload.close()
     buffers = min(6, lanes.count("cpu")) * 2 * memory.sizes.largest
     assert sum(map(sum, memory.sizes.arena().values())) == 12 * found.numel + buffers
     assert memory.arena.used == memory.arena.nbytes < 12 * found.numel + buffers + 4096 * (3 * len(plan.units) + 6)
@@ -55,14 +55,14 @@ def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):
         on_torch.train_step(state, [{"input_ids": ids[:, :-1].clone(), "labels": ids[:, 1:].clone()}], clip=clip)
         with contextlib.suppress(fs.FullshardError):  # gathers of a fake group give whatever lay in memory, infinities too
             state.flush()
-        tiers = state.tiers
-        drained = sum(t.nbytes for t in tiers.host_gradients.flats.values())
-        slots, workspace = [s.state for s in tiers.gpu.slots], tiers.gpu.workspace
+        offload = state.offload
+        drained = sum(t.nbytes for t in offload.host_gradients.flats.values())
+        slots, workspace = [s.state for s in offload.gpu.slots], offload.gpu.workspace
         slots += [[t for t in (workspace.gradients.memory, workspace.master, workspace.rounded) if t is not None]]
-        tiers.close()
-    assert sum(expected.host.values()) == sum(map(sum, tiers.memory.sizes.arena().values())) + drained
-    if tiers.memory.params_file is not None:
-        assert expected.disk["params"] == tiers.memory.params_file.file.nbytes
+        offload.close()
+    assert sum(expected.host.values()) == sum(map(sum, offload.memory.sizes.arena().values())) + drained
+    if offload.memory.params_file is not None:
+        assert expected.disk["params"] == offload.memory.params_file.file.nbytes
     assert expected.terms.get("staging", 0) == sum(-(-sum(t.nbytes for t in slot) // 512) * 512 for slot in slots)
 
 
@@ -72,7 +72,7 @@ def test_a_piece_on_disk_that_is_still_open_is_read_again_when_it_is_written(tmp
     with live.ranks(1):
         on_disk = plan.change("*", home=Home(optimizer="disk"))
         state = on_torch.shard(build("plain"), on_disk, fs.AdamW(lr=1e-5), device="cpu", cpu_share=0.0, disk=tmp_path)
-        file, piece = state.tiers.memory.state_file, state.tiers.units[0].pieces[0]
+        file, piece = state.offload.memory.state_file, state.offload.units[0].pieces[0]
         for step in (1.0, 2.0, 3.0):
             file.expect([piece] if step == 1.0 else [])
             found = opened(file, piece)
@@ -83,7 +83,7 @@ def test_a_piece_on_disk_that_is_still_open_is_read_again_when_it_is_written(tmp
             file.close(piece, DONE)
         opened(file, piece)
         file.close(piece, None)
-        state.tiers.close()
+        state.offload.close()
 
 
 def opened(file: StateFile, piece: Piece) -> list[torch.Tensor]:

@@ -58,6 +58,41 @@ def test_an_own_loop_goes_with_everything_else(ranks, case):
         assert found[0][2] == 4
 
 
+UNEVEN = [
+    Case(strategy="ddp", steps=4),
+    Case(strategy="zero1", steps=4),
+    Case((HOST,), strategy="zero2", steps=4),
+    Case((HOST, BESIDE, Home()), steps=4),
+    Case((BOTH,), accumulate=3, clip=None, steps=4),
+    Case(strategy="mixed", arguments=(("replicate_below", 2000),), steps=4),
+    Case(strategy="zero3", arguments=(("tensor", 2),), steps=4),
+    Case((HOST, Home()), compute="fp16", steps=4),
+]
+
+
+def test_with_a_factor_by_all_counts_an_own_loop_is_train_step(ranks):
+    """Labels that count differ between ranks and micro-batches, so that a mean of means would be another number."""
+    for rank in ranks(2).run(own_loop.uneven_against_train_step, UNEVEN):
+        for case, (apart, moved, counted) in zip(UNEVEN, rank, strict=True):
+            assert apart < (1e-6 if case.compute == "fp32" else 1e-3), case
+            assert moved > 1e-2, case
+            assert counted, case
+
+
+def test_so_it_is_on_four_ranks_in_two_groups(ranks):
+    cases = [Case(strategy="hybrid", arguments=(("replicate", 2),), steps=3)]
+    for rank in ranks(4).run(own_loop.uneven_against_train_step, cases):
+        assert rank[0][0] < 1e-6
+        assert rank[0][1] > 1e-2
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_own_loop_that_is_resumed_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, own):
+    """With a scheduler, which the checkpoint's `extra` takes along."""
+    cases = [Case()] if own else [Case(), Case((HOST, BOTH, Home()), compute="bf16"), Case(strategy="zero1")]
+    assert ranks(2).run(own_loop.resumed, cases, str(tmp_path), own=own) == [[0.0] * len(cases)] * 2
+
+
 def test_a_checkpoint_after_own_steps_holds_what_they_trained(ranks, tmp_path):
     cases = [Case((h,), compute="bf16", steps=2) for h in (HOST, BESIDE, BOTH, Home())]
     for rank in ranks(2).run(own_loop.saved, cases, str(tmp_path)):
@@ -136,8 +171,8 @@ def test_gradients_scaled_by_torchs_grad_scaler(ranks):
 def test_what_cannot_be_is_refused_in_a_sentence(ranks):
     for found in ranks(1).run(own_loop.refusals, Case((BESIDE,))):
         assert "call loss.backward() first, then step()" in found["closure"]
-        assert "cannot be replaced while units rest away" in found["replaced"]
-        assert "this SGD holds parameters that rest away from the device" in found["stranger"]
+        assert "cannot be replaced while units are offloaded" in found["replaced"]
+        assert "this SGD holds offloaded parameters" in found["stranger"]
         assert "load a state dict of this model and optimizer" in found["shape"]
         assert "keep what shard() returned" in found["gone"]
 

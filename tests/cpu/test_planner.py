@@ -153,8 +153,8 @@ def _traced_saved(remat: str) -> int:
     """Bytes that a middle block adds between forward and backward, its input included, its output not."""
     found = description("plain").costs.trace("bf16", "chunked", remat)
     alive: dict[str, int] = {}
-    for moment in ("enter", "forward", "leave"):
-        for e in found.by_phase[moment, "model.layers.1"].events:
+    for phase in ("enter", "forward", "leave"):
+        for e in found.by_phase[phase, "model.layers.1"].events:
             if e.action == "allocate" and not e.unit:
                 alive[e.tensor] = evaluate(e.size[0], ROWS, TOKENS)
             elif e.action == "free" and not e.unit:

@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.model.costs import TENSOR_AXIS, evaluate
+from fullshard.model.costs import AXIS_COLLECTIVES, evaluate
 from fullshard.model.presets import GPTSize, LlamaSize
 from fullshard.on_torch.models import GPT, Llama
 from fullshard.planner.memory import peak, section_events
@@ -40,16 +40,17 @@ def plan(strategy: str, vocab: int = 50, **arguments) -> fs.Plan:
     return fs.strategy(strategy, description(vocab), precision=fs.Precision(compute="bf16"), batch=batch, tensor=2, **arguments)
 
 
-CASES = {  # a vocabulary of 51 cannot be split: its head stays whole, and may have the chunked loss
+CASES = {  # a vocabulary of 51 cannot be split: its head stays whole
     "zero3": (50, "plain", ("zero3",), {"devices": 4}),
     "zero3-full": (50, "plain", ("zero3",), {"devices": 8, "remat": "full"}),
     "zero3-selective": (50, "plain", ("zero3",), {"devices": 4, "remat": "selective"}),
+    "split head": (50, "chunked", ("zero3",), {"devices": 4}),
     "ddp": (50, "plain", ("ddp",), {"devices": 4}),
     "hybrid": (50, "plain", ("hybrid",), {"replicate": 2, "shard": 2}),
     "accumulated": (50, "plain", ("zero2",), {"devices": 4, "batch": fs.Batch(ROWS, TOKENS, 3)}),
     "whole head": (51, "chunked", ("zero3", 51), {"devices": 4}),
 }
-QUICK = {"zero3", "zero3-full"}
+QUICK = {"zero3", "zero3-full", "split head"}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
 
@@ -74,7 +75,7 @@ def test_collectives_and_the_peak_are_those_of_the_engine(name, monkeypatch):
 
 def _collectives(op) -> list[tuple[str, int, int]]:
     if op.section is not None:
-        return [(WORDS[o.kind], evaluate(o.moved, ROWS, TOKENS), 2) for o in op.section.ops if o.kind in TENSOR_AXIS]
+        return [(WORDS[o.kind], evaluate(o.moved, ROWS, TOKENS), 2) for o in op.section.ops if o.kind in AXIS_COLLECTIVES]
     return [(op.kind, op.nbytes, op.ranks)] if op.kind in ("gather", "reduce", "all_reduce") and op.ranks > 1 else []
 
 
@@ -93,8 +94,6 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
 def test_the_search_tries_tensor_axes_that_were_traced():
     wanted = PlanRequest(description(50), fs.Cluster.load("4xh100"), TOKENS, 4, loss="plain")
     assert {plan.mesh.tensor for families in strategies(wanted) for family in families for _, plan in family} == {1, 2}
-    chunked = dataclasses.replace(wanted, loss="chunked")  # which a split head cannot have
-    assert {plan.mesh.tensor for families in strategies(chunked) for family in families for _, plan in family} == {1}
     fixed = fs.find_plan(
         description(50), fs.Cluster.load("4xh100"), sequence=TOKENS, global_batch=4, loss="plain", fix={"tensor": 2}
     )
@@ -102,8 +101,6 @@ def test_the_search_tries_tensor_axes_that_were_traced():
 
 
 def test_what_cannot_be_split_or_was_not_traced_is_refused_in_a_sentence():
-    with pytest.raises(fs.FullshardError, match="splits the head; use the plain loss"):
-        schedule(plan("zero3", devices=4), description(50), loss="chunked")
     other = dataclasses.replace(plan("zero3", devices=4), mesh=fs.Mesh(shard=1, tensor=4))
     with pytest.raises(fs.FullshardError, match=r"not traced for mesh.tensor = 4 \(traced: 2\)"):
         schedule(other, description(50), loss="plain")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fullshard.cluster.calibration import HOPPER
-from fullshard.on_torch.measuring import host_pace, quiet_cores
+from fullshard.on_torch.measuring import host_time, quiet_cores
 from fullshard.on_torch.measuring.quiet_cores import NEAR, QuietCores
 from fullshard.on_torch.measuring.timings import middle
 
@@ -112,7 +112,7 @@ def test_looks_at_different_times_are_put_together():
     looks = [{"issued": s, "saved": t} for s, t in ((5.0, 3.0), (2.0, 1.0), (4.0, 2.0))] + [
         {"issued": s} for s in (1.0, 6.0, 3.0)
     ]
-    assert host_pace.combine(looks) == {"issued": 1.5, "saved": 2.0}
+    assert host_time.combine(looks) == {"issued": 1.5, "saved": 2.0}
 
 
 def clocked(issued: float) -> float:
@@ -122,20 +122,20 @@ def clocked(issued: float) -> float:
 
 def test_times_of_a_gpus_host_are_those_of_its_cores_as_they_were():
     """A row of blocks took twice as long on the whole as on a quiet core; a step `disturbance` of what that is more."""
-    looks = [{"issued": 15e-6, "saved": 10e-6, host_pace.AVERAGE_CORE: clocked(s)} for s in (20e-6, 40e-6)]
+    looks = [{"issued": 15e-6, "saved": 10e-6, host_time.AVERAGE_CORE: clocked(s)} for s in (20e-6, 40e-6)]
     share = 1 + HOPPER.disturbance
-    found = host_pace.combine(looks)
+    found = host_time.combine(looks)
     assert found == pytest.approx({"issued": share * 15e-6, "saved": share * 10e-6, "quiet": 1 / share})
-    assert host_pace.share_of(clocked(15e-6), found["issued"], found["quiet"]) == pytest.approx(found["quiet"])
-    assert host_pace.share_of(clocked(30e-6), found["issued"], found["quiet"]) == pytest.approx(1.0)
+    assert host_time.share_of(clocked(15e-6), found["issued"], found["quiet"]) == pytest.approx(found["quiet"])
+    assert host_time.share_of(clocked(30e-6), found["issued"], found["quiet"]) == pytest.approx(1.0)
     assert (
-        host_pace.combine([{"issued": 15e-6, host_pace.AVERAGE_CORE: clocked(14e-6)}])["quiet"] == 1.0
+        host_time.combine([{"issued": 15e-6, host_time.AVERAGE_CORE: clocked(14e-6)}])["quiet"] == 1.0
     )  # never slower where it is quiet
 
 
 def test_a_host_is_held_against_what_the_same_clock_shows_on_a_quiet_one():
-    assert host_pace.share_of(0.0125, HOPPER.in_step_host * 0.0125 / HOPPER.probe_ops) == pytest.approx(1.0)
-    assert host_pace.share_of(clocked(30e-6), 15e-6) == pytest.approx(1.0 + HOPPER.disturbance)
+    assert host_time.share_of(0.0125, HOPPER.in_step_host * 0.0125 / HOPPER.probe_ops) == pytest.approx(1.0)
+    assert host_time.share_of(clocked(30e-6), 15e-6) == pytest.approx(1.0 + HOPPER.disturbance)
 
 
 def test_the_middle_leaves_out_an_eighth_at_each_end():

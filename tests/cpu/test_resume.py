@@ -45,9 +45,9 @@ def losses(found: list[dict]) -> list[float]:
 def cut(here: Path, name: str, step: int) -> None:
     """A copy of the whole run as if it had died after `step`, a line half written."""
     shutil.copytree(here / "runs/whole", here / "runs" / name)
-    shelf = Local(here / "runs" / name / "checkpoints")
-    forget(shelf, step)
-    (shelf.path / ".step-00000099.ab.partial").mkdir()
+    checkpoint_dir = Local(here / "runs" / name / "checkpoints")
+    forget(checkpoint_dir, step)
+    (checkpoint_dir.path / ".step-00000099.ab.partial").mkdir()
     with (here / "runs" / name / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
 
@@ -75,34 +75,34 @@ def test_other_ranks_and_strategies_go_on_to_rounding(here, ranks, uninterrupted
     ranks(4).run(loop.run, str(here), options, "long")
     wanted = losses(metrics(here / "runs/long"))
     assert wanted == pytest.approx(losses(uninterrupted), rel=1e-6)
-    shelf = Local(here / "runs/long/checkpoints")
-    whole = tensors(shelf)
-    forget(shelf, 2)
-    meshes = [mesh(shelf)]
+    checkpoint_dir = Local(here / "runs/long/checkpoints")
+    whole = tensors(checkpoint_dir)
+    forget(checkpoint_dir, 2)
+    meshes = [mesh(checkpoint_dir)]
     for step, (world, plan, _) in zip((4, 6, 8), CHAIN, strict=True):
         # steps stays 8, so that the schedule does: the run is ended by removing later checkpoints
         ranks(world).run(loop.resume, str(here), [*options, *plan], "long")
         assert losses(metrics(here / "runs/long")) == pytest.approx(wanted, rel=2e-6)
-        forget(shelf, step)
-        meshes.append(mesh(shelf))
+        forget(checkpoint_dir, step)
+        meshes.append(mesh(checkpoint_dir))
     assert meshes == ["1×4×1", *(m for _, _, m in CHAIN)]
-    for name, tensor in tensors(shelf).items():  # weights and moments of the end
+    for name, tensor in tensors(checkpoint_dir).items():  # weights and moments of the end
         np.testing.assert_allclose(tensor, whole[name], rtol=1e-4, atol=1e-5 * np.abs(whole[name]).max(), err_msg=name)
 
 
-def forget(shelf: Local, after: int) -> None:
-    for name in commit.committed(shelf):
+def forget(checkpoint_dir: Local, after: int) -> None:
+    for name in commit.committed(checkpoint_dir):
         if commit.step_of(name) > after:
-            commit.remove(shelf, name)
+            commit.remove(checkpoint_dir, name)
 
 
-def mesh(shelf: Local) -> str:
+def mesh(checkpoint_dir: Local) -> str:
     """Of the run that made the newest checkpoint."""
-    return str(Plan.from_dict(commit.read_manifest(commit.find(str(shelf))).plan).mesh)
+    return str(Plan.from_dict(commit.read_manifest(commit.find(str(checkpoint_dir))).plan).mesh)
 
 
-def tensors(shelf: Local) -> dict[str, np.ndarray]:
-    found = Checkpoint(commit.find(str(shelf)))
+def tensors(checkpoint_dir: Local) -> dict[str, np.ndarray]:
+    found = Checkpoint(commit.find(str(checkpoint_dir)))
     return {n: found.tensor(n) for n in found.manifest.tensors if not n.startswith("rng.")}
 
 

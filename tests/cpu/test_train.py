@@ -123,6 +123,7 @@ def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
     assert json.loads((run / "recipe.json").read_text())["optim"]["clip"] == 0.5
 
 
+@pytest.mark.full
 def test_evaluation_and_an_outer_torchrun(here):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fullshard.cli")
     # torchrun would take --run for an option of its own: the directory is the default
@@ -221,7 +222,6 @@ BAD = {
     "model.name=llama-nano": "has a vocabulary of 256, the model one of 64; use the model's own tokenizer",
     "model.name=lama": "unknown model 'lama'",
     "plan.tensor=3": "plan.tensor = 3 × plan.replicate = 1 must divide the 2 ranks",
-    "plan.tensor=2": "train.loss = 'chunked' does not work with a tensor axis yet",
     "plan.file=other.json": "unit embed: this model has no module 'tok_embeddings'",
     "plan.file=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
     "plan.file=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",

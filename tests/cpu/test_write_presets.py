@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.model import presets
-from fullshard.on_torch.tracing.ship_presets import traces
+from fullshard.on_torch.tracing.write_presets import traces
 
 
 @pytest.mark.parametrize("name", ["llama-nano", pytest.param("gpt-nano", marks=pytest.mark.full)])

@@ -1,0 +1,106 @@
+"""Models of any kind, batches of any kind and losses of one's own: sharded equals unsharded."""
+
+import pytest
+import torch
+
+import fullshard as fs
+from fullshard import on_torch
+from tests.cpu import any_model
+from tests.cpu.any_model import KINDS
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_is_unsharded(ranks, kind, strategy):
+    for found in ranks(2).run(any_model.compared, kind, strategy):
+        assert found["loss"] < 1e-6
+        assert found["accuracy"] < 1e-9
+        assert found["weights"] < 1e-6
+        assert found["moved"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_own_loop_is_unsharded(ranks, kind):
+    for found in ranks(2).run(any_model.compared, kind, "zero3", own=True):
+        assert found["loss"] < 1e-6
+        assert found["weights"] < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mlp", "unet", "t5"])
+def test_counts_that_differ_between_micro_batches(ranks, kind):
+    """The first micro-batch's count is taken for all until the last is counted."""
+    for found in ranks(2).run(any_model.compared, kind, "zero3", accumulate=2):
+        assert found["loss"] < 1e-6
+        assert found["accuracy"] < 1e-9
+        assert found["weights"] < 1e-6
+
+
+def test_small_tensors_of_a_block_stay_whole(ranks):
+    """The norms of a block are a unit of their own, which every rank has whole."""
+    for found in ranks(2).run(any_model.compared, "qwen3_moe", "zero3", small=20):
+        assert found["loss"] < 1e-6
+        assert found["weights"] < 1e-6
+    described = on_torch.describe(any_model.build("qwen3_moe"), small=20)
+    plan = fs.zero3(described, devices=2)
+    (unit,) = [u for u in plan.units if u.name == "model.layers.0.small"]
+    norms = ["input_layernorm", "post_attention_layernorm", "self_attn.k_norm", "self_attn.q_norm"]
+    assert sorted(m.removeprefix("model.layers.0.") for m in unit.modules) == norms
+    assert unit.layout == "replicated"
+    with pytest.raises(fs.FullshardError, match="small = 2 has no effect"):
+        on_torch.describe(any_model.build("qwen3_moe"), small=2)
+
+
+BERT = {
+    "*.query": "output",
+    "*.key": "output",
+    "*.value": "output",
+    "*.intermediate.dense": "output",
+    "*.layer.*.output.dense": "input",
+    "*_embeddings": "whole",
+    "cls.*": "whole",
+}
+
+
+def test_a_tensor_axis_by_patterns(ranks):
+    """BERT has none of Llama's names."""
+    for world in (2, 4):
+        for found in ranks(world).run(any_model.compared, "bert", "zero3", tensor=2, split=BERT):
+            assert found["loss"] < 1e-6
+            assert found["weights"] < 1e-6
+    described = on_torch.describe(any_model.build("bert"))
+    plan = fs.zero3(described, devices=4, tensor=2, split=BERT)
+    assert fs.Plan.from_json(plan.to_json()) == plan
+    assert "*.query by output" in str(plan)
+    with pytest.raises(fs.PlanError, match=r"split: \*.query must be one of output, input, vocabulary, whole, not 'columns'"):
+        fs.zero3(described, devices=4, tensor=2, split={"*.query": "columns"})
+    with pytest.raises(fs.PlanError, match=r"split \('\*.query' …\) has no effect with mesh.tensor = 1"):
+        fs.zero3(described, devices=4, split=BERT)
+
+
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        ({}, "has no tensor-parallel layout, so mesh.tensor = 2 cannot be honoured; say how with split={'*.dense': 'output'}"),
+        (BERT | {"*.qery": "output"}, "split: no module with parameters is called '*.qery'; did you mean 'query'?"),
+        (BERT | {"*_embeddings": "input"}, "is an Embedding, not a Linear"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(ranks, split, sentence):
+    assert sentence in ranks(2).run(any_model.refused, "bert", split)[0]
+
+
+def test_running_statistics_are_averaged_before_they_are_used_or_saved(ranks, tmp_path):
+    one, two = ranks(2).run(any_model.statistics, str(tmp_path))
+    assert not torch.equal(one["own"], two["own"])
+    torch.testing.assert_close(one["found"], (one["own"] + two["own"]) / 2)
+    for key in ("found", "saved", "loaded"):
+        assert torch.equal(one[key], two[key])
+    assert torch.equal(one["saved"], one["loaded"])
+    assert one["batches"] == 2
+
+
+def test_norms_of_batches_compute_in_fp32(ranks):
+    for losses, dtypes in ranks(2).run(any_model.in_half_precision):
+        assert dtypes == {torch.float32}
+        want = any_model.unsharded("cnn", 2)[0]
+        assert losses == pytest.approx(want, rel=0.02)
