@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_stall.py                                       # 2 gloo ranks, CPU, the demo's size
     python benchmarks/checkpoint_stall.py --ranks 1 --preset llama-3.6b --batch 4 --sequence 2048 --compute bf16 \\
-        --shelf /disk/checkpoints --rounds 1 --warm stage --alone 1 --beside 20 # one GPU
+        --checkpoint-dir /disk/checkpoints --rounds 1 --warm stage --alone 1 --beside 20 # one GPU
 
 Three ways to save the same state alternate in one process group: fullshard's, `dcp.async_save` and `dcp.save`. All write
 to the same disk, which needs room for one checkpoint, since each is removed before the next.
@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--compute", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument(
-        "--shelf", type=Path, default=Path("runs"), help="the directory `stall` is made in it, and removed at the end"
+        "--checkpoint-dir", type=Path, default=Path("runs"), help="the directory `stall` is made in it, and removed at the end"
     )
     parser.add_argument("--rounds", type=int, default=16, help="saves of each kind")
     parser.add_argument("--steady", type=int, default=2, help="steps between the end of one window and the next")
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
                         " or fullshard's arena alone")  # fmt: skip
     parser.add_argument("--alone", type=int, default=4, help="saves while nothing trains, for the rate; 0: none")
     found = parser.parse_args()
-    found.shelf /= "stall"
+    found.checkpoint_dir /= "stall"
     return found
 
 
@@ -117,16 +117,16 @@ class Bench:
         self.training = set(thread_seconds())
         self.written = sum(self.state.held_bytes()[k] for k in ("params", "optimizer"))
         self.refuse_small()
-        self.writer = on_torch.Checkpointer(args.shelf / "fullshard", self.state, overlap=True)
+        self.writer = on_torch.Checkpointer(args.checkpoint_dir / "fullshard", self.state, overlap=True)
         self.group = dist.new_group(backend="gloo")
 
     def refuse_small(self) -> None:
-        shelf = self.args.shelf
-        shelf.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(shelf).free, self.written * dist.get_world_size() + SPARE
+        checkpoint_dir = self.args.checkpoint_dir
+        checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(checkpoint_dir).free, self.written * dist.get_world_size() + SPARE
         print_row(bytes_a_rank=self.written, disk_free=free, host_free=host_free())
         if free < needed:
-            raise fs.FullshardError(f"{shelf} has {free} bytes free, a save needs {needed}; give a smaller --layers")
+            raise fs.FullshardError(f"{checkpoint_dir} has {free} bytes free, a save needs {needed}; give a smaller --layers")
 
     def step(self) -> float:
         start = time.perf_counter()
@@ -140,7 +140,7 @@ class Bench:
         if kind == "fullshard":
             return self.writer.save()
         model, optimizer = get_state_dict(self.state.model, self.state.optimizer, options=FLAT)
-        where, both = str(self.args.shelf / kind), {"model": model, "optimizer": optimizer}
+        where, both = str(self.args.checkpoint_dir / kind), {"model": model, "optimizer": optimizer}
         if kind == "dcp.save":
             dcp.save(both, checkpoint_id=where)
             return Saved()
@@ -159,7 +159,7 @@ class Bench:
         """Remove a checkpoint, and wait until its blocks are free. The disk may have room for one only."""
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(self.args.shelf / kind, ignore_errors=True)
+            shutil.rmtree(self.args.checkpoint_dir / kind, ignore_errors=True)
             os.sync()
         dist.barrier()
 
@@ -219,13 +219,13 @@ def middle(values: list[float]) -> float:
 
 def raw_rate(args: argparse.Namespace, nbytes: int) -> float:
     """Bytes per second of O_DIRECT writes to this disk by all ranks at once, including fsync."""
-    room = (shutil.disk_usage(args.shelf).free - SPARE) // dist.get_world_size()
+    room = (shutil.disk_usage(args.checkpoint_dir).free - SPARE) // dist.get_world_size()
     length = (
         min(max(nbytes, 256 << 20), room) // file_writer.PIECE * file_writer.PIECE
     )  # as long as a save, since some disks slow down
     memory = aligned(min(length, RAW))  # larger than the CPU's caches, as a state is
     memory[:] = os.urandom(1 << 16) * (len(memory) >> 16)
-    path = args.shelf / f"raw-{dist.get_rank()}"
+    path = args.checkpoint_dir / f"raw-{dist.get_rank()}"
     dist.barrier()
     start = time.perf_counter()
     try:
@@ -330,7 +330,7 @@ def guarded(args: argparse.Namespace, act: Callable[[Bench], dict]) -> dict:
         raise
     finally:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            shutil.rmtree(args.shelf, ignore_errors=True)
+            shutil.rmtree(args.checkpoint_dir, ignore_errors=True)
 
 
 def main() -> None:

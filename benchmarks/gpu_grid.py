@@ -25,7 +25,7 @@ from benchmarks.memory_error import initial
 from fullshard import on_torch
 from fullshard.cluster.cluster import Cluster
 from fullshard.model import presets
-from fullshard.on_torch.measuring.host_pace import host_share
+from fullshard.on_torch.measuring.host_time import host_share
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.text import parse_bytes
 
@@ -161,9 +161,9 @@ def run(plan: fs.Plan, args: argparse.Namespace, cluster: Cluster) -> dict[str, 
     try:
         return timed(state, args, cluster) | {"seconds": time.perf_counter() - began}
     finally:
-        if state.tiers:
-            state.tiers.close()
-            state.tiers.memory.close()  # frees pinned memory before the next plan
+        if state.offload:
+            state.offload.close()
+            state.offload.memory.close()  # frees pinned memory before the next plan
         del state
         gc.collect()
         if args.device == "cuda":

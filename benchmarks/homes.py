@@ -175,8 +175,8 @@ def _memory(state: on_torch.State) -> dict[str, object]:
     if state.device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    if state.tiers:
-        memory = state.tiers.memory
+    if state.offload:
+        memory = state.offload.memory
         found |= {"arena_gib": memory.arena.nbytes / GIB, "cpu_share": _cpu_share(state)}
         if memory.state_file:
             found |= {"disk": bytes_text(memory.state_file.file.nbytes), "read_gib": memory.state_file.read_bytes / GIB}
@@ -184,7 +184,7 @@ def _memory(state: on_torch.State) -> dict[str, object]:
 
 
 def _cpu_share(state: on_torch.State) -> float:
-    lanes = [p.lane for a in state.tiers.units for p in a.pieces]
+    lanes = [p.lane for a in state.offload.units for p in a.pieces]
     return lanes.count("cpu") / max(1, len(lanes))
 
 

@@ -35,6 +35,7 @@ from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe, make_recipe
 from fullshard.runs.run import Run
 from fullshard.runs.signals import Signals
+from fullshard.runs.watchdog import Watchdog
 
 LR, WARMUP, FINAL, CLIP = 2e-3, 20, 0.1, 1.0
 Step = Callable[[int], object]
@@ -105,9 +106,11 @@ def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path)
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
     metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
     bar = Bar(recipe.steps, visible=False)
-    run = Run(prepared, state, metrics, bar, Signals(), Checkpoints(prepared, state, directory, metrics, bar))
+    watchdog = Watchdog(on_torch.engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=False)
+    run = Run(prepared, state, metrics, bar, Signals(), Checkpoints(prepared, state, directory, metrics, bar), watchdog)
     run.restore(None, None)
-    return run.step
+    steps = run.trained_steps()
+    return lambda index: next(steps)
 
 
 def make(args: argparse.Namespace, tokens: Path, steps: int) -> Recipe:

@@ -255,7 +255,7 @@ def predict(case: Case) -> dict[str, Any]:
     return {
         "predicted_allocated": found.allocated,
         "predicted_reserved": found.reserved,
-        "moment": str(found.moment),
+        "phase": str(found.phase),
         "terms": dict(found.terms),
         "trace_seconds": round(traced - began, 3),
         "predict_seconds": round(time.perf_counter() - traced, 3),

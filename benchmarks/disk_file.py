@@ -1,6 +1,6 @@
-"""The rate of `storage.disk.Spool` relative to raw disk I/O: reading, writing, and both at once.
+"""The rate of `storage.disk.DiskFile` relative to raw disk I/O: reading, writing, and both at once.
 
-    python benchmarks/spool.py --directory /disk --size 8GiB --request 384MiB
+    python benchmarks/disk_file.py --directory /disk --size 8GiB --request 384MiB
 
 Raw I/O is a plain loop of `os.preadv` and `os.pwrite` with O_DIRECT, with as many threads, on the same file, in parts of
 the same size. The two alternate. Prints the median rate of each, and their ratio.
@@ -35,13 +35,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def raw(spool: DiskFile, kind: str, memory: memoryview) -> None:
+def raw(file: DiskFile, kind: str, memory: memoryview) -> None:
     """Read or write the file with plain threads. Each takes the next part until there is none."""
     ways = ("read", "write") if kind == "both" else (kind,)
     threads = []
     for way in ways:
-        places = iter(range(0, spool.nbytes, PART))
-        threads += [threading.Thread(target=loop, args=(spool.file, places, way, memory)) for _ in range(IN_FLIGHT)]
+        places = iter(range(0, file.nbytes, PART))
+        threads += [threading.Thread(target=loop, args=(file.file, places, way, memory)) for _ in range(IN_FLIGHT)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -56,12 +56,12 @@ def loop(file: int, places: Iterator[int], way: str, memory: memoryview) -> None
         assert moved == len(part)
 
 
-def spooled(spool: DiskFile, kind: str, memory: memoryview) -> None:
-    """Read or write the file through the spool, with `AHEAD` requests in flight per direction."""
+def queued(file: DiskFile, kind: str, memory: memoryview) -> None:
+    """Read or write the file through `DiskFile`, with `AHEAD` requests in flight per direction."""
     request = len(memory) // AHEAD
-    ways: tuple[Callable, ...] = {"read": (spool.read,), "write": (spool.write,), "both": (spool.read, spool.write)}[kind]
+    ways: tuple[Callable, ...] = {"read": (file.read,), "write": (file.write,), "both": (file.read, file.write)}[kind]
     under_way = []
-    for number, at in enumerate(range(0, spool.nbytes, request)):
+    for number, at in enumerate(range(0, file.nbytes, request)):
         if number >= AHEAD:
             for future in under_way.pop(0):
                 future.result()
@@ -78,20 +78,22 @@ def main() -> None:
     memory = aligned(AHEAD * args.request)
     memory[:] = os.urandom(1 << 20) * (len(memory) >> 20)
     found: dict[tuple[str, str], list[float]] = {}
-    with DiskFile(args.directory, "benchmark", size, args.checksums) as spool:
-        spooled(spool, "write", memory)  # the first write of a block is slower
+    with DiskFile(args.directory, "benchmark", size, args.checksums) as file:
+        queued(file, "write", memory)  # the first write of a block is slower
         for _ in range(args.rounds):
             for kind in KINDS:
-                for name, way in (("raw", raw), ("spool", spooled)):
+                for name, way in (("raw", raw), ("DiskFile", queued)):
                     start = time.perf_counter()
-                    way(spool, kind, memory)
-                    moved = spool.nbytes * (2 if kind == "both" else 1)
+                    way(file, kind, memory)
+                    moved = file.nbytes * (2 if kind == "both" else 1)
                     found.setdefault((kind, name), []).append(moved / (time.perf_counter() - start))
-        direct = spool.direct
-    rates = {kind: {name: statistics.median(found[kind, name]) for name in ("raw", "spool")} for kind in KINDS}
+        direct = file.direct
+    rates = {kind: {name: statistics.median(found[kind, name]) for name in ("raw", "DiskFile")} for kind in KINDS}
     for kind, rate in rates.items():
-        rate["ratio"] = rate["spool"] / rate["raw"]
-        print(f"{kind:6} raw {rate['raw'] / 1e9:6.2f} GB/s  spool {rate['spool'] / 1e9:6.2f} GB/s  ratio {rate['ratio']:.3f}")
+        rate["ratio"] = rate["DiskFile"] / rate["raw"]
+        print(
+            f"{kind:6} raw {rate['raw'] / 1e9:6.2f} GB/s  DiskFile {rate['DiskFile'] / 1e9:6.2f} GB/s  ratio {rate['ratio']:.3f}"
+        )
     about = {"date": str(date.today()), "machine": f"{os.cpu_count()} {platform.machine()} cores", "direct": direct}
     options = {"size": size, "request": args.request, "part": PART, "in_flight": IN_FLIGHT, "checksums": args.checksums}
     print(json.dumps(about | options | {"bytes_a_second": rates}))
