@@ -17,6 +17,7 @@ from fullshard.on_torch import checks
 from fullshard.on_torch.batch_checks import refuse_batches
 from fullshard.on_torch.batch_tree import on_device
 from fullshard.on_torch.clock import Clock
+from fullshard.on_torch.forward_errors import explained
 from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.objectives import CAUSAL_LOSSES
@@ -81,7 +82,7 @@ def train_step(
         group["lr"] = lr
     batches = [on_device(b, state.device) for b in micro_batches]
     refuse_batches(batches, state.plan, loss)
-    with _own_step(state):
+    with _own_step(state), explained(state.model, state.plan):
         return _train_step(state, batches, loss, clip, flags)
 
 
@@ -144,7 +145,7 @@ def evaluate(state: State, batches: Iterable[Any], *, loss: LossFunction = summe
     assert batch is not None
     last = batch
     average_statistics(state.model)
-    with inference(state.model):
+    with explained(state.model, state.plan), inference(state.model):
         while _how_many(batch is not None, state):
             last = on_device(last if batch is None else batch, state.device)
             value = as_loss(loss(state.model, last), last, state.device)  # a rank that has run out computes along, for nothing

@@ -50,6 +50,16 @@ def test_small_tensors_of_a_block_stay_whole(ranks):
         on_torch.describe(any_model.build("qwen3_moe"), small=2)
 
 
+def test_a_parameter_that_another_module_computes_with(ranks):
+    for sentence in ranks(2).run(any_model.borrowed):
+        assert "`return SimpleNamespace(logits=x @ self.embed.weight.T)` computes with embed.weight outside" in sentence
+        assert "plan.change('embed', reshard=False), or strategy zero2" in sentence
+    for strategy, keep in (("zero3", "embed"), ("zero2", "")):
+        for found in ranks(2).run(any_model.compared, "borrowing", strategy, keep=keep):
+            assert found["loss"] < 1e-6
+            assert found["weights"] < 1e-6
+
+
 BERT = {
     "*.query": "output",
     "*.key": "output",
