@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,14 @@ def _mesh(kind: str, mesh: Mesh, experts: bool = False) -> DeviceMesh:
     if experts:
         axes |= {"shard": mesh.shard // mesh.expert, "expert": mesh.expert}
     kept = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
-    return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return _device_mesh(dist.group.WORLD, kind, tuple(kept), tuple(kept.values()))
+
+
+@cache
+def _device_mesh(world: dist.ProcessGroup, kind: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of these axes over all ranks, made once: its process groups take threads, or memory on the GPU, and last as long
+    as the process."""
+    return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
 def local_devices() -> int:
