@@ -7,6 +7,7 @@ from fullshard.model.costs import Calls, Op, Polynomial, Section, Trace, constan
 from fullshard.on_torch.tracing.tensor_names import NamedSections
 
 Shape = tuple[int, int]  # rows, tokens
+FEW = (0, 2, 4, 6)  # of seven shapes, four that lie on no line: 2 × 1, 2 × 4, 3 × 2 and 4 × 3 of the smallest
 Solve = Callable[[tuple[int, ...]], Polynomial]  # a size at each shape to its polynomial
 
 
@@ -15,26 +16,47 @@ def fixed_trace(named: NamedSections, lengths: bool = False) -> Trace:
     return _assemble([named], lambda values: constant(values[0]), lengths)
 
 
-def fit_trace(named: dict[Shape, NamedSections], lengths: bool = False) -> Trace | None:
-    """The trace for all shapes. None if the shapes differ in more than sizes, or a size is not a polynomial.
+class Fits:
+    """The polynomials of the sizes of one model. The last of `shapes` only checks those that the others determine.
 
-    The last shape only checks the polynomials that the others determine. `lengths`: whether attention has its own length,
-    rather than that of the batch.
+    A model has the same sizes under every remat choice. So once a trace was fitted at all shapes, sizes at a `few` of them tell
+    most polynomials, where only one of those known has these sizes there.
     """
-    first, *others = named.values()
-    if any(_skeleton(other) != _skeleton(first) for other in others):
-        return None
-    known: dict[tuple[int, ...], Polynomial] = {}
 
-    def solve(values: tuple[int, ...]) -> Polynomial:
-        if values not in known:
-            known[values] = _polynomial(dict(zip(named, values, strict=True)))
-        return known[values]
+    def __init__(self, shapes: list[Shape]):
+        self.shapes = shapes
+        places = FEW if len(shapes) > max(FEW) else range(len(shapes))
+        self.few = [shapes[i] for i in places]
+        self.known: dict[tuple[int, ...], Polynomial] = {}
+        self.by_few: dict[tuple[int, ...], Polynomial | None] = {}  # None: several have these sizes
 
-    try:
-        return _assemble([first, *others], solve, lengths)
-    except ValueError:
-        return None
+    def trace(self, named: dict[Shape, NamedSections], lengths: bool = False) -> Trace | None:
+        """The trace for all shapes, from those at all or at a few. None if the shapes differ in more than sizes, a size is not a
+        polynomial, or a few shapes do not tell it.
+
+        `lengths`: whether attention has its own length, rather than that of the batch.
+        """
+        first, *others = named.values()
+        if any(_skeleton(other) != _skeleton(first) for other in others):
+            return None
+        try:
+            return _assemble([first, *others], self._solve if list(named) == self.shapes else self._recall, lengths)
+        except ValueError:
+            return None
+
+    def _solve(self, values: tuple[int, ...]) -> Polynomial:
+        if values not in self.known:
+            by_shape = dict(zip(self.shapes, values, strict=True))
+            self.known[values] = found = _polynomial(by_shape)
+            key = tuple(by_shape[s] for s in self.few)
+            self.by_few[key] = found if self.by_few.get(key, found) == found else None
+        return self.known[values]
+
+    def _recall(self, values: tuple[int, ...]) -> Polynomial:
+        found = self.by_few.get(values)
+        if found is None:
+            raise ValueError(f"unknown: {values}")
+        return found
 
 
 def _skeleton(named: NamedSections) -> list[Any]:

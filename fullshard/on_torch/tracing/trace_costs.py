@@ -19,7 +19,7 @@ from fullshard.on_torch.loss_chunks import ChunkedLossError, chunked_loss, outpu
 from fullshard.on_torch.model_call import own_call
 from fullshard.on_torch.private import WRAPPERS, inner
 from fullshard.on_torch.tracing.fusion import compiled
-from fullshard.on_torch.tracing.polynomials import Shape, fit_trace, fixed_trace
+from fullshard.on_torch.tracing.polynomials import Fits, Shape, fixed_trace
 from fullshard.on_torch.tracing.recorder import Recorder
 from fullshard.on_torch.tracing.repeated_blocks import SeveralOutputsError, signature, skip_repeated
 from fullshard.on_torch.tracing.tensor_names import NamedSections, name_tensors
@@ -189,9 +189,10 @@ def _trace_shapes(
     try:
         with skipping as stand_ins:
             _warm_up(traced, shapes)
+            fits = Fits(shapes)
             for number, (loss, remat) in enumerate(wanted, 1):
                 say(f"tracing {number} of {len(wanted)}")
-                eager, compiled_blocks = _trace_choice(traced, stand_ins, loss, remat, shapes)
+                eager, compiled_blocks = _trace_choice(traced, stand_ins, loss, remat, fits)
                 if eager is None or compiled_blocks is None:
                     return {}
                 made |= {(dtype, loss, remat): eager, (dtype, loss, f"compiled {remat}"): compiled_blocks}
@@ -259,30 +260,38 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _head_is_a_unit(traced: _Traced) -> bool:
-    """True if a unit begins with the head. A tied head belongs to the unit of the embedding instead, and its work is
+    """True if the head is in a unit after the blocks. A tied head belongs to the unit of the embedding instead, and its work is
     recorded in the sections of the last block."""
     head = output_head(traced.model)
-    return any(head is traced.model.get_submodule(u.modules[0]) for u in traced.description.units)
+    units = [u for u in traced.description.units if u.kind == "head"]
+    return any(head is traced.model.get_submodule(m) for u in units for m in u.modules)
 
 
 def _trace_choice(
-    traced: _Traced, stand_ins: dict[str, str], loss: str, remat: Remat, shapes: list[Shape]
+    traced: _Traced, stand_ins: dict[str, str], loss: str, remat: Remat, fits: Fits
 ) -> tuple[Trace | None, Trace | None]:
     """The traces with eager and with compiled blocks. None if one is no polynomial in the shape."""
     eager: dict[Shape, NamedSections] = {}
     fused: dict[Shape, NamedSections] = {}
     blocks = {u.name for u in traced.description.units if u.kind == "block"}
-    calls = _count_calls(traced, loss, remat, shapes[0])
-    for shape in shapes:
-        recorder = traced.trace(loss, remat, shape)
-        for section, counted in zip(recorder.sections, calls, strict=False):
-            section.calls = counted
-        name = partial(name_tensors, recorder, description=traced.description, stand_ins=stand_ins)
-        eager[shape], fused[shape] = name(recorder.sections), name(compiled(recorder, blocks))
+    calls = _count_calls(traced, loss, remat, fits.shapes[0])
     lengths = traced.example is not None
-    if len(shapes) == 1:
-        return fixed_trace(eager[shapes[0]], lengths), fixed_trace(fused[shapes[0]], lengths)
-    return fit_trace(eager, lengths), fit_trace(fused, lengths)
+    found: tuple[Trace | None, Trace | None] = None, None
+    for shapes in (fits.few, fits.shapes) if fits.known else (fits.shapes,):
+        for shape in shapes:
+            if shape not in eager:
+                recorder = traced.trace(loss, remat, shape)
+                for section, counted in zip(recorder.sections, calls, strict=False):
+                    section.calls = counted
+                name = partial(name_tensors, recorder, description=traced.description, stand_ins=stand_ins)
+                eager[shape], fused[shape] = name(recorder.sections), name(compiled(recorder, blocks))
+        if len(shapes) == 1:
+            return fixed_trace(eager[shapes[0]], lengths), fixed_trace(fused[shapes[0]], lengths)
+        in_order = [{s: named[s] for s in shapes} for named in (eager, fused)]
+        found = fits.trace(in_order[0], lengths), fits.trace(in_order[1], lengths)
+        if None not in found:
+            break
+    return found
 
 
 def _count_calls(traced: _Traced, loss: str, remat: Remat, shape: Shape) -> list[Counter[str]]:
