@@ -260,11 +260,10 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _head_is_a_unit(traced: _Traced) -> bool:
-    """True if the head is in a unit after the blocks. A tied head belongs to the unit of the embedding instead, and its work is
+    """True if a unit begins with the head. A tied head belongs to the unit of the embedding instead, and its work is
     recorded in the sections of the last block."""
     head = output_head(traced.model)
-    units = [u for u in traced.description.units if u.kind == "head"]
-    return any(head is traced.model.get_submodule(m) for u in units for m in u.modules)
+    return any(head is traced.model.get_submodule(u.modules[0]) for u in traced.description.units)
 
 
 def _trace_choice(
