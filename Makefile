@@ -6,16 +6,18 @@ BIN := $(VENV)/bin
 EXTRAS_demo := torch
 EXTRAS_install := data,hf
 EXTRAS_dev := dev
+EXTRAS_jax := jax
 HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
+HOLDS_jax := jax
 # Most tests keep one core busy, or wait for ranks that do. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=2 --dist=loadfile
 
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all lint bench clean
+.PHONY: install demo test test-all test-jax lint bench clean
 
 # What a user needs: training, Hugging Face models, data preparation.
 install: $(VENV)/.install
@@ -28,6 +30,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu tests/fuzz
+
+# The JAX engine. Its packages are not needed for anything else.
+test-jax: $(VENV)/.dev $(VENV)/.jax
+	$(BIN)/python -m pytest $(WORKERS) tests/jax
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

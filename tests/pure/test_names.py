@@ -8,8 +8,8 @@ import fullshard
 
 HOUSE = Path(fullshard.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
-# A command's file is called as the command, an engine's face as the Protocol that it implements.
-TWICE = {"__init__.py", "engine.py", *(path.name for path in (HOUSE / "commands").glob("*.py"))}
+# A command's file is called as the command. The engines' files for one thing have one name.
+TWICE = {"__init__.py", "engine.py", *(path.name for place in ("commands", "on_jax") for path in (HOUSE / place).glob("*.py"))}
 
 
 def public_classes(text: str) -> list[str]:

@@ -1,0 +1,21 @@
+"""The JAX engine: carries a plan out on Flax NNX models, by shardings alone."""
+
+from fullshard.on_jax.describe import describe
+from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.losses import JaxLoss, chunked_loss, cross_entropy, summed_loss
+from fullshard.on_jax.shard import shard
+from fullshard.on_jax.step import JaxStep, compilations, lowered_step, train_step
+
+__all__ = [
+    "JaxLoss",
+    "JaxState",
+    "JaxStep",
+    "chunked_loss",
+    "compilations",
+    "cross_entropy",
+    "describe",
+    "lowered_step",
+    "shard",
+    "summed_loss",
+    "train_step",
+]

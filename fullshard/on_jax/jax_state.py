@@ -1,0 +1,66 @@
+"""A model, its optimizer and its plan on JAX: what `shard` returns and a step changes."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from fullshard.errors import FullshardError
+from fullshard.on_jax.shardings import Shardings
+from fullshard.optimizer import Optimizer
+from fullshard.plan import Plan
+
+
+@dataclass
+class JaxState:
+    """Parameters by name, optimizer state and other variables (running statistics, random keys), as arrays on the plan's mesh."""
+
+    engine: ClassVar[str] = "jax"
+    plan: Plan
+    optimizer: Optimizer | None
+    graph: Any  # of the model: all but its arrays
+    paths: dict[str, tuple[Any, ...]]  # of each parameter in the graph
+    shardings: Shardings
+    params: dict[str, jax.Array]
+    moments: Any  # the optimizer's state
+    rest: Any
+    moment_shardings: Any = None
+    step: int = 0
+    notes: tuple[str, ...] = ()
+    compiled: dict[Any, Any] = field(default_factory=dict, repr=False)  # steps, by what they were compiled for
+
+    @property
+    def model(self) -> nnx.Module:
+        """The model with its parameters as they are now."""
+        return self.merge(self.params, self.rest)
+
+    def merge(self, params: dict[str, jax.Array], rest: Any) -> nnx.Module:
+        """The model with these values."""
+        flat = [(self.paths[name], nnx.Param(value)) for name, value in params.items()]
+        own = jax.tree.map(lambda x: x, rest)  # new variables: those of another trace cannot be changed
+        return nnx.merge(self.graph, nnx.from_flat_state(flat), own)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on this process's first device, by kind."""
+        own = lambda tree: sum(_on_one_device(leaf) for leaf in jax.tree.leaves(tree))
+        return {"params": own(self.params), "optimizer": own(self.moments)}
+
+    def check(self) -> None:
+        """Raise unless every array lies as the plan says."""
+        for name, array in self.params.items():
+            _refuse_other(name, array, self.shardings.parameters[name].rest)
+        if self.moment_shardings is not None:
+            leaves, wanted = jax.tree.leaves_with_path(self.moments), jax.tree.leaves(self.moment_shardings)
+            for (path, array), sharding in zip(leaves, wanted, strict=True):
+                _refuse_other(f"optimizer state {jax.tree_util.keystr(path)}", array, sharding)
+
+
+def _refuse_other(name: str, array: jax.Array, wanted: jax.sharding.NamedSharding) -> None:
+    if not array.sharding.is_equivalent_to(wanted, array.ndim):
+        raise FullshardError(f"{name} lies as {array.sharding}, but the plan says {wanted.spec}; this is a bug of fullshard")
+
+
+def _on_one_device(array: jax.Array) -> int:
+    first = array.addressable_shards[0]
+    return int(first.data.nbytes)

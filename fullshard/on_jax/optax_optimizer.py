@@ -1,0 +1,26 @@
+"""fullshard's optimizers as Optax transformations. The step multiplies their result by the learning rate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from fullshard.errors import FullshardError, a_kind
+from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
+
+
+def make_transformation(optimizer: Optimizer) -> optax.GradientTransformation:
+    """The direction in which an optimizer moves parameters, before the learning rate."""
+    if not isinstance(optimizer, Adam | SGD):
+        raise FullshardError(f"{a_kind(optimizer)} is of torch; on JAX use fullshard.AdamW, Adam or SGD")
+    decay = optax.add_decayed_weights(optimizer.weight_decay, mask=None if optimizer.decay_all else _matrices)
+    if isinstance(optimizer, SGD):
+        momentum = optax.trace(optimizer.momentum, optimizer.nesterov) if optimizer.momentum else optax.identity()
+        return optax.chain(decay, momentum)
+    adam = optax.scale_by_adam(*optimizer.betas, eps=optimizer.eps)
+    return optax.chain(adam, decay) if isinstance(optimizer, AdamW) else optax.chain(decay, adam)
+
+
+def _matrices(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Norms and biases have one dim, and no weight decay."""
+    return {name: p.ndim > 1 for name, p in params.items()}

@@ -1,0 +1,116 @@
+"""Which dim of each parameter is sharded over which axis of the mesh."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fullshard.errors import FullshardError
+from fullshard.plan import Mesh, Plan, Unit
+
+Axes = tuple[str, ...]
+Shape = tuple[int, ...]
+DATA: Axes = ("replicate", "shard")  # the axes over which the rows of a batch are spread
+# How the tensor axis splits the modules of the built-in models, by the end of their paths.
+OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "lm_head", "output")
+INPUT = ("o_proj", "down_proj", "wo", "w2")
+VOCABULARY = ("embed_tokens", "tok_embeddings")
+
+
+def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The devices as `replicate × shard × tensor`."""
+    found = jax.devices() if devices is None else devices
+    if mesh.devices > len(found):
+        raise FullshardError(
+            f"the plan is for {mesh.devices} devices ({mesh}), but JAX has {len(found)} {found[0].platform} device"
+            f"{'s' if len(found) > 1 else ''}; make the plan for {len(found)}"
+        )
+    if mesh.expert > 1:
+        raise FullshardError(f"mesh.expert = {mesh.expert}: the JAX engine has no expert axis; write 1, or use the torch engine")
+    shape = (mesh.replicate, mesh.shard, mesh.tensor)
+    array = np.array(found[: mesh.devices]).reshape(shape)
+    return jax.sharding.Mesh(array, ("replicate", "shard", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How one parameter lies on the devices. `rest`: between steps. `gathered`: while its unit computes. `whole`: why it is not
+    sharded although its unit is, or nothing."""
+
+    unit: Unit
+    rest: NamedSharding
+    gathered: NamedSharding
+    whole: str = ""
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """The shardings of all parameters of a plan."""
+
+    mesh: jax.sharding.Mesh
+    parameters: Mapping[str, ParameterSharding] = field(default_factory=dict)
+
+    def rows(self) -> NamedSharding:
+        """Of a batch: its rows are spread over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(DATA))
+
+    def everywhere(self) -> NamedSharding:
+        """Of a number that every device has."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def at_rest(self) -> dict[str, NamedSharding]:
+        return {name: p.rest for name, p in self.parameters.items()}
+
+    def notes(self) -> tuple[str, ...]:
+        """What stays whole although its unit is sharded, with the reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, p in self.parameters.items():
+            if p.whole:
+                reasons.setdefault(p.whole, []).append(name)
+        more = lambda names: f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return tuple(f"{names[0]}{more(names)} stays whole on every device: {why}" for why, names in reasons.items())
+
+
+def plan_shardings(plan: Plan, shapes: Mapping[str, Shape], mesh: jax.sharding.Mesh) -> Shardings:
+    """The shardings of parameters with these shapes. Raises if the plan is for another model."""
+    found = {}
+    for name, shape in shapes.items():
+        if (unit := plan.unit_of(name)) is None:
+            raise FullshardError(f"no unit of the plan has {name}: it was made for another model; describe this one")
+        tensor = _tensor_dim(plan, name, shape)
+        axes: list[Axes] = [()] * len(shape)
+        if tensor is not None:
+            axes[tensor] = ("tensor",)
+        gathered, whole = list(axes), ""
+        if unit.layout != "replicated" and plan.mesh.shard > 1:
+            dim = _shard_dim(shape, tensor, plan.mesh)
+            if dim is None:
+                whole = f"no dim of {'×'.join(map(str, shape)) or 'a number'} is divisible by mesh.shard = {plan.mesh.shard}"
+            else:
+                axes[dim] = (*axes[dim], "shard")
+        of = lambda dims: NamedSharding(mesh, PartitionSpec(*[d or None for d in dims]))
+        found[name] = ParameterSharding(unit, of(axes), of(gathered), whole)
+    return Shardings(mesh, found)
+
+
+def _shard_dim(shape: Shape, tensor: int | None, mesh: Mesh) -> int | None:
+    """The dim to shard: the first that is divisible, as FSDP shards dim 0, but the tensor axis's own only if no other is."""
+    able = [i for i, size in enumerate(shape) if size % (mesh.shard * (mesh.tensor if i == tensor else 1)) == 0 and size]
+    return min(able, key=lambda i: (i == tensor, i), default=None)
+
+
+def _tensor_dim(plan: Plan, name: str, shape: Shape) -> int | None:
+    """The dim that the tensor axis splits, or None."""
+    if plan.mesh.tensor == 1:
+        return None
+    if plan.split:
+        raise FullshardError("split rules: the JAX engine splits the built-in models alone; leave split out")
+    module = name.split(".")[-2] if "." in name else ""
+    dim = 0 if module in (*OUTPUT, *VOCABULARY) else 1 if module in INPUT and len(shape) > 1 else None
+    if dim is not None and shape[dim] % plan.mesh.tensor:
+        raise FullshardError(
+            f"{name}: dim {dim} has {shape[dim]} elements, which mesh.tensor = {plan.mesh.tensor} does not divide"
+        )
+    return dim

@@ -1,0 +1,166 @@
+"""The training step on JAX: compiled once, with its buffers donated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fullshard.errors import FullshardError, expect_number
+from fullshard.on_jax.jax_dtypes import JAX_DTYPES
+from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
+from fullshard.on_jax.optax_optimizer import make_transformation
+from fullshard.on_jax.shardings import DATA
+
+Params = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class JaxStep:
+    """The result of one step. Its numbers may still be on the device."""
+
+    index: int
+    loss: jax.Array
+    grad_norm: jax.Array
+    count: jax.Array
+    skipped: jax.Array
+    metrics: dict[str, jax.Array]
+
+    def numbers(self) -> list[float]:
+        """loss, gradient norm, count, skipped, then one per metric. Waits for the device once."""
+        return [float(x) for x in jax.device_get([self.loss, self.grad_norm, self.count, self.skipped, *self.metrics.values()])]
+
+
+def train_step(
+    state: JaxState,
+    micro_batches: Sequence[Any],
+    *,
+    loss: LossFunction = summed_loss,
+    clip: float | None = None,
+    lr: float | None = None,
+) -> JaxStep:
+    """Forward, backward and update over the plan's micro-batches. Changes the state in place.
+
+    A micro-batch holds the rows of all this process's devices: `plan.batch.micro_batch` for each. The gradient is that of the
+    mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer.
+    """
+    if state.optimizer is None:
+        raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
+    if len(micro_batches) != state.plan.batch.accumulate:
+        raise FullshardError(f"{len(micro_batches)} micro-batches, but plan.batch.accumulate = {state.plan.batch.accumulate}")
+    if clip is not None:
+        expect_number("train_step: clip", clip, zero=False)
+    if lr is not None:
+        expect_number("train_step: lr", lr)
+    if loss not in state.compiled:
+        state.compiled[loss] = _compile(state, loss)
+    rate = np.float32(state.optimizer.lr if lr is None else lr)
+    limit = np.float32(np.inf if clip is None else clip)
+    args = (state.params, state.moments, state.rest, _placed(state, micro_batches), rate, limit)
+    state.params, state.moments, state.rest, found = state.compiled[loss](*args)
+    if state.step == 0:
+        state.check()
+    state.step += 1
+    return JaxStep(state.step, **found)
+
+
+def lowered_step(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> Any:
+    """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it."""
+    rate = limit = np.float32(1.0)
+    args = (state.params, state.moments, state.rest, _placed(state, micro_batches), rate, limit)
+    return _compile(state, loss).lower(*args)
+
+
+def compilations(state: JaxState) -> int:
+    """How many steps were compiled for this state."""
+    return sum(step._cache_size() for step in state.compiled.values())
+
+
+def _placed(state: JaxState, micro_batches: Sequence[Any]) -> Any:
+    """The micro-batches as one tree of arrays, with an axis for the micro-batches and the rows spread over the devices."""
+    rows = NamedSharding(state.shardings.mesh, PartitionSpec(None, DATA))
+    ranks = state.plan.mesh.data
+
+    def place(*leaves: Any) -> jax.Array:
+        shapes = {np.shape(leaf) for leaf in leaves}
+        if len(shapes) > 1:
+            raise FullshardError(
+                f"micro-batches of shapes {sorted(map(list, shapes))}; a compiled step needs equal ones: pad the rows"
+            )
+        local = np.stack([np.asarray(leaf) for leaf in leaves])
+        if local.ndim < 2 or local.shape[1] * jax.process_count() % ranks:
+            raise FullshardError(
+                f"a micro-batch of {local.shape[1] if local.ndim > 1 else 'no'} rows cannot be spread over {ranks} devices; give "
+                f"{state.plan.batch.micro_batch} rows for each"
+            )
+        return jax.make_array_from_process_local_data(rows, local)
+
+    return jax.tree.map(place, *micro_batches)
+
+
+def _compile(state: JaxState, loss: LossFunction) -> Any:
+    """The step as a compiled function of (params, moments, rest, batches, learning rate, clip)."""
+    assert state.optimizer is not None
+    transformation, accumulate = make_transformation(state.optimizer), state.plan.batch.accumulate
+
+    def total(params: Params, rest: Any, batch: Any) -> tuple[jax.Array, Any]:
+        model = state.merge(params, rest)
+        found = as_loss(loss(model, batch), batch)
+        return found.sum, (found.sum, found.count, found.metrics, nnx.state(model, nnx.Not(nnx.Param)))
+
+    def gradients(params: Params, rest: Any, batches: Any) -> tuple[Params, jax.Array, jax.Array, Any, Any]:
+        """Gradients of the summed loss, and the sums, over all micro-batches."""
+        one = jax.grad(total, has_aux=True)
+
+        def add(carry: Any, batch: Any) -> tuple[Any, None]:
+            sums, rest = carry
+            grads, (value, count, metrics, rest) = one(params, rest, batch)
+            return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
+
+        first = jax.tree.map(lambda x: x[0], batches)
+        if accumulate == 1:
+            grads, (value, count, metrics, rest) = one(params, rest, first)
+            return grads, value, count, metrics, rest
+        shapes = jax.eval_shape(one, params, rest, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], *shapes[1][:3]))
+        (sums, rest), _ = jax.lax.scan(add, (zeros, rest), batches)
+        return (*sums, rest)
+
+    def step(params: Params, moments: Any, rest: Any, batches: Any, rate: jax.Array, clip: jax.Array) -> Any:
+        whole, scatter = jax.vjp(lambda p: _gather_optimizer_units(state, p), params)
+        grads, value, count, metrics, rest = gradients(whole, rest, batches)
+        divisor = jnp.where(count > 0, count, 1.0)
+        (grads,) = scatter(jax.tree.map(lambda g, w: (g / divisor).astype(w.dtype), grads, whole))
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        factor = jnp.minimum(clip / (norm + 1e-6), 1.0)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        updates, changed = transformation.update(grads, moments, params)
+        skipped = ~jnp.isfinite(norm)
+        keep = lambda old, new: jnp.where(skipped, old, new)
+        stepped = jax.tree.map(lambda p, u: keep(p, (p - rate * u).astype(p.dtype)), params, updates)
+        means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
+        found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
+        return stepped, jax.tree.map(keep, moments, changed), rest, found
+
+    everywhere = state.shardings.everywhere()
+    kept = jax.tree.map(lambda _: everywhere, state.rest)
+    out = (state.shardings.at_rest(), state.moment_shardings, kept, everywhere)
+    return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out)
+
+
+def _gather_optimizer_units(state: JaxState, params: Params) -> Params:
+    """Parameters of units with layout `optimizer`, gathered for the whole step. The gradient of this is one reduction."""
+    compute = JAX_DTYPES[state.plan.precision.compute]
+    found = {}
+    for name, p in params.items():
+        sharding = state.shardings.parameters[name]
+        if sharding.unit.layout == "optimizer":
+            p = jax.lax.with_sharding_constraint(p.astype(compute), sharding.gathered)
+        found[name] = p
+    return found

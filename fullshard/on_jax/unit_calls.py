@@ -1,0 +1,137 @@
+"""Modules of a unit gather their parameters when they are called.
+
+Left alone, XLA would keep weights sharded and move activations instead. Here a constraint makes the weights whole, in the
+compute dtype, inside the call; its gradient is constrained to the shards again, in the reduce dtype. What backward keeps and
+what it gathers or computes again is the policy of a `jax.checkpoint` around the call.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from fullshard.on_jax.jax_dtypes import JAX_DTYPES
+from fullshard.on_jax.module_tree import module_at, named_parameters
+from fullshard.on_jax.shardings import ParameterSharding, Shardings
+from fullshard.plan import Plan, Unit
+
+GATHERED = "gathered"  # the name of gathered parameters in policies
+# What backward does again rather than keep: the primitives of a gather, and those that only show a tensor in another way, since
+# keeping what one of them returns would keep the gathered parameter.
+GATHERING = ("sharding_constraint", "custom_vjp_call", "custom_vjp_call_jaxpr")
+VIEWS = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims")
+Policy = Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """What the call of a module of a unit does besides. `shardings`: of its parameters, by their path inside the module."""
+
+    unit: Unit
+    shardings: tuple[tuple[str, ParameterSharding], ...]
+    compute: str
+    reduce: str
+
+    def __call__(self, module: nnx.Module, args: Any, kwargs: Any) -> Any:
+        forward: Callable[..., Any] = type(module).__mro__[1].__call__
+        graph, params, *others = nnx.split(module, nnx.Param, ...)
+        (rest,) = others
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
+
+        def run(params: Any, rest: Any, traced: list[Any]) -> Any:
+            inner = nnx.merge(graph, self._gathered(params), rest)
+            given = [leaf if t is None else t for t, leaf in zip(traced, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, given)
+            out = forward(inner, *args, **kwargs)
+            return out, nnx.state(inner, nnx.Not(nnx.Param))
+
+        policy = self._policy()
+        out, changed = (run if policy is None else jax.checkpoint(run, policy=policy))(params, rest, traced)
+        nnx.update(module, changed)
+        return out
+
+    def _gathered(self, params: Any) -> Any:
+        by_path = dict(self.shardings)
+
+        def gather_leaf(path: Any, leaf: Any) -> Any:
+            sharding = by_path.get(".".join(str(p) for p in path))
+            return leaf if sharding is None else leaf.replace(gathered(leaf[...], sharding, self.compute, self.reduce))
+
+        flat = nnx.to_flat_state(params)
+        return nnx.from_flat_state([(path, gather_leaf(path, leaf)) for path, leaf in flat])
+
+    def _policy(self) -> Policy | None:
+        """What backward keeps; None if it keeps all."""
+        keeps = self.unit.reshard is False
+        match self.unit.remat:
+            case "full":
+                return _gathers_only if keeps else jax.checkpoint_policies.nothing_saveable
+            case "selective":
+                return _products_and_gathers if keeps else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return None if keeps else _all_but_gathers
+
+
+def _gathers_only(prim: Any, *_: Any, **params: Any) -> bool:
+    return prim.name == "name" and params["name"] == GATHERED
+
+
+def _all_but_gathers(prim: Any, *_: Any, **params: Any) -> bool:
+    return not (prim.name in (*GATHERING, *VIEWS) or _gathers_only(prim, **params))
+
+
+def _products_and_gathers(prim: Any, *inputs: Any, **params: Any) -> bool:
+    return bool(
+        _gathers_only(prim, **params) or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *inputs, **params)
+    )
+
+
+def gathered(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
+    """The parameter as its unit computes with it: whole along the shard axis, in the compute dtype."""
+    if sharding.unit.layout == "optimizer":  # gathered for the whole step already
+        return x.astype(JAX_DTYPES[compute])
+    return checkpoint_name(_gather(x, sharding, compute, reduce), GATHERED)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x.astype(JAX_DTYPES[compute]), sharding.gathered)
+
+
+def _gather_forward(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> tuple[jax.Array, jax.Array]:
+    return _gather(x, sharding, compute, reduce), jnp.zeros((), x.dtype)
+
+
+def _gather_backward(
+    sharding: ParameterSharding, compute: str, reduce: str, like: jax.Array, grad: jax.Array
+) -> tuple[jax.Array]:
+    reduced = jax.lax.with_sharding_constraint(grad.astype(JAX_DTYPES[reduce]), sharding.rest)
+    return (reduced.astype(like.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def wrap_units(model: nnx.Module, plan: Plan, shardings: Shardings) -> None:
+    """Give every module of a unit a call that gathers its parameters. `model` may be abstract."""
+    names = {id(p): name for name, p in named_parameters(model).items()}  # a tied parameter has its first name everywhere
+    paths = [(unit, path) for unit in plan.units for path in unit.modules]
+    for unit, path in sorted(paths, key=lambda found: -len(found[1])):  # the inner ones first
+        module: Any = module_at(model, path)
+        own = [(name, shardings.parameters[names[id(p)]]) for name, p in named_parameters(module).items()]
+        mine = tuple((name, sharding) for name, sharding in own if sharding.unit == unit)
+        module.fullshard_call = UnitCall(unit, mine, plan.precision.compute, plan.precision.reduce)
+        object.__setattr__(module, "__class__", _wrapped(type(module)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _wrapped(cls: type) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return self.fullshard_call(self, args, kwargs)
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__, "__doc__": cls.__doc__})
