@@ -2,14 +2,14 @@
 
 from fullshard.on_jax.describe import describe
 from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.losses import JaxLoss, chunked_loss, cross_entropy, summed_loss
+from fullshard.on_jax.losses import Loss, chunked_loss, cross_entropy, summed_loss
 from fullshard.on_jax.shard import shard
 from fullshard.on_jax.step import JaxStep, compilations, lowered_step, train_step
 
 __all__ = [
-    "JaxLoss",
     "JaxState",
     "JaxStep",
+    "Loss",
     "chunked_loss",
     "compilations",
     "cross_entropy",

@@ -1,42 +1,28 @@
-"""The losses of a language model on JAX. A loss function takes the model and a batch, and returns a `JaxLoss`."""
+"""The losses of a language model on JAX. A loss function takes the model and a batch, and returns a `Loss`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fullshard.errors import FullshardError, a_kind
+from fullshard.loss_value import Loss as Loss
 
 IGNORED = -100
 BUDGET = 1 << 30  # bytes of fp32 logits of a chunk, on each device
-RETURN = "return on_jax.JaxLoss(sum, count): the sum over rows, tokens or pixels, and their number"
+RETURN = "return on_jax.Loss(sum, count): the sum over rows, tokens or pixels, and their number"
+
+LossFunction = Callable[[Any, Any], Loss | jax.Array]
 
 
-@dataclass(frozen=True)
-class JaxLoss:
-    """The loss of one micro-batch, as `on_torch.Loss`.
-
-    `sum`: over the tokens, rows or pixels that count. `count`: how many those are. `metrics`: more sums over the same count, by
-    name; a pair (sum, count) has a count of its own.
-    """
-
-    sum: Any
-    count: Any
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-
-
-LossFunction = Callable[[Any, Any], JaxLoss | jax.Array]
-
-
-def summed_loss(model: Any, batch: Mapping[str, jax.Array]) -> JaxLoss:
+def summed_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
     """Cross-entropy, summed over all labels that are not -100. `labels[t]` is the token that follows `input_ids[t]`; all other
     keys are passed to the model."""
     labels = batch["labels"]
     others = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
     logits = model(batch["input_ids"], **others).astype(jnp.float32)
-    return JaxLoss(cross_entropy(logits, labels), (labels != IGNORED).sum())
+    return Loss(cross_entropy(logits, labels), (labels != IGNORED).sum())
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -46,10 +32,10 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(counted, jax.nn.logsumexp(logits, -1) - right, 0.0).sum()
 
 
-def chunked_loss(model: Any, batch: Mapping[str, jax.Array]) -> JaxLoss:
+def chunked_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
     """As `summed_loss`, for models whose call takes `labels` and returns their summed loss, without ever holding all logits."""
     others = {k: v for k, v in batch.items() if k != "input_ids"}
-    return JaxLoss(model(batch["input_ids"], **others), (batch["labels"] != IGNORED).sum())
+    return Loss(model(batch["input_ids"], **others), (batch["labels"] != IGNORED).sum())
 
 
 def chunked_cross_entropy(hidden_BTD: jax.Array, weight_VD: jax.Array, labels_BT: jax.Array) -> jax.Array:
@@ -66,16 +52,16 @@ def chunked_cross_entropy(hidden_BTD: jax.Array, weight_VD: jax.Array, labels_BT
     return jnp.stack([part(h, y) for h, y in parts]).sum()
 
 
-def as_loss(value: object, batch: Any) -> JaxLoss:
+def as_loss(value: object, batch: Any) -> Loss:
     """The result of a loss function, checked. A bare array is a sum over the batch's labels that are not -100."""
-    if not isinstance(value, JaxLoss):
+    if not isinstance(value, Loss):
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(value, jax.Array) or labels is None:
             raise FullshardError(f"the loss function returned {a_kind(value)}; {RETURN}")
-        value = JaxLoss(value, (labels != IGNORED).sum())
+        value = Loss(value, (labels != IGNORED).sum())
     if getattr(value.sum, "shape", None) != () or not jnp.issubdtype(value.sum.dtype, jnp.floating):
         raise FullshardError(f"the loss function returned a sum of shape {list(jnp.shape(value.sum))}, not one number; {RETURN}")
     pair = lambda metric: metric if isinstance(metric, tuple) else (metric, value.count)
     number = lambda x: jnp.asarray(x, jnp.float32)
     metrics = {name: tuple(number(x) for x in pair(metric)) for name, metric in value.metrics.items()}
-    return JaxLoss(value.sum.astype(jnp.float32), number(value.count), metrics)
+    return Loss(value.sum.astype(jnp.float32), number(value.count), metrics, value.across_rows)

@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import nnx
 
+from fullshard.errors import FullshardError
 from fullshard.model.grouping import ModuleNode
 
 ParameterTree = dict[str, Any]  # parameters, or something for each of them, by name
@@ -45,10 +46,13 @@ def _all_names(model: nnx.Module) -> dict[int, tuple[nnx.Param, list[str]]]:
 
 
 def module_at(model: nnx.Module, path: str) -> nnx.Module:
-    """The module at a path; the model itself at an empty one."""
+    """The module at a path; the model itself at an empty one. Raises if there is none: the plan is another model's."""
+    found: Any = model
     for name in path.split(".") if path else ():
-        model = vars(model)[name]
-    return model
+        found = vars(found).get(name)
+        if not isinstance(found, nnx.Module):
+            raise FullshardError(f"the model has no module {path}: the plan was made for another model; describe this one")
+    return found
 
 
 def module_nodes(module: nnx.Module, known: dict[int, ModuleNode]) -> ModuleNode:

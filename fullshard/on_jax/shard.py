@@ -10,9 +10,9 @@ from fullshard.errors import FullshardError
 from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.module_tree import named_parameters
+from fullshard.on_jax.module_tree import named_parameters, parameter_names
 from fullshard.on_jax.optax_optimizer import make_transformation
-from fullshard.on_jax.read_weights import read_weights
+from fullshard.on_jax.read_weights import WeightFiles
 from fullshard.on_jax.shardings import Shardings, make_mesh, plan_shardings
 from fullshard.on_jax.unit_calls import wrap_units
 from fullshard.optimizer import Optimizer
@@ -30,16 +30,16 @@ def shard(
     refuse(plan)
     model = abstract(make)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
+    files = None if weights is None else WeightFiles(Path(weights), shapes, parameter_names(model).values())
     shardings = plan_shardings(plan, shapes, make_mesh(plan.mesh))
     wrap_units(model, plan, shardings)
     graph, params, *others = nnx.split(model, nnx.Param, ...)
     (rest,) = others
-    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(params)}
-    first = {id(p): name for name, p in named_parameters(model).items()}
-    paths = {first.get(id(_at(model, path)), name): path for name, path in paths.items()}
-    values, rest = _initial_values(make, shardings, paths, rest, plan, seed)
-    if weights is not None:
-        values = read_weights(Path(weights), values)
+    names = {id(p): name for name, p in named_parameters(model).items()}
+    paths = {names[id(_at(model, path))]: path for path, _ in nnx.to_flat_state(params)}
+    values, rest = _initial_values(make, shardings, paths, rest, plan, seed, read=files is not None)
+    if files is not None:
+        values = files.arrays(shapes, shardings.at_rest(), JAX_DTYPES[plan.precision.master])
     found = JaxState(plan, optimizer, graph, paths, shardings, values, (), rest, notes=shardings.notes())
     if optimizer is not None:
         _add_moments(found, optimizer)
@@ -74,19 +74,20 @@ def _at(model: nnx.Module, path: tuple[Any, ...]) -> Any:
 
 
 def _initial_values(
-    make: Factory, shardings: Shardings, paths: dict[str, tuple[Any, ...]], rest: Any, plan: Plan, seed: int
+    make: Factory, shardings: Shardings, paths: dict[str, tuple[Any, ...]], rest: Any, plan: Plan, seed: int, read: bool
 ) -> tuple[dict[str, jax.Array], Any]:
-    """The values of the model's own code, each computed on the devices that hold it."""
+    """The values of the model's own code, each computed on the devices that hold it. `read`: those of parameters are not needed,
+    since they come from files."""
     master = JAX_DTYPES[plan.precision.master]
     names = {path: name for name, path in paths.items()}
 
     def init(key: jax.Array) -> tuple[dict[str, jax.Array], Any]:
         _, params, *others = nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)
         flat = nnx.to_flat_state(params)
-        return {names[path]: leaf[...].astype(master) for path, leaf in flat}, others[0]
+        return {} if read else {names[path]: leaf[...].astype(master) for path, leaf in flat}, others[0]
 
     everywhere = jax.tree.map(lambda _: shardings.everywhere(), rest)
-    made = jax.jit(init, out_shardings=(shardings.at_rest(), everywhere))
+    made = jax.jit(init, out_shardings=({} if read else shardings.at_rest(), everywhere))
     return made(jax.random.key(seed))
 
 

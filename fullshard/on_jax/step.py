@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import FullshardError, expect_number
-from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
 from fullshard.on_jax.optax_optimizer import make_transformation
@@ -155,12 +154,15 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
 
 
 def _gather_optimizer_units(state: JaxState, params: Params) -> Params:
-    """Parameters of units with layout `optimizer`, gathered for the whole step. The gradient of this is one reduction."""
-    compute = JAX_DTYPES[state.plan.precision.compute]
+    """Parameters of units with layout `optimizer`, gathered for the whole step. The gradient of this is one reduction.
+
+    They are gathered in the master's dtype: a gradient has the dtype of its parameter, and those of several micro-batches and
+    devices are not added up in the compute dtype.
+    """
     found = {}
     for name, p in params.items():
         sharding = state.shardings.parameters[name]
         if sharding.unit.layout == "optimizer":
-            p = jax.lax.with_sharding_constraint(p.astype(compute), sharding.gathered)
+            p = jax.lax.with_sharding_constraint(p, sharding.gathered)
         found[name] = p
     return found

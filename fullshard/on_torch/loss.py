@@ -5,7 +5,6 @@ step divides by the count of all ranks and micro-batches, so every row weighs th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,31 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError, a_kind
+from fullshard.loss_value import Loss as Loss
 from fullshard.on_torch.model_call import logits
 
 IGNORED = -100
 RETURN = "return on_torch.Loss(sum, count): the sum over rows, tokens or pixels, and their number"
 
 TensorBatch = dict[str, Tensor]  # of a language model
-Metric = Tensor | float | tuple[Tensor | float, Tensor | float]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of one micro-batch on one rank.
-
-    `sum`: over the tokens, rows or pixels that count, with its graph. `count`: how many those are. `metrics`: more sums over
-    the same count, by name, such as the number of right answers; a pair (sum, count) has a count of its own. `across_rows`:
-    True if a row's loss depends on the other rows of its micro-batch, as in contrastive losses; such a loss depends on the
-    size of micro-batches.
-    """
-
-    sum: Tensor
-    count: Tensor | float
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    across_rows: bool = False
-
-
 LossFunction = Callable[[nn.Module, Any], Loss | Tensor]
 
 

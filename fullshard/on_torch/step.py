@@ -217,7 +217,7 @@ def _forward_backward(state: State, batches: list[Any], loss: LossFunction, know
         last = i == len(batches) - 1
         _set_sync(state, last=last)
         value = loss(state.model, batch)
-        value = as_loss(value, batch, state.device) if known is None else Loss(value, found.count)  # type: ignore[arg-type]
+        value = as_loss(value, batch, state.device) if known is None else Loss(value, found.count)
         clock.mark("forward")
         if divisor is None:
             divisor = _divisor(_over_ranks(torch.as_tensor(value.count), state) * len(batches))

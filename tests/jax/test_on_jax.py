@@ -201,7 +201,7 @@ def class_loss(model, batch):
     x, y = batch
     logits = model(x)
     total = optax.softmax_cross_entropy_with_integer_labels(logits, y).sum()
-    return on_jax.JaxLoss(total, y.size, {"accuracy": (logits.argmax(-1) == y).sum()})
+    return on_jax.Loss(total, y.size, {"accuracy": (logits.argmax(-1) == y).sum()})
 
 
 def test_any_module_any_batch_any_loss():
@@ -222,10 +222,21 @@ def test_any_module_any_batch_any_loss():
         assert np.abs(np.asarray(one)).sum() > 0
 
 
+def test_zero1_adds_gradients_up_in_fp32():
+    """In bf16 compute, its gradients are those of zero3, which reduces each micro-batch in fp32."""
+    norms = {}
+    for strategy in ("zero1", "zero3"):
+        state = on_jax.shard(llama, make_plan(llama, strategy, 2, precision=fs.Precision(compute="bf16")), fs.AdamW(lr=LR))
+        parts = [{k: v[i * 8 : i * 8 + 8] for k, v in batch(0).items()} for i in range(2)]
+        norms[strategy] = float(on_jax.train_step(state, parts).grad_norm)
+        assert {m.dtype for m in jax.tree.leaves(state.moments[0].mu)} == {jnp.dtype(jnp.float32)}
+    assert norms["zero1"] == pytest.approx(norms["zero3"], rel=1e-4)
+
+
 def test_a_step_that_is_not_finite_changes_nothing():
     state = on_jax.shard(llama, make_plan(llama, "zero3"), fs.AdamW(lr=LR))
     before = {n: np.asarray(p) for n, p in state.params.items()}
-    broken = lambda model, batch: on_jax.JaxLoss(on_jax.summed_loss(model, batch).sum * jnp.nan, 1.0)
+    broken = lambda model, batch: on_jax.Loss(on_jax.summed_loss(model, batch).sum * jnp.nan, 1.0)
     result = on_jax.train_step(state, [batch(0)], loss=broken)
     assert bool(result.skipped)
     assert all(np.array_equal(before[n], p) for n, p in state.params.items())
@@ -254,10 +265,12 @@ def test_bad_input_is_a_sentence():
     plan = make_plan(llama, "zero3")
     state = on_jax.shard(llama, plan, fs.AdamW(lr=LR))
     reads = lambda rngs: NnxLlama(replace(LLAMA, dim=int(jax.random.key_data(rngs.params())[0])), rngs=rngs)
+    deeper = lambda rngs: NnxLlama(replace(LLAMA, layers=3), rngs=rngs)
     late = fs.Batch(1, 12, 2, "last")
     cases = {
         "but JAX has 8 cpu devices; make the plan for 8": lambda: on_jax.shard(llama, fs.zero3(described, devices=16)),
         "it was made for another model": lambda: on_jax.shard(gpt, plan),
+        "the model has no module model.layers.2": lambda: on_jax.shard(llama, fs.zero3(on_jax.describe(deeper), devices=8)),
         "reads values of its arrays while it is made": lambda: on_jax.describe(reads),
         "write lambda rngs: Model": lambda: on_jax.describe(NnxLlama(LLAMA, rngs=nnx.Rngs(0))),
         "return a flax.nnx.Module": lambda: on_jax.describe(lambda rngs: 3),
@@ -272,7 +285,7 @@ def test_bad_input_is_a_sentence():
         "this state has no optimizer": lambda: on_jax.train_step(on_jax.shard(llama, plan), [batch(0)]),
         "2 micro-batches, but plan.batch.accumulate = 1": lambda: on_jax.train_step(state, [batch(0), batch(1)]),
         "a micro-batch of 3 rows cannot be spread over 8 devices": lambda: on_jax.train_step(state, [batch(0, rows=3)]),
-        "return on_jax.JaxLoss(sum, count)": lambda: on_jax.train_step(state, [batch(0)], loss=lambda m, b: 3.0),
+        "return on_jax.Loss(sum, count)": lambda: on_jax.train_step(state, [batch(0)], loss=lambda m, b: 3.0),
         "clip must be a number above 0": lambda: on_jax.train_step(state, [batch(0)], clip=-1.0),
     }
     for sentence, call in cases.items():

@@ -41,9 +41,11 @@ def test_torch_and_jax_give_the_same_losses(weights):
 def test_files_of_another_model_are_refused(weights):
     deeper = lambda rngs: NnxLlama(replace(LLAMA, layers=3), rngs=rngs)
     wider = lambda rngs: NnxLlama(replace(LLAMA, vocab=72), rngs=rngs)
+    shallow = lambda rngs: NnxLlama(replace(LLAMA, layers=1), rngs=rngs)
     for make, sentence in (
         (deeper, "has no tensor for model.layers.2"),
         (wider, "the model's is [72, 32]: it holds another model"),
+        (shallow, "has model.layers.1.input_layernorm.weight, which this model lacks"),
     ):
         with pytest.raises(FullshardError) as caught:
             on_jax.shard(make, fs.zero3(on_jax.describe(make), devices=8), weights=weights)
