@@ -11,8 +11,8 @@ HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
 HOLDS_jax := jax
-# Most tests keep one core busy, or wait for ranks that do. A file stays with one worker: its tests share what is costly.
-WORKERS := --numprocesses=2 --dist=loadfile
+# Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly.
+WORKERS := --numprocesses=3 --dist=loadfile
 
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,6 +1,5 @@
 """`fullshard train`."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,7 +77,7 @@ class Given:
 def _launch(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
     with shown("reading the recipe"):
-        prepared = _prepare(given, given.ranks)
+        prepared = _prepare(given, None)
     recipe = prepared.recipe
     weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
     about = f"{recipe.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {recipe.steps} steps into {given.run}"
@@ -86,7 +85,7 @@ def _launch(given: Given) -> None:
     if not given.dry:
         from fullshard.launch.local import become_ranks
 
-        become_ranks(prepared.plan.mesh.devices, given.for_ranks(), given.max_restarts)
+        become_ranks(prepared.plan.mesh.devices, given.for_ranks(), given.max_restarts, engine=given.engine)
 
 
 def _join(given: Given) -> None:
@@ -96,7 +95,7 @@ def _join(given: Given) -> None:
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    prepared = engine.all_or_none(lambda: _prepare(given, int(os.environ["WORLD_SIZE"])))
+    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices()))
     from fullshard.runs.agreement import identity, refuse_disagreement
     from fullshard.runs.run import execute
 
@@ -106,11 +105,12 @@ def _join(given: Given) -> None:
 
 
 def _prepare(given: Given, ranks: int | None) -> "Prepared":
-    """Check everything that can be checked before ranks start or files are written."""
+    """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
+    they start."""
     from fullshard.runs.recipe import load_recipe
 
-    recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that torch takes
-    say("importing torch")
+    recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that imports take
+    say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
     from fullshard.runs.prepare import prepare
@@ -121,6 +121,9 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
     if given.accept and given.resume is None:
         raise FullshardError("--accept-changes has no effect without --resume; leave it out")
     refuse_path(given.run)
+    if ranks is None:
+        here = engine.local_devices()  # asked in any case: from then on this process takes none of them
+        ranks = here if given.ranks is None else given.ranks
     prepared = prepare(recipe, ranks, engine)
     if given.resume is None:
         refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later

@@ -1,13 +1,15 @@
-"""Ranks on this machine, through torch's elastic launcher."""
+"""Ranks on this machine: on torch a process for each device, through its elastic launcher; on JAX one process for all."""
 
 import ctypes
 import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +17,8 @@ from fullshard.errors import DIVERGED, LOST, REFUSED
 from fullshard.storage.memory_limits import explain_kill, kills
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
+DEVICES = "FULLSHARD_DEVICES"  # how many of a JAX process's devices are used
+SIMULATED = "xla_force_host_platform_device_count"  # an older way to ask for devices on the CPU
 STRAGGLE = 10.0  # seconds that ranks may end apart after a signal
 FINAL = (0, REFUSED, DIVERGED)  # exit codes that another start would have again
 
@@ -24,13 +28,15 @@ def inside_ranks() -> bool:
     return "RANK" in os.environ
 
 
-def become_ranks(ranks: int, arguments: list[str], restarts: int = 0) -> NoReturn:
+def become_ranks(devices: int, arguments: list[str], restarts: int = 0, *, engine: str = "torch") -> NoReturn:
     """Run `fullshard arguments` on every rank, then exit.
 
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
-    torchrun(ranks, ["-m", "fullshard.cli"], restarts)
+    if engine == "jax":
+        one_process(devices, ["-m", "fullshard.cli"], restarts)
+    torchrun(devices, ["-m", "fullshard.cli"], restarts)
 
 
 def given_arguments() -> list[str] | None:
@@ -62,9 +68,31 @@ def torchrun(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
+    _start_again(lambda: _launch(arguments), restarts)
+
+
+def one_process(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
+    """Run `python target` as the only rank, with this many devices of JAX, then exit as `torchrun` does.
+
+    Without an accelerator, the devices are simulated on the CPU.
+    """
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", DEVICES: str(devices)}
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if SIMULATED not in flag]
+    environment = os.environ | ranks | {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
+
+    def launch() -> int:
+        killed = kills()
+        code = subprocess.Popen([sys.executable, *target], env=environment, start_new_session=True).wait()
+        return code if code >= 0 else _explain_signal(0, -code, killed)
+
+    _start_again(launch, restarts)
+
+
+def _start_again(launch: Callable[[], int], restarts: int) -> NoReturn:
+    """Launch, again after a failure that a retry may cure, and exit."""
     seen = _forward_signals()
     sys.stdout.flush()
-    while (code := _launch(arguments)) not in FINAL and restarts and not seen:
+    while (code := launch()) not in FINAL and restarts and not seen:
         restarts -= 1
         print(f"the ranks ended with exit code {code} and start again; restarts left: {restarts}", file=sys.stderr)
     sys.exit(128 + seen[-1] if seen else code)
@@ -130,12 +158,15 @@ def _explain(failures: "dict[int, ProcessFailure]", killed: dict[str, int]) -> i
     """
     rank = min(failures, key=lambda r: (_standing(failures[r].exitcode), failures[r].timestamp, r))
     code = failures[rank].exitcode
-    if code >= 0:
-        return code
-    name = signal.Signals(-code).name
+    return code if code >= 0 else _explain_signal(rank, -code, killed)
+
+
+def _explain_signal(rank: int, number: int, killed: dict[str, int]) -> int:
+    """Say that a rank was ended by a signal, and why, as far as the kernel's counts tell. Returns the exit code."""
+    name = signal.Signals(number).name
     why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
     print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
-    return 128 - code
+    return 128 + number
 
 
 def _standing(code: int) -> int:

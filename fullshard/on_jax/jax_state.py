@@ -35,6 +35,21 @@ class JaxState:
         """The model with its parameters as they are now."""
         return self.merge(self.params, self.rest)
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Nothing: XLA makes the kernels of updates."""
+        return {}
+
+    @property
+    def updates_overlap(self) -> bool:
+        """False: a step ends with its updates."""
+        return False
+
+    @property
+    def compiles(self) -> bool:
+        """True: every first step compiles."""
+        return True
+
     def merge(self, params: dict[str, jax.Array], rest: Any) -> nnx.Module:
         """The model with these values."""
         flat = [(self.paths[name], nnx.Param(value)) for name, value in params.items()]

@@ -8,3 +8,10 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return getattr(distributed.global_state, "client", None)
+
+
+def devices_are_taken() -> bool:
+    """Whether this process has begun to use its devices: a GPU's memory is then largely taken."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()

@@ -37,6 +37,7 @@ def start() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1 or coordination_client() is not None:
         return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which ends a run at a step
     jax.distributed.initialize(
         coordinator_address=_coordinator(),
         num_processes=world,

@@ -30,10 +30,17 @@ class JaxStep:
     count: jax.Array
     skipped: jax.Array
     metrics: dict[str, jax.Array]
+    flagged: jax.Array  # for each of `flags`, whether any process raised it
 
     def numbers(self) -> list[float]:
-        """loss, gradient norm, count, skipped, then one per metric. Waits for the device once."""
-        return [float(x) for x in jax.device_get([self.loss, self.grad_norm, self.count, self.skipped, *self.metrics.values()])]
+        """loss, gradient norm, count, skipped, then one per flag, then one per metric. Waits for the device once."""
+        first = (self.loss, self.grad_norm, self.count, self.skipped)
+        *first, flags, means = jax.device_get((*first, self.flagged, list(self.metrics.values())))
+        return [float(x) for x in (*first, *flags, *means)]
+
+    def seconds(self) -> dict[str, float]:
+        """Nothing: a compiled step is one program, which does not tell its phases apart."""
+        return {}
 
 
 def train_step(
@@ -43,11 +50,13 @@ def train_step(
     loss: LossFunction = summed_loss,
     clip: float | None = None,
     lr: float | None = None,
+    flags: Sequence[bool] = (),
 ) -> JaxStep:
     """Forward, backward and update over the plan's micro-batches. Changes the state in place.
 
     A micro-batch holds the rows of all this process's devices: `plan.batch.micro_batch` for each. The gradient is that of the
-    mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer.
+    mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer. `flags` are
+    combined over all processes: the result has those that any of them set.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -61,7 +70,7 @@ def train_step(
         state.compiled[loss] = _compile(state, loss)
     rate = np.float32(state.optimizer.lr if lr is None else lr)
     limit = np.float32(np.inf if clip is None else clip)
-    args = (state.params, state.moments, state.rest, _placed(state, micro_batches), rate, limit)
+    args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
     state.params, state.moments, state.rest, found = state.compiled[loss](*args)
     if state.step == 0:
         state.check()
@@ -72,16 +81,16 @@ def train_step(
 def lowered_step(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> Any:
     """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it."""
     rate = limit = np.float32(1.0)
-    args = (state.params, state.moments, state.rest, _placed(state, micro_batches), rate, limit)
+    args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, ()))
     return _compile(state, loss).lower(*args)
 
 
 def compilations(state: JaxState) -> int:
     """How many steps were compiled for this state."""
-    return sum(step._cache_size() for step in state.compiled.values())
+    return sum(step._cache_size() for loss, step in state.compiled.items() if callable(loss))
 
 
-def _placed(state: JaxState, micro_batches: Sequence[Any]) -> Any:
+def placed(state: JaxState, micro_batches: Sequence[Any]) -> Any:
     """The micro-batches as one tree of arrays, with an axis for the micro-batches and the rows spread over the devices."""
     rows = NamedSharding(state.shardings.mesh, PartitionSpec(None, DATA))
     ranks = state.plan.mesh.data
@@ -103,8 +112,16 @@ def _placed(state: JaxState, micro_batches: Sequence[Any]) -> Any:
     return jax.tree.map(place, *micro_batches)
 
 
+def _flags(state: JaxState, flags: Sequence[bool]) -> jax.Array:
+    """The flags of this process on each of its devices."""
+    mesh = state.shardings.mesh
+    own = np.array(flags, bool).reshape((1,) * mesh.devices.ndim + (len(flags),))
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return jax.make_array_from_callback((*mesh.devices.shape, len(flags)), sharding, lambda _: own)
+
+
 def _compile(state: JaxState, loss: LossFunction) -> Any:
-    """The step as a compiled function of (params, moments, rest, batches, learning rate, clip)."""
+    """The step as a compiled function of (params, moments, rest, batches, learning rate, clip, flags)."""
     assert state.optimizer is not None
     transformation, accumulate = make_transformation(state.optimizer), state.plan.batch.accumulate
 
@@ -131,7 +148,7 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
         (sums, rest), _ = jax.lax.scan(add, (zeros, rest), batches)
         return (*sums, rest)
 
-    def step(params: Params, moments: Any, rest: Any, batches: Any, rate: jax.Array, clip: jax.Array) -> Any:
+    def step(params: Params, moments: Any, rest: Any, batches: Any, rate: jax.Array, clip: jax.Array, flags: jax.Array) -> Any:
         whole, scatter = jax.vjp(lambda p: _gather_optimizer_units(state, p), params)
         grads, value, count, metrics, rest = gradients(whole, rest, batches)
         divisor = jnp.where(count > 0, count, 1.0)
@@ -145,6 +162,7 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
         stepped = jax.tree.map(lambda p, u: keep(p, (p - rate * u).astype(p.dtype)), params, updates)
         means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
         found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
+        found["flagged"] = flags.any((0, 1, 2))
         return stepped, jax.tree.map(keep, moments, changed), rest, found
 
     everywhere = state.shardings.everywhere()

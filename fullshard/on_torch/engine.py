@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,12 +10,13 @@ from torch import nn
 from fullshard.callables import is_callable_name, load_callable
 from fullshard.checkpoint.retention import Retention
 from fullshard.errors import FullshardError, nearest
+from fullshard.hang_report import HangReporter
 from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.batch_checks import objective_fault
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.generate import generate
-from fullshard.on_torch.hang_report import HangReporter
+from fullshard.on_torch.hang_position import main_thread_position
 from fullshard.on_torch.loader import collate, loader, seeded
 from fullshard.on_torch.lora import add_adapters
 from fullshard.on_torch.loss import LossFunction, called_loss, summed_loss
@@ -26,7 +27,7 @@ from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rat
 from fullshard.on_torch.measuring.measure import measure
 from fullshard.on_torch.model_loading import classes_and_image_size, limits, load_model, takes_positions
 from fullshard.on_torch.objectives import LOSSES
-from fullshard.on_torch.ranks import data_rank, finish, is_first, local_devices, rank_and_world, ranks_here, start
+from fullshard.on_torch.ranks import all_devices, data_share, finish, is_first, local_devices, rank_and_world, ranks_here, start
 from fullshard.on_torch.refuse import refuse as refuse_plan
 from fullshard.on_torch.saving.restore import load_checkpoint
 from fullshard.on_torch.saving.save import Checkpointer, save_checkpoint
@@ -45,12 +46,13 @@ NAMED_LOSSES: dict[str, LossFunction] = LOSSES | {"chunked": chunked_loss, "plai
 
 __all__ = [
     "add_adapters",
+    "all_devices",
     "all_or_none",
     "check_weights",
     "checkpointer",
     "classes_and_image_size",
     "collate",
-    "data_rank",
+    "data_share",
     "describe",
     "disk_rates",
     "evaluate",
@@ -78,6 +80,7 @@ __all__ = [
     "refuse",
     "refuse_loss",
     "save_checkpoint",
+    "search_choices",
     "seed_dropout",
     "seeded",
     "shard",
@@ -95,7 +98,7 @@ def messages() -> StoreClient:
 
 
 def watched_ranks() -> HangReporter:
-    return HangReporter()
+    return HangReporter(*rank_and_world(), StoreClient, main_thread_position)
 
 
 def versions() -> dict[str, str]:
@@ -119,6 +122,10 @@ def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, dis
 
 def host_share(state: State, issued: float, quiet: float, looks: int) -> float:
     return host_time.host_share(issued, quiet, state.device, looks=looks)
+
+
+def search_choices() -> dict[str, Any]:
+    return {}
 
 
 def named_loss(name: str) -> LossFunction:

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from fullshard.on_torch.store_messages import StoreClient, call_with_timeout
+from fullshard.hang_report import call_with_timeout
+from fullshard.on_torch.store_messages import StoreClient
 
 STORE_TIMEOUT = 10.0  # seconds that the store may take to answer
 CONNECTION_LOST = re.compile(

@@ -5,10 +5,8 @@ The batches are the same as without: workers change only when a batch is made.
 
 import multiprocessing
 import os
-import queue
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from fullshard.data.thread_loader import in_thread
 from fullshard.errors import FullshardError, first_line
 from fullshard.on_torch.batch_tree import map_tensors
 
@@ -52,7 +51,7 @@ class AheadLoader:
         return self._here(read())
 
     def _here(self, items: Iterator[Any]) -> Iterator[Any]:
-        return _in_thread(items, self.prefetch, self.pin) if self.threads and self.prefetch else items
+        return self._ahead(items, self.prefetch) if self.threads and self.prefetch else items
 
     def _from_workers(self, dataset: Dataset, workers: int, firsts: Iterator[int] | None) -> Iterator[Any]:
         forks = "fork" in multiprocessing.get_all_start_methods()
@@ -68,7 +67,10 @@ class AheadLoader:
             generator=torch.Generator().manual_seed(self.seed % 2**63),  # the model's random numbers stay as they are
         )
         items = _raising(iter(loader))
-        return _in_thread(items, 1, pin=True) if self.pin else items  # torch's own pinning makes lists of tuples
+        return self._ahead(items, 1) if self.pin else items  # torch's own pinning makes lists of tuples
+
+    def _ahead(self, items: Iterator[Any], count: int) -> Iterator[Any]:
+        return in_thread(items, count, _pinned) if self.pin else in_thread(items, count)
 
 
 def _raising(items: Iterator[Any]) -> Iterator[Any]:
@@ -124,41 +126,6 @@ def _begin_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library would warn about the fork
-
-
-def _in_thread(items: Iterator[Any], ahead: int, pin: bool) -> Iterator[Any]:
-    """The items, made in a thread, at most `ahead` of them waiting."""
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
-    stop = threading.Event()
-
-    def put(kind: str, value: Any) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put((kind, value), timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                put("item", _pinned(item) if pin else item)
-                if stop.is_set():
-                    return
-            put("end", None)
-        except BaseException as error:
-            put("error", error)
-
-    threading.Thread(target=work, name="fullshard-data", daemon=True).start()
-    try:
-        while True:
-            kind, value = ready.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise value
-            yield value
-    finally:
-        stop.set()
 
 
 def _pinned(batch: Any) -> Any:

@@ -107,6 +107,11 @@ def local_devices() -> int:
     return torch.cuda.device_count() or 2
 
 
+def all_devices() -> int:
+    """The number of ranks that the launcher starts: each has one device."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -141,6 +146,11 @@ def finish() -> None:
 def data_rank(mesh: Mesh) -> int:
     """The index of this rank's batch among `mesh.data` batches. The ranks of a tensor group share one."""
     return dist.get_rank() // mesh.tensor
+
+
+def data_share(mesh: Mesh) -> tuple[int, int]:
+    """This rank's share of a step's rows, and of how many."""
+    return data_rank(mesh), mesh.data
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,11 @@ class State:
         return update_kernels(self.offload) if self.offload else {}
 
     @property
+    def compiles(self) -> bool:
+        """True if the first step compiles blocks."""
+        return self.plan.compile
+
+    @property
     def updates_overlap(self) -> bool:
         """True if updates of offloaded units may still run during the next step."""
         return self.offload is not None

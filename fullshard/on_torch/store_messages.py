@@ -5,16 +5,14 @@ keys of the store instead.
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.on_torch.private import default_store
 
-T = TypeVar("T")
 POLL = 0.05  # seconds between reads of the store
 
 
@@ -55,19 +53,3 @@ class StoreClient:
         while (found := read()) is None and time.monotonic() < deadline:
             time.sleep(POLL)
         return found
-
-
-def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of `call`; None if it raises or takes longer. The rank that hosts the store may be gone."""
-    results: list[T] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception:  # a store that shuts down may raise anything
-            return
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

@@ -268,13 +268,19 @@ def refuse_first_batch(recipe: Recipe, plan: Plan, data: TrainingData) -> None:
 
 
 def batches(
-    recipe: Recipe, plan: Plan, data: TrainingData, rank: int, engine: Engine[Any, Any], *, held_out: bool = False
+    recipe: Recipe, plan: Plan, data: TrainingData, share: tuple[int, int], engine: Engine[Any, Any], *, held_out: bool = False
 ) -> StepBatches:
-    """The batches of a data rank, loaded ahead. Of held-out data: the first `eval.batches` in the order of the file."""
+    """The batches of a share of each step's rows, loaded ahead. Of held-out data: the first `eval.batches` in the order of
+    the file.
+
+    `share`: its number, and of how many; a share may hold the rows of several devices.
+    """
     wanted = recipe.data
     workers = data.workers(engine.ranks_here()) if wanted.workers is None else wanted.workers
     loader = engine.loader(workers, wanted.prefetch, seed=recipe.train.seed, threads=data.threads)
-    share = Share(plan.batch.micro_batch, plan.batch.accumulate, rank, plan.mesh.data, loader=loader)
+    rank, ranks = share
+    rows = plan.batch.micro_batch * plan.mesh.data // ranks
+    taken = Share(rows, plan.batch.accumulate, rank, ranks, loader=loader)
     if held_out:
-        share = replace(share, accumulate=1, last=recipe.eval.batches * plan.mesh.data * plan.batch.micro_batch)
-    return data.batches(share, seed=0 if held_out else recipe.train.seed, shuffle=wanted.shuffle and not held_out)
+        taken = replace(taken, accumulate=1, last=recipe.eval.batches * plan.mesh.data * plan.batch.micro_batch)
+    return data.batches(taken, seed=0 if held_out else recipe.train.seed, shuffle=wanted.shuffle and not held_out)

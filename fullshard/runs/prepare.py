@@ -107,7 +107,7 @@ def _plan(
         cluster,
         sequence=recipe.sequence,
         global_batch=recipe.train.global_batch,
-        fix=_pinned(recipe),
+        fix=_pinned(recipe, engine),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
         loss=_planned_loss(recipe),
         optimizer=make_optimizer(recipe),
@@ -134,10 +134,10 @@ def _describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Des
     )
 
 
-def _pinned(recipe: Recipe) -> dict[str, Any]:
-    """The choices of the recipe that a search must keep. The compute dtype is always one of them."""
+def _pinned(recipe: Recipe, engine: Engine[Any, Any]) -> dict[str, Any]:
+    """The choices that a search must keep: the recipe's, always with the compute dtype, and the engine's."""
     keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
-    pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    pinned = engine.search_choices() | {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 

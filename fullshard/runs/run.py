@@ -76,7 +76,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
     for line in state.notes if first else ():
         print(line, file=sys.stderr, flush=True)
     metrics = open_metrics(None, recipe)
-    watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=prepared.plan.compile)
+    watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=state.compiles)
     with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals, watched as watchdog:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
@@ -152,8 +152,8 @@ class Run:
     ):
         self.prepared, self.engine, self.recipe, self.state = prepared, prepared.engine, prepared.recipe, state
         self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
-        self.rank = self.engine.data_rank(state.plan.mesh)
-        self.source = batches(self.recipe, state.plan, prepared.data, self.rank, self.engine)
+        self.share = self.engine.data_share(state.plan.mesh)
+        self.source = batches(self.recipe, state.plan, prepared.data, self.share, self.engine)
         if isinstance(self.source, StreamBatches):
             self.source.say = bar.say
         self.steps: Iterator[Any] = iter(())
@@ -341,7 +341,7 @@ class Run:
         """The mean loss over the first samples of the held-out data."""
         recipe, plan, valid = self.recipe, self.state.plan, self.prepared.valid
         assert valid is not None
-        held_out = batches(recipe, plan, valid, self.rank, self.engine, held_out=True)
+        held_out = batches(recipe, plan, valid, self.share, self.engine, held_out=True)
         given = self.watchdog.each((s[0] for s in held_out), f"the evaluation after step {step}")
         means = self.engine.evaluate(self.state, given, loss=self.loss)
         found = means["loss"]

@@ -158,7 +158,7 @@ def skipping(directory: str, overrides: list[str], after: int, steps: int) -> li
     prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
     recipe = prepared.recipe
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
-    source = make_batches(recipe, prepared.plan, prepared.data, on_torch.data_rank(prepared.plan.mesh), prepared.engine)
+    source = make_batches(recipe, prepared.plan, prepared.data, engine.data_share(prepared.plan.mesh), prepared.engine)
     taken = list(islice(source, recipe.steps + steps))
     found = []
     for batch in taken[:after] + taken[after + steps :]:
