@@ -57,8 +57,9 @@ def abstract(make: Factory) -> nnx.Module:
 
     def made() -> nnx.Module:
         model = make(nnx.Rngs(0))
-        if isinstance(model, nnx.Module):
-            orders.update({path: list(vars(module)) for path, module in named_modules(model)})
+        if not isinstance(model, nnx.Module):
+            raise FullshardError(f"the function that makes the model returned {a_kind(model)}; return a flax.nnx.Module")
+        orders.update({path: list(vars(module)) for path, module in named_modules(model)})
         return model
 
     try:
@@ -67,8 +68,6 @@ def abstract(make: Factory) -> nnx.Module:
         raise FullshardError(
             f"the model reads values of its arrays while it is made ({first_line(error)}); use jnp alone"
         ) from None
-    if not isinstance(model, nnx.Module):
-        raise FullshardError(f"the function that makes the model returned {a_kind(model)}; return a flax.nnx.Module")
     for path, module in list(named_modules(model)):
         _reorder(vars(module), orders[path])
     return model

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fullshard.errors import FullshardError, a_kind
 from fullshard.loss_value import Loss as Loss
+from fullshard.on_jax.model_call import logits, own_call
 
 IGNORED = -100
 BUDGET = 1 << 30  # bytes of fp32 logits of a chunk, on each device
@@ -19,10 +20,25 @@ LossFunction = Callable[[Any, Any], Loss | jax.Array]
 def summed_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
     """Cross-entropy, summed over all labels that are not -100. `labels[t]` is the token that follows `input_ids[t]`; all other
     keys are passed to the model."""
-    labels = batch["labels"]
-    others = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
-    logits = model(batch["input_ids"], **others).astype(jnp.float32)
-    return Loss(cross_entropy(logits, labels), (labels != IGNORED).sum())
+    if isinstance(found := logits(model, batch), Loss):
+        raise FullshardError("model.call returns a Loss of its own; give train_step loss=on_jax.called_loss")
+    return _of_logits(found, batch["labels"])
+
+
+def called_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
+    """The loss of a model with a call of its own: the `Loss` that the call returns, or the cross-entropy of its logits."""
+    found = logits(model, batch)
+    return found if isinstance(found, Loss) else _of_logits(found, batch["labels"])
+
+
+def _of_logits(found: Any, labels: jax.Array) -> Loss:
+    if not isinstance(found, jax.Array) or found.ndim < 3 or found.shape[:2] != labels.shape[:2]:
+        shown = f"an array of shape {list(found.shape)}" if isinstance(found, jax.Array) else a_kind(found)
+        raise FullshardError(
+            f"the model's call returned {shown} for labels of shape {list(labels.shape)}; return logits of shape (rows, tokens, "
+            "vocabulary), or on_jax.Loss(sum, count) with loss=on_jax.called_loss"
+        )
+    return Loss(cross_entropy(found.astype(jnp.float32), labels), (labels != IGNORED).sum())
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -34,6 +50,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def chunked_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
     """As `summed_loss`, for models whose call takes `labels` and returns their summed loss, without ever holding all logits."""
+    if own_call(model):
+        raise FullshardError("chunked loss: the model has a call of its own, whose logits may differ from the head's; use plain")
     others = {k: v for k, v in batch.items() if k != "input_ids"}
     return Loss(model(batch["input_ids"], **others), (batch["labels"] != IGNORED).sum())
 

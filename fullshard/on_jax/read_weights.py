@@ -1,5 +1,6 @@
 """Load weights from a directory of safetensors files. Every process reads only the byte ranges of its own shards."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,42 +14,64 @@ from fullshard.errors import FullshardError, nearest
 from fullshard.on_jax.shardings import Shape
 
 FILE_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+BASES = ("model.", "transformer.")  # files of a model without its head lack this part of the names
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; models compute these
 
 
 class WeightFiles:
     """The safetensors files of a directory, compared with the parameters of a model before memory is allocated.
 
-    `shapes`: of the parameters. `names`: all names of each; a tied one has several.
+    `shapes`: of the parameters. `names`: all names of each; a tied one has several, and files may have any of them.
     """
 
     def __init__(self, directory: Path, shapes: Mapping[str, Shape], names: Iterable[Sequence[str]]):
         self.files = SafetensorsDirectory(directory)
-        known, entries = {n for found in names for n in found}, self.files.entries
+        entries = self.files.entries
+        spelled = {found[0]: [file for name in found for file in _file_names(name)] for found in names}
+        self.stored: dict[str, str] = {}  # the name in the files, by that of the parameter
         for name, shape in shapes.items():
-            if name not in entries:
+            here = [file for file in spelled.get(name, [name]) if file in entries]
+            if not here:
                 raise FullshardError(
                     f"{directory} has no tensor for {name}{nearest(name, list(entries))}: it holds another model"
                 )
-            if entries[name].shape != shape:
-                stored = list(entries[name].shape)
-                raise FullshardError(f"{directory}: {name} is {stored}, the model's is {list(shape)}: it holds another model")
-            if entries[name].dtype not in FILE_DTYPES:
-                raise FullshardError(f"{directory}: {name} is {entries[name].dtype}; save it in bf16 or fp32 first")
-        if extra := [n for n in entries if n not in known]:
+            for file in here:
+                self._refuse_other(file, shape)
+            self.stored[name] = here[0]
+        known = {file for files in spelled.values() for file in files}
+        if extra := [n for n in entries if n not in known and not COMPUTED.search(n)]:
             raise FullshardError(f"{directory} has {extra[0]}, which this model lacks: it holds another model")
 
     def arrays(
         self, shapes: Mapping[str, Shape], shardings: Mapping[str, jax.sharding.NamedSharding], dtype: Any
     ) -> dict[str, jax.Array]:
         """The parameters, each device's part read by itself."""
-        return {name: self._array(name, shape, shardings[name], dtype) for name, shape in shapes.items()}
+        return {name: self._array(self.stored[name], shape, shardings[name], dtype) for name, shape in shapes.items()}
 
-    def _array(self, name: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:
+    def _refuse_other(self, file: str, shape: Shape) -> None:
+        entry, directory = self.files.entries[file], self.files.directory
+        if entry.shape != shape:
+            raise FullshardError(
+                f"{directory}: {file} is {list(entry.shape)}, the model's is {list(shape)}: it holds another model"
+            )
+        if entry.dtype not in FILE_DTYPES:
+            raise FullshardError(f"{directory}: {file} is {entry.dtype}; save it in bf16 or fp32 first")
+
+    def _array(self, file: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:
+        parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # read once, although several devices have it
+
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            box = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-            found = np.empty([b - a for a, b in box], FILE_DTYPES[self.files.entries[name].dtype])
-            self.files.read(name, box, found.reshape(-1).view(np.uint8).data)
-            return found.astype(dtype)
+            box = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+            if box not in parts:
+                found = np.empty([b - a for a, b in box], FILE_DTYPES[self.files.entries[file].dtype])
+                self.files.read(file, box, found.reshape(-1).view(np.uint8).data)
+                parts[box] = found.astype(dtype)
+            return parts[box]
 
         return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _file_names(name: str) -> list[str]:
+    """What files may call a parameter."""
+    return [name, *(name.removeprefix(base) for base in BASES if name.startswith(base))]

@@ -17,6 +17,7 @@ DATA: Axes = ("replicate", "shard")  # the axes over which the rows of a batch a
 OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "lm_head", "output")
 INPUT = ("o_proj", "down_proj", "wo", "w2")
 VOCABULARY = ("embed_tokens", "tok_embeddings")
+FUSED = ("c_attn",)
 
 
 def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -108,6 +109,8 @@ def _tensor_dim(plan: Plan, name: str, shape: Shape) -> int | None:
     if plan.split:
         raise FullshardError("split rules: the JAX engine splits the built-in models alone; leave split out")
     module = name.split(".")[-2] if "." in name else ""
+    if module in FUSED:
+        raise FullshardError(f"{name}: fused queries, keys and values are not split on JAX; write mesh.tensor = 1")
     dim = 0 if module in (*OUTPUT, *VOCABULARY) else 1 if module in INPUT and len(shape) > 1 else None
     if dim is not None and shape[dim] % plan.mesh.tensor:
         raise FullshardError(

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fullshard.errors import FullshardError
 from fullshard.model.presets import GPTSize
-from fullshard.on_jax.models.layers import MeanNorm, OutputHead, Projection, TokenEmbedding, attend
+from fullshard.on_jax.models.layers import MeanNorm, OutputHead, Projection, TokenEmbedding
+from fullshard.on_jax.models.nnx_attention import attend, document_numbers
 
 
 class NnxGPTAttention(nnx.Module):
@@ -15,11 +17,12 @@ class NnxGPTAttention(nnx.Module):
         self.wk = Projection(size.dim, size.dim, bias=size.bias, rngs=rngs)
         self.wv = Projection(size.dim, size.dim, bias=size.bias, rngs=rngs)
         self.wo = Projection(size.dim, size.dim, bias=size.bias, rngs=rngs)
+        self.dropout = nnx.Dropout(size.dropout, rngs=rngs) if size.dropout else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
         B, T, D = x.shape
         q, k, v = (proj(x).reshape(B, T, -1, D // self.heads) for proj in (self.wq, self.wk, self.wv))
-        return self.wo(attend(q, k, v).reshape(B, T, -1))
+        return self.wo(attend(q, k, v, documents_BT, dropout=self.dropout).reshape(B, T, -1))
 
 
 class NnxGPTFeedForward(nnx.Module):
@@ -39,13 +42,16 @@ class NnxGPTBlock(nnx.Module):
         self.feed_forward = NnxGPTFeedForward(size, rngs=rngs)
         self.dropout = nnx.Dropout(size.dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def __call__(self, x: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
+        x = x + self.dropout(self.attention(self.attention_norm(x), documents_BT))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
 class NnxGPT(nnx.Module):
-    """Token ids in, logits out; with `labels`, their summed loss."""
+    """Token ids in, logits out; with `labels`, their summed loss; with `logits_at`, the logits of that position alone.
+
+    A document begins where `position_ids` is 0; attention never crosses documents.
+    """
 
     def __init__(self, size: GPTSize, *, rngs: nnx.Rngs):
         self.size = size
@@ -58,8 +64,26 @@ class NnxGPT(nnx.Module):
         if size.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def __call__(self, ids_BT: jax.Array, labels: jax.Array | None = None) -> jax.Array:
-        x = self.dropout(self.tok_embeddings(ids_BT) + self.pos_embeddings(jnp.arange(ids_BT.shape[1])))
+    def __call__(
+        self,
+        ids_BT: jax.Array,
+        labels: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        logits_at: jax.Array | None = None,
+    ) -> jax.Array:
+        refuse_too_long(ids_BT.shape[1], self.size.sequence)
+        documents_BT = None if position_ids is None else document_numbers(position_ids)
+        positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
+        x = self.dropout(self.tok_embeddings(ids_BT) + self.pos_embeddings(positions))
         for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x), labels=labels)
+            x = layer(x, documents_BT)
+        x = self.norm(x)
+        if logits_at is not None:
+            x = jax.lax.dynamic_slice_in_dim(x, logits_at, 1, 1)
+        return self.output(x, labels=labels)
+
+
+def refuse_too_long(tokens: int, positions: int) -> None:
+    """Raise where a model with learned positions has none for a token: JAX would take the last one."""
+    if tokens > positions:
+        raise FullshardError(f"{tokens} tokens in a row, but the model has {positions} positions; write at most {positions}")

@@ -1,91 +1,124 @@
-"""A plain Llama on NNX: RMSNorm, RoPE, SwiGLU, grouped-query attention.
+"""Llama and its relatives on NNX: RMSNorm, RoPE, SwiGLU, grouped-query attention.
 
-Parameter names and layouts are those of `on_torch`'s Llama and of Hugging Face's, so checkpoints need no mapping. Shapes: B
-batch, T sequence, D dim, H heads.
+Parameter names and layouts are those of `on_torch`'s Llama and of transformers' Llama, Mistral, Qwen2 and Qwen3, so
+checkpoints need no mapping. Shapes: B batch, T sequence, D dim, H heads.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from fullshard.model.presets import LlamaSize
-from fullshard.on_jax.models.layers import OutputHead, Projection, RootMeanSquareNorm, TokenEmbedding, attend
+from fullshard.on_jax.models.layers import ACTIVATIONS, STD, OutputHead, Projection, RootMeanSquareNorm, TokenEmbedding
+from fullshard.on_jax.models.nnx_attention import attend, document_numbers
+from fullshard.on_jax.models.rope import UNSCALED, RopeScaling, rotary, rotate
 
 
-def rotary(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """The cosine and sine of every position and frequency."""
-    frequencies = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+@dataclass(frozen=True)
+class NnxLlamaSize(LlamaSize):
+    """A Llama with what its relatives have besides. `norm_heads`: queries and keys are normed, as in Qwen3."""
 
+    head_size: int | None = None  # dim / heads if None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_heads: bool = False
+    activation: str = "silu"
+    attention_dropout: float = 0.0
+    padding: int | None = None  # the token whose embedding gets no gradient
+    std: float = STD  # of initial weights
+    rope: RopeScaling = UNSCALED
 
-def rotate(x_BTHD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Apply rotary position embedding, pairing the first half of a head with the second."""
-    a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, -1)
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), -1).astype(x_BTHD.dtype)
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads if self.head_size is None else self.head_size
 
 
 class NnxLlamaAttention(nnx.Module):
-    def __init__(self, size: LlamaSize, *, rngs: nnx.Rngs):
+    def __init__(self, size: NnxLlamaSize, *, rngs: nnx.Rngs):
         self.head_dim = size.head_dim
-        kv = size.kv_heads * size.head_dim
-        self.q_proj = Projection(size.dim, size.dim, rngs=rngs)
-        self.k_proj = Projection(size.dim, kv, rngs=rngs)
-        self.v_proj = Projection(size.dim, kv, rngs=rngs)
-        self.o_proj = Projection(size.dim, size.dim, rngs=rngs)
+        heads, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
+        self.q_proj = Projection(size.dim, heads, bias=size.qkv_bias, std=size.std, rngs=rngs)
+        self.k_proj = Projection(size.dim, kv, bias=size.qkv_bias, std=size.std, rngs=rngs)
+        self.v_proj = Projection(size.dim, kv, bias=size.qkv_bias, std=size.std, rngs=rngs)
+        self.o_proj = Projection(heads, size.dim, bias=size.output_bias, std=size.std, rngs=rngs)
+        self.q_norm = RootMeanSquareNorm(size.head_dim, size.eps) if size.norm_heads else None
+        self.k_norm = RootMeanSquareNorm(size.head_dim, size.eps) if size.norm_heads else None
+        self.dropout = nnx.Dropout(size.attention_dropout, rngs=rngs) if size.attention_dropout else None
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
         B, T, _ = x.shape
         q, k, v = (proj(x).reshape(B, T, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(B, T, -1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return self.o_proj(attend(q, k, v, documents_BT, dropout=self.dropout).reshape(B, T, -1))
 
 
 class NnxLlamaFeedForward(nnx.Module):
-    def __init__(self, size: LlamaSize, *, rngs: nnx.Rngs):
-        self.gate_proj = Projection(size.dim, size.ffn, rngs=rngs)
-        self.up_proj = Projection(size.dim, size.ffn, rngs=rngs)
-        self.down_proj = Projection(size.ffn, size.dim, rngs=rngs)
+    def __init__(self, size: NnxLlamaSize, *, rngs: nnx.Rngs):
+        self.activation = size.activation
+        self.gate_proj = Projection(size.dim, size.ffn, bias=size.mlp_bias, std=size.std, rngs=rngs)
+        self.up_proj = Projection(size.dim, size.ffn, bias=size.mlp_bias, std=size.std, rngs=rngs)
+        self.down_proj = Projection(size.ffn, size.dim, bias=size.mlp_bias, std=size.std, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class NnxLlamaBlock(nnx.Module):
-    def __init__(self, size: LlamaSize, *, rngs: nnx.Rngs):
+    def __init__(self, size: NnxLlamaSize, *, rngs: nnx.Rngs):
         self.self_attn = NnxLlamaAttention(size, rngs=rngs)
         self.mlp = NnxLlamaFeedForward(size, rngs=rngs)
         self.input_layernorm = RootMeanSquareNorm(size.dim, size.eps)
         self.post_attention_layernorm = RootMeanSquareNorm(size.dim, size.eps)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents_BT)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class NnxLlamaDecoder(nnx.Module):
-    def __init__(self, size: LlamaSize, *, rngs: nnx.Rngs):
+    def __init__(self, size: NnxLlamaSize, *, rngs: nnx.Rngs):
         self.size = size
-        self.embed_tokens = TokenEmbedding(size.vocab, size.dim, rngs=rngs)
+        self.embed_tokens = TokenEmbedding(size.vocab, size.dim, padding=size.padding, std=size.std, rngs=rngs)
         self.layers = nnx.List([NnxLlamaBlock(size, rngs=rngs) for _ in range(size.layers)])
         self.norm = RootMeanSquareNorm(size.dim, size.eps)
 
-    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+    def __call__(self, ids_BT: jax.Array, position_ids: jax.Array | None = None) -> jax.Array:
         x = self.embed_tokens(ids_BT)
-        cos, sin = rotary(jnp.arange(ids_BT.shape[1]), self.size.head_dim, self.size.theta)
+        documents_BT = None if position_ids is None else document_numbers(position_ids)
+        positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
+        cos, sin = rotary(positions, self.size.head_dim, self.size.theta, self.size.rope)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, documents_BT)
         return self.norm(x)
 
 
 class NnxLlama(nnx.Module):
-    """Token ids in, logits out; with `labels`, their summed loss."""
+    """Token ids in, logits out; with `labels`, their summed loss; with `logits_at`, the logits of that position alone.
+
+    A document begins where `position_ids` is 0; attention never crosses documents.
+    """
 
     def __init__(self, size: LlamaSize, *, rngs: nnx.Rngs):
         self.size = size
-        self.model = NnxLlamaDecoder(size, rngs=rngs)
-        self.lm_head = OutputHead(size.dim, size.vocab, rngs=rngs)
+        full = size if isinstance(size, NnxLlamaSize) else NnxLlamaSize(**vars(size))
+        self.model = NnxLlamaDecoder(full, rngs=rngs)
+        self.lm_head = OutputHead(size.dim, size.vocab, std=full.std, rngs=rngs)
         if size.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def __call__(self, ids_BT: jax.Array, labels: jax.Array | None = None) -> jax.Array:
-        return self.lm_head(self.model(ids_BT), labels=labels)
+    def __call__(
+        self,
+        ids_BT: jax.Array,
+        labels: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        logits_at: jax.Array | None = None,
+    ) -> jax.Array:
+        x = self.model(ids_BT, position_ids)
+        if logits_at is not None:
+            x = jax.lax.dynamic_slice_in_dim(x, logits_at, 1, 1)
+        return self.lm_head(x, labels=labels)
