@@ -1,7 +1,7 @@
 """Load weights from a directory of safetensors files. Every process reads only the byte ranges of its own shards."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ class WeightFiles:
     def __init__(self, directory: Path, shapes: Mapping[str, Shape], names: Iterable[Sequence[str]]):
         self.files = SafetensorsDirectory(directory)
         entries = self.files.entries
-        spelled = {found[0]: [file for name in found for file in _file_names(name)] for found in names}
+        all_names = [list(found) for found in names]
+        taken = {name for found in all_names for name in found}
+        spelled = {found[0]: [file for name in found for file in _file_names(name, taken)] for found in all_names}
         self.stored: dict[str, str] = {}  # the name in the files, by that of the parameter
         for name, shape in shapes.items():
             here = [file for file in spelled.get(name, [name]) if file in entries]
@@ -72,6 +74,7 @@ class WeightFiles:
         return jax.make_array_from_callback(shape, sharding, read)
 
 
-def _file_names(name: str) -> list[str]:
-    """What files may call a parameter."""
-    return [name, *(name.removeprefix(base) for base in BASES if name.startswith(base))]
+def _file_names(name: str, taken: Collection[str]) -> list[str]:
+    """What files may call a parameter. `taken`: the names of all parameters."""
+    bare = [name.removeprefix(base) for base in BASES if name.startswith(base)]
+    return [name, *(n for n in bare if n not in taken)]

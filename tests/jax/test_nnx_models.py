@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import transformers.modeling_rope_utils
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -24,6 +25,7 @@ from fullshard.model.presets import PRESETS
 from fullshard.on_jax import model_loading
 from fullshard.on_jax.hf_config import FAMILIES, read_size
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
+from fullshard.on_jax.models.rope import frequencies
 from fullshard.on_jax.module_tree import parameter_names
 from fullshard.on_jax.read_weights import WeightFiles
 
@@ -161,6 +163,9 @@ def test_names_and_shapes_are_those_of_transformers(saved, name):
     }
     assert model_loading.limits(factory) == (factory.vocabulary, factory.longest) == (96, 64)
     assert model_loading.takes_positions(factory)
+    layers = "transformer.h" if name == "gpt2" else "model.layers"
+    blocks = [u.name for u in on_jax.describe(factory).units if u.kind == "block"]
+    assert blocks == [f"{layers}.0", f"{layers}.1"]
 
 
 def test_gradients_are_those_of_torch(saved):
@@ -176,6 +181,50 @@ def test_gradients_are_those_of_torch(saved):
     for name, p in model.named_parameters():
         np.testing.assert_allclose(found[name], p.grad.numpy(), atol=2e-4, err_msg=name)
     assert not np.any(np.asarray(found["model.embed_tokens.weight"])[3])
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_training_on_documents_is_that_of_torch(saved, name):
+    """The oracle: transformers' own handling of position_ids, and torch's AdamW."""
+    _, where = saved(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    ids, labels, positions = (torch.from_numpy(x) for x in (IDS, LABELS, POSITIONS))
+    wanted = []
+    for _ in range(3):
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        stock.zero_grad()
+        loss.backward()
+        stock.step()
+        wanted.append(loss.item())
+    make = on_jax.load_model(str(where))
+    plan = fs.zero3(on_jax.describe(make), devices=8, batch=fs.Batch(1, 12), precision=FP32, remat="full")
+    state = on_jax.shard(make, plan, fs.AdamW(lr=1e-2), weights=where)
+    batch = {"input_ids": IDS, "labels": LABELS, "position_ids": POSITIONS}
+    found = [float(on_jax.train_step(state, [batch], loss=on_jax.chunked_loss).loss) for _ in range(3)]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert wanted[2] < wanted[0] - 0.5
+
+
+ROPES = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32_768},
+    "yarn, mscale": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3, "original_max_position_embeddings": 4096},
+    "yarn, betas": {"factor": 16.0, "beta_fast": 20.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.25},
+    "linear": {"factor": 3.0},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_are_those_of_transformers(tmp_path, kind):
+    rope = {"rope_type": kind.split(",")[0], "rope_theta": 500_000.0} | ROPES[kind]
+    config = transformers.LlamaConfig(hidden_size=4096, max_position_embeddings=131_072, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    size = read_size(tmp_path / "config.json")
+    wanted, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    np.testing.assert_allclose(frequencies(size.head_dim, size.theta, size.rope), wanted.numpy(), rtol=2e-6)
+    assert size.rope.cos_sin_factor == pytest.approx(factor)
 
 
 def test_bf16_compute_and_bf16_files(tmp_path):
@@ -295,6 +344,7 @@ def test_a_tied_head_in_the_files(saved, tmp_path):
 
 PROCESS = """
 import sys, jax
+sys.modules["torch"] = sys.modules["transformers"] = None  # neither is needed
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import fullshard as fs

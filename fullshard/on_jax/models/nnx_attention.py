@@ -28,8 +28,10 @@ def attend(
     same = None if documents_BT is None else documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
     if dropout is not None and dropout.rate and not dropout.deterministic:
         return _attend_and_drop(q_BTHD, k_BTHD, v_BTHD, same, scale, dropout)
-    kernel = "cudnn" if jax.default_backend() == "gpu" and _fits_cudnn(q_BTHD, masked=same is not None) else "xla"
-    return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, mask=same, is_causal=True, scale=scale, implementation=kernel)
+    fused = jax.default_backend() == "gpu" and _fits_cudnn(q_BTHD, masked=same is not None)
+    return jax.nn.dot_product_attention(
+        q_BTHD, k_BTHD, v_BTHD, mask=same, is_causal=True, scale=scale, implementation="cudnn" if fused else "xla"
+    )
 
 
 def _fits_cudnn(q_BTHD: jax.Array, *, masked: bool) -> bool:
