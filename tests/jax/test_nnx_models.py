@@ -23,6 +23,7 @@ import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.model.presets import PRESETS
 from fullshard.on_jax import model_loading
+from fullshard.on_jax.describe import make_rngs
 from fullshard.on_jax.hf_config import FAMILIES, read_size
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
 from fullshard.on_jax.models.rope import frequencies
@@ -463,10 +464,7 @@ def test_old_and_new_spellings_of_a_config(tmp_path):
     assert (read_size(path).dim, read_size(path).layers, read_size(path).ffn) == (32, 1, 128)
 
 
-FEW = ("llama-nano", "gpt-33m")
-
-
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_the_names_of_its_description(name):
     described = fs.presets.describe(name)
     found = {n: shape for n, shape, *_ in model_loading.parameter_shapes(on_jax.load_model(name))}
@@ -544,6 +542,11 @@ def test_a_call_that_returns_a_loss(file):
     few = on_jax.load_model(f"{file}:make", call=f"{file}:few")
     with pytest.raises(FullshardError, match="return logits of shape"):
         on_jax.called_loss(few(nnx.Rngs(0)), batch)
+
+
+def test_random_keys_are_those_of_nnx():
+    make = lambda rngs: [jax.random.key_data(key()) for key in (rngs.params, rngs.dropout, rngs.default.fork(), rngs.params)]
+    assert np.array_equal(make(make_rngs(7)), make(nnx.Rngs(7)))
 
 
 def test_plain_functions_are_models():
