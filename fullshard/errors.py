@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 REFUSED = 2  # bad input, or a plan that cannot be honoured: nothing was done
 DIVERGED = 3  # training diverged; the last good checkpoint is kept
@@ -39,6 +39,24 @@ def _readable(sentence: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of another library's error message, to be quoted in a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
+    """(True, result) or (False, error sentence). Catches bugs too: the other ranks would wait forever otherwise."""
+    try:
+        return True, make()
+    except FullshardError as error:
+        return False, str(error)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {first_line(error)}"
+
+
+def unwrap(outcomes: list[Any]) -> list[Any]:
+    """The results of `attempt`. Raises the first error among them."""
+    failed = [value for succeeded, value in outcomes if not succeeded]
+    if failed:
+        raise FullshardError(failed[0])
+    return [value for _, value in outcomes]
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +142,23 @@ def refuse_mismatch(
     for pattern in allow_missing:
         if not any(fnmatchcase(n, pattern) for n in expected):
             raise FullshardError(f"allow_missing = {pattern!r} matches no tensor of the state; leave it out")
+
+
+def refuse_bad_numbers(saved: Mapping[str, Any]) -> None:
+    """Raise unless `saved`, read from a manifest, has the types that engines write."""
+    slots, scale = saved.get("slots", {}), saved.get("loss_scale")
+    plain = isinstance(slots, dict) and all(
+        isinstance(s, dict) and all(map(_is_plain_number, s.values())) for s in slots.values()
+    )
+    names = saved.get("without_slots", [])
+    named = names == "all" or (isinstance(names, list) and all(isinstance(n, str) for n in names))
+    scaled = scale is None or (isinstance(scale, dict) and all(isinstance(scale.get(k), int | float) for k in ("value", "quiet")))
+    if not (plain and named and scaled):
+        raise FullshardError("the `state` of its manifest is malformed; use another checkpoint")
+
+
+def _is_plain_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)  # torch's SGD keeps a None
 
 
 def type_text(shape: Sequence[int], dtype: str) -> str:

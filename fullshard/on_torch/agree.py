@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.checkpoint.rank_agreement import RankAgreement
+from fullshard.errors import FullshardError, attempt, unwrap
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)  # a rank may have to wait for a slow disk
@@ -155,19 +156,30 @@ def _send_from_first(
     return rows
 
 
-def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, result) or (False, error sentence). Catches bugs too: the other ranks would wait forever otherwise."""
-    try:
-        return True, make()
-    except FullshardError as error:
-        return False, str(error)
-    except Exception as error:
-        return False, f"{type(error).__name__}: {first_line(error)}"
+class GroupAgreement(RankAgreement):
+    """The ranks of torch's world group, on a gloo group of their own until `close`. The constructor is collective."""
 
+    def __init__(self) -> None:
+        self.group = acquire_group()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
-def unwrap(outcomes: list[Any]) -> list[Any]:
-    """The results of `attempt`. Raises the first error among them."""
-    failed = [value for succeeded, value in outcomes if not succeeded]
-    if failed:
-        raise FullshardError(failed[0])
-    return [value for _, value in outcomes]
+    def close(self) -> None:
+        release_group(self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        return gather(self.group, value)
+
+    def decide(self, make: Callable[[], T]) -> T:
+        return decide(self.group, make)
+
+    def gather_integers(self, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
+        return gather_integers(self.group, make, count)
+
+    def gather_then_finish(
+        self,
+        leaders: Collection[int],
+        make: Callable[[], Sequence[int]],
+        count: int,
+        finish: Callable[[list[list[int]]], None],
+    ) -> None:
+        gather_then_finish(self.group, leaders, make, count, finish)

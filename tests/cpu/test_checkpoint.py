@@ -10,10 +10,10 @@ import pytest
 
 import fullshard as fs
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.manifest import checksum
 from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
-from fullshard.on_torch.saving.background import Background
 from fullshard.on_torch.saving.pending_copies import PendingCopies
 from tests.cpu import checkpoint
 from tests.pure.test_checkpoint import CRAFTED, DAMAGES

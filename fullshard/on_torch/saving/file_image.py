@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from fullshard.checkpoint.file_layout import FileLayout
 from fullshard.checkpoint.manifest import checksum
 from fullshard.direct_io import aligned_size
-from fullshard.on_torch.saving.file_layout import FileLayout, ItemSource, dtype_of, item_bytes
+from fullshard.on_torch.saving.write_items import ItemSource, dtype_of, item_bytes
 from fullshard.storage.host import Arena, bytes_of
 
 GROUP_BYTES = 1 << 19  # items are copied in groups of about this size, which fits into a core's cache
@@ -42,12 +43,12 @@ class FileImage:
     memory, and `group_bytes` the same as bytes; the header belongs to the first group.
     """
 
-    def __init__(self, layout: FileLayout, buffer: ImageBuffer):
-        self.layout = layout
+    def __init__(self, layout: FileLayout, items: Sequence[WriteItem], buffer: ImageBuffer):
+        self.layout, self.items = layout, items
         memory = buffer.reserve(layout.nbytes)
         self.memory = bytes_of(memory[: aligned_size(layout.nbytes)])
-        memory[: len(layout.header)] = layout.header
-        self.targets = [self._view(memory, i, start) for i, start in zip(layout.items, layout.starts, strict=True)]
+        self.memory[: len(layout.header)] = layout.header
+        self.targets = [self._view(memory, i, start) for i, start in zip(items, layout.starts, strict=True)]
         self.groups = self._groups()
         self.group_targets = [self._group_view(memory, group) for group in self.groups]
         ends = [*layout.starts, layout.nbytes]
@@ -58,7 +59,7 @@ class FileImage:
 
     def _groups(self) -> list[slice]:
         """Slices of consecutive items of one dtype, of at least `GROUP_BYTES` where there are enough."""
-        found, first, size, items = [], 0, 0, self.layout.items
+        found, first, size, items = [], 0, 0, self.items
         for i, item in enumerate(items):
             size += item_bytes(item)
             if size >= GROUP_BYTES or i == len(items) - 1 or dtype_of(items[i + 1]) != dtype_of(item):
@@ -68,8 +69,8 @@ class FileImage:
 
     def _group_view(self, memory: Tensor, group: slice) -> Tensor:
         first, last = group.start, group.stop - 1
-        end = self.layout.starts[last] + item_bytes(self.layout.items[last])
-        return memory[self.layout.starts[first] : end].view(dtype_of(self.layout.items[first]))
+        end = self.layout.starts[last] + item_bytes(self.items[last])
+        return memory[self.layout.starts[first] : end].view(dtype_of(self.items[first]))
 
     def copies(self, sources: Sequence[Tensor]) -> list[Callable[[], None]]:
         """One function for each group, which copies it from CPU tensors without autograd. A copy releases the GIL."""

@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from fullshard.checkpoint import commit, verify
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.place import Place, open_place
-from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
+from fullshard.checkpoint.nodes import find_whole
+from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
 from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import acquire_group, attempt, gather, gather_results, release_group
+from fullshard.on_torch.agree import GroupAgreement
 from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.saving import state_tensors
-from fullshard.on_torch.saving.nodes import Nodes, find_nodes_by_listing
 from fullshard.on_torch.state import State
 
 
@@ -34,49 +33,17 @@ def load_checkpoint(
 
     `verified`: the caller has already compared the checksums.
     """
-    group = acquire_group()
+    ranks = GroupAgreement()
     try:
-        return _load(group, where, state, allow_missing, verified)
+        place = find_whole(where, ranks, verified=verified)
+        return ranks.gather_results(lambda: _fill(Checkpoint(place), state, allow_missing))[ranks.rank]
     finally:
-        release_group(group)
-
-
-def _load(
-    group: dist.ProcessGroup, where: str | Path | Place, state: State, allow_missing: Sequence[str], verified: bool
-) -> Manifest:
-    place = where if isinstance(where, Place) else find_on_all_ranks(where, group)
-    if not verified:
-        nodes = find_nodes_by_listing(place, group)
-        if found := find_damage(place, group, nodes):
-            raise FullshardError(f"{found[0]}; use another checkpoint")
-    return gather_results(group, lambda: _fill(Checkpoint(place), state, allow_missing))[dist.get_rank()]
-
-
-def find_on_all_ranks(where: str | Path, group: dist.ProcessGroup) -> Place:
-    """The checkpoint at `where`, or the newest there that every rank sees. Without a shared disk, nodes may differ in
-    their newest one. Collective."""
-    place = open_place(where)
-    if all(gather(group, commit.is_checkpoint(place))):
-        return place
-    checkpoint_dir = commit.find_checkpoint_dir(where)
-    seen = gather(group, commit.committed(checkpoint_dir))
-    common = [n for n in seen[0] if all(n in names for names in seen)]
-    if not common:
-        raise FullshardError(f"{where} is neither a checkpoint nor a directory of checkpoints")
-    return checkpoint_dir.child(common[-1])
-
-
-def find_damage(place: Place, group: dist.ProcessGroup, nodes: Nodes) -> list[str]:
-    """Everything that is wrong with a checkpoint, a sentence each. The ranks of a node share the reading. Collective."""
-    rank = dist.get_rank()
-    same_node = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[rank]]
-    worked, found = attempt(lambda: verify.problems(place, share=(same_node.index(rank), len(same_node))))
-    return [p for of_rank in gather(group, found if worked else [found]) for p in of_rank]
+        ranks.close()
 
 
 def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    state_tensors.refuse_bad_numbers(saved)
+    refuse_bad_numbers(saved)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
@@ -139,7 +106,8 @@ def _dcp_metadata(tensors: Mapping[str, TensorRecord]) -> Metadata:
 
 
 def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
-    """Restore each rank's generators. Where ranks have other batches than those that saved, seed them anew instead."""
+    """Restore each rank's generators. Where ranks have other batches than those that saved, or another engine has saved, seed
+    them anew instead."""
     if not _same_data_ranks(checkpoint.manifest, state):
         seed_dropout(state, state.dropout_seed)
         return
@@ -154,7 +122,9 @@ def _restore_rng(checkpoint: Checkpoint, state: State) -> None:
 
 
 def _same_data_ranks(manifest: Manifest, state: State) -> bool:
-    """True if the checkpoint was saved by as many ranks, in tensor groups of the same size."""
+    """True if the checkpoint was saved by as many ranks of torch, in tensor groups of the same size."""
+    if manifest.state.get("engine", state.engine) != state.engine:
+        return False
     mesh = (manifest.plan or {}).get("mesh")
     tensor = mesh.get("tensor", 1) if isinstance(mesh, dict) else 1
     return manifest.state.get("world") == dist.get_world_size() and tensor == state.plan.mesh.tensor

@@ -11,40 +11,35 @@ from concurrent.futures import Future
 from typing import cast
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from fullshard.checkpoint.manifest import TensorRecord, field_text, shard_name, tensors_text
+from fullshard.checkpoint.background import Background, Priority
+from fullshard.checkpoint.file_layout import FileLayout, SaveLayout
+from fullshard.checkpoint.nodes import Nodes
 from fullshard.checkpoint.place import Place
-from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import decide, gather_integers, gather_results
+from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.on_torch.agree import GroupAgreement, decide, gather_results
 from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.on_torch.saving import state_tensors
-from fullshard.on_torch.saving.background import Background, Priority
 from fullshard.on_torch.saving.file_image import FileImage, ImageBuffer, flattened
-from fullshard.on_torch.saving.file_layout import (
-    FileLayout,
+from fullshard.on_torch.saving.pending_copies import PendingCopies
+from fullshard.on_torch.saving.write_items import (
     ItemSource,
-    ShardFile,
     StoredItem,
     dtype_of,
-    planned_bytes,
+    file_item,
+    once_per_node,
+    read_file,
+    tensor_types,
+    wide_first,
     without_empty_items,
 )
-from fullshard.on_torch.saving.manifest_records import tensor_records
-from fullshard.on_torch.saving.nodes import Nodes, once_per_node
-from fullshard.on_torch.saving.pending_copies import PendingCopies
 from fullshard.on_torch.state import State
 from fullshard.storage.memory_limits import host_limit
-from fullshard.text import bytes_text
-
-
-class NotFiniteError(FullshardError):
-    """The weights hold NaN or infinity; no checkpoint of them is written."""
 
 
 class Staging:
@@ -57,8 +52,8 @@ class Staging:
     `in_place_reason` is then a sentence that says why.
     """
 
-    def __init__(self, state: State, group: dist.ProcessGroup, nodes: Nodes, *, overlap: bool, room: int | None):
-        self.state, self.group, self.nodes, self.overlap = state, group, nodes, overlap and may_overlap(state)
+    def __init__(self, state: State, ranks: GroupAgreement, nodes: Nodes, *, overlap: bool, room: int | None):
+        self.state, self.ranks, self.nodes, self.overlap = state, ranks, nodes, overlap and may_overlap(state)
         self.room, self.in_place, self.in_place_reason = room, False, ""
         self.buffer = ImageBuffer(pinned=state.device.type == "cuda")
         priority: Priority = "idle" if state.device.type == "cpu" else "nice"
@@ -69,6 +64,11 @@ class Staging:
         self.sources: list[ItemSource] = []  # of the layout's items
         self.copies: PendingCopies | None = None
 
+    @property
+    def layout(self) -> FileLayout:
+        """Of this rank's file."""
+        return self.shards.layout
+
     # -- at each save ----------------------------------------------------------------------------------
 
     def start(self, values: dict[str, Tensor], slots: state_tensors.ParameterSlots | None = None) -> PendingCopies:
@@ -76,7 +76,7 @@ class Staging:
         the caller has it."""
         slots = state_tensors.all_slots(self.state) if slots is None else slots
         model = state_tensors.model_tensors(self.state.model, values)
-        rng = state_tensors.rng_tensors(self.state, dist.get_rank())
+        rng = state_tensors.rng_tensors(self.state, self.ranks.rank)
         if not self._unchanged([*model.values(), *(t for s in slots.values() for t in s.values() if isinstance(t, Tensor))]):
             self._locate(model | state_tensors.optimizer_tensors(self.state, slots), rng, {f"model.{name}" for name in values})
         for i, name in self.rng_items:
@@ -100,8 +100,8 @@ class Staging:
             self.planned = planned
         self.planner.state_dict = everything
         stored = stored_items(self.state)
-        names = [item.index.fqn for item in self.layout.items]
-        found = [cast(Tensor, self.planner.resolve_data(item)).detach() for item in self.layout.items]
+        names = [item.index.fqn for item in self.items]
+        found = [cast(Tensor, self.planner.resolve_data(item)).detach() for item in self.items]
         self.sources = [stored[name] if t.is_meta else flattened(t) for name, t in zip(names, found, strict=True)]
         self.last_tensors = list(tensors.values())
         self.last_addresses = addresses(self.last_tensors)
@@ -152,7 +152,7 @@ class Staging:
         for i in self.weight_items:
             self._refuse_not_finite(i, self.image.targets[i])
         computed = self.worker.submit(self.image.checksum) if checksum is None else None
-        directory.write(self.file, self.image.memory, self.layout.nbytes)
+        directory.write(self.shards.file, self.image.memory, self.layout.nbytes)
         return checksum or cast(Future[str], computed).result()
 
     def _write_in_place(self, directory: Place) -> str:
@@ -161,14 +161,14 @@ class Staging:
         def make(start: int, memory: memoryview) -> None:
             with torch.no_grad():
                 piece = torch.frombuffer(memory, dtype=torch.uint8)
-                self.layout.fill(self.sources, start, piece)
+                read_file(self.layout, self.sources, start, piece)
                 for i, low, high in self.layout.overlaps(start, start + len(memory)):
                     if i in self.weight_items:
-                        values = piece[low - start : high - start].view(dtype_of(self.layout.items[i]))
+                        values = piece[low - start : high - start].view(dtype_of(self.items[i]))
                         self._refuse_not_finite(i, values)
             digest.update(memory)
 
-        directory.write_made(self.file, self.layout.nbytes, make)
+        directory.write_made(self.shards.file, self.layout.nbytes, make)
         return digest.hexdigest()
 
     def _refuse_not_finite(self, i: int, values: Tensor) -> None:
@@ -176,7 +176,7 @@ class Staging:
         if not values.is_floating_point() or values.element_size() < 2 or not values.numel():
             return
         if not all(math.isfinite(end) for end in torch.aminmax(values)):
-            name = self.layout.items[i].index.fqn.removeprefix("model.")
+            name = self.items[i].index.fqn.removeprefix("model.")
             raise NotFiniteError(f"the weights in {name} are not finite")
 
     # -- once for a layout -----------------------------------------------------------------------------
@@ -184,40 +184,28 @@ class Staging:
     def _plan(self, tensors: dict[str, Tensor]) -> None:
         """Let DCP's planner decide which rank writes which items. Replicated tensors are written once, by any holder."""
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        rank = dist.get_rank()
+        rank, group = self.ranks.rank, self.ranks.group
         self.planner.set_up_planner(tensors, None, rank == 0)
-        local = gather_results(self.group, lambda: without_empty_items(self.planner.create_local_plan()))
-        plans, metadata = decide(self.group, lambda: self.planner.create_global_plan(local))
+        local = gather_results(group, lambda: without_empty_items(self.planner.create_local_plan()))
+        plans, metadata = decide(group, lambda: self.planner.create_global_plan(local))
         if self.nodes.count > 1:  # each disk gets all that its ranks hold
             plans = once_per_node(local, self.nodes)
-        node = self.nodes.of_rank[rank]
-        self.node_bytes = sum(planned_bytes(p) for p, n in zip(plans, self.nodes.of_rank, strict=True) if n == node)
-        self.layout = FileLayout(self.planner.finish_plan(plans[rank]).items)
-        self.file = shard_name(rank, dist.get_world_size())
-        self.files: list[ShardFile] = gather_results(self.group, lambda: self.layout.shard_file(self.file))
-        self.records: dict[str, TensorRecord] = {}
-        self.manifest_texts: dict[str, str] = {}  # the fields of the manifest that are the same at every save
-        if self.nodes.is_leader:
-            self.records = tensor_records(metadata, self.files, self.nodes.of_file, node)
-            plan = field_text("plan", self.state.plan.to_dict())
-            self.manifest_texts = {"tensors": tensors_text(self.records), "plan": plan}
+        self.items = wide_first(self.planner.finish_plan(plans[rank]).items)
+        types, plan = tensor_types(metadata), self.state.plan.to_dict()
+        self.shards = SaveLayout.agree(self.ranks, self.nodes, [file_item(i) for i in self.items], types, plan)
         self._make_room()
 
     def _make_room(self) -> None:
         """Allocate the image on all ranks, or set `in_place` on all if one has no room."""
-        rows = gather_integers(self.group, lambda: [self.layout.nbytes, self._room()], 2)
+        rows = self.ranks.gather_integers(lambda: [self.layout.nbytes, self._room()], 2)
         short = [(needed, room) for needed, room in rows if needed > room]
         self.in_place = bool(short)
         self._drop_image()
         if short:
-            needed, room = short[0]
-            self.in_place_reason = (
-                f"a copy of {bytes_text(needed)} does not fit into the {bytes_text(max(0, room))} of host memory that it may"
-                " take: training waits while a checkpoint is written"
-            )
+            self.in_place_reason = no_room(*short[0])
             self.buffer.close()
         else:
-            gather_integers(self.group, self._make_image, 0)
+            self.ranks.gather_integers(self._make_image, 0)
 
     def _room(self) -> int:
         """Bytes that this rank's image may take; a sixteenth of the host's memory stays free."""
@@ -225,7 +213,7 @@ class Staging:
         return host_limit() * 15 // 16 // ranks_here() + own if self.room is None else self.room
 
     def _make_image(self) -> list[int]:
-        self.image = FileImage(self.layout, self.buffer)
+        self.image = FileImage(self.layout, self.items, self.buffer)
         return []
 
     def close(self) -> None:

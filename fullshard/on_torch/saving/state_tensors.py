@@ -77,27 +77,13 @@ def numbers_of(state: State, slots: ParameterSlots) -> dict[str, Any]:
             numbers[name] = plain
     scale = state.loss_scale
     return {
+        "engine": state.engine,
         "world": torch.distributed.get_world_size(),
         "optimizer": type(state.optimizer).__name__ if state.optimizer else None,
         "without_slots": [n for n, entries in slots.items() if not entries],
         "slots": numbers,
         "loss_scale": {"value": scale.value, "quiet": scale.quiet} if scale else None,
     } | ({"files": state.files} if state.files else {})
-
-
-def refuse_bad_numbers(saved: Mapping[str, Any]) -> None:
-    """Raise unless `saved`, read from a manifest, has the types that `numbers_of` writes."""
-    slots, scale = saved.get("slots", {}), saved.get("loss_scale")
-    plain = isinstance(slots, dict) and all(isinstance(s, dict) and all(map(_is_number, s.values())) for s in slots.values())
-    names = saved.get("without_slots", [])
-    named = names == "all" or (isinstance(names, list) and all(isinstance(n, str) for n in names))
-    scaled = scale is None or (isinstance(scale, dict) and all(isinstance(scale.get(k), int | float) for k in ("value", "quiet")))
-    if not (plain and named and scaled):
-        raise FullshardError("the `state` of its manifest is malformed; use another checkpoint")
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)  # torch's SGD keeps a None
 
 
 # -- the tensors that a state expects -----------------------------------------------------------------------

@@ -5,12 +5,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
-from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
-from fullshard.on_torch.saving.file_layout import ShardFile
+
+TensorTypes = Mapping[str, tuple[tuple[int, ...], str]]  # name: shape of the whole tensor, safetensors dtype
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """The contents of one rank's file. `chunks`: name of the tensor, and the chunk of it that the file holds."""
+
+    name: str
+    nbytes: int
+    chunks: tuple[tuple[str, Chunk], ...]
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.nbytes, [[name, c.offset, c.start, c.shape] for name, c in self.chunks]]
+
+    @classmethod
+    def from_json(cls, tree: Sequence[Any]) -> "ShardFile":
+        """The inverse of `to_json`."""
+        file, nbytes, chunks = tree
+        return cls(file, nbytes, tuple((name, Chunk(file, at, tuple(start), tuple(shape))) for name, at, start, shape in chunks))
 
 
 @dataclass(frozen=True)
@@ -26,22 +41,18 @@ class ManifestFields:
 
 
 def tensor_records(
-    metadata: Metadata, files: Sequence[ShardFile], nodes: Sequence[int | None], own_node: int | None
+    types: TensorTypes, files: Sequence[ShardFile], nodes: Sequence[int | None], own_node: int | None
 ) -> dict[str, TensorRecord]:
     """A record for each tensor. `nodes[i]` is the node whose disk holds `files[i]`, or None with a shared disk. If several
     nodes have a chunk, the record names the copy of `own_node`."""
     chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
     for file, _ in sorted(zip(files, nodes, strict=True), key=lambda pair: pair[1] == own_node):  # the own node's come last
-        chunks |= {(name, chunk.start): chunk for name, _, _, chunk in file.chunks}
-    by_name: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+        chunks |= {(name, chunk.start): chunk for name, chunk in file.chunks}
+    by_name: dict[str, list[Chunk]] = {name: [] for name in types}
     for (name, _), chunk in chunks.items():
         by_name[name].append(chunk)
-    tensors = {}
-    for name, found in sorted(metadata.state_dict_metadata.items()):
-        assert isinstance(found, TensorStorageMetadata)
-        ordered = tuple(sorted(by_name[name], key=lambda c: c.start))
-        tensors[name] = TensorRecord(tuple(found.size), SAFETENSORS_NAMES[found.properties.dtype], ordered)
-    return tensors
+    ordered = {name: tuple(sorted(found, key=lambda c: c.start)) for name, found in by_name.items()}
+    return {name: TensorRecord(shape, dtype, ordered[name]) for name, (shape, dtype) in sorted(types.items())}
 
 
 def file_records(files: Sequence[ShardFile], checksums: Sequence[str], nodes: Sequence[int | None]) -> dict[str, FileRecord]:
