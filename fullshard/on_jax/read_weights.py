@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.errors import FullshardError, nearest
+from fullshard.on_jax.jax_dtypes import FILE_DTYPES
 from fullshard.on_jax.shardings import Shape
 
-FILE_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 BASES = ("model.", "transformer.")  # files of a model without its head lack this part of the names
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; models compute these
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class WeightFiles:
@@ -56,7 +56,7 @@ class WeightFiles:
             raise FullshardError(
                 f"{directory}: {file} is {list(entry.shape)}, the model's is {list(shape)}: it holds another model"
             )
-        if entry.dtype not in FILE_DTYPES:
+        if entry.dtype not in FLOATS:
             raise FullshardError(f"{directory}: {file} is {entry.dtype}; save it in bf16 or fp32 first")
 
     def _array(self, file: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:

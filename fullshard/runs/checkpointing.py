@@ -86,6 +86,8 @@ class Checkpoints:
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
         self.prepared.engine.load_checkpoint(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
+        if manifest.state.get("engine", "torch") != self.state.engine:
+            self.bar.say("another engine saved it, whose random generators cannot be carried over: they are seeded anew")
         self.origin = None if resume == "auto" else place
         return manifest
 

@@ -9,7 +9,7 @@ import fullshard
 HOUSE = Path(fullshard.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 # A command's file is called as the command. The engines' files for one thing have one name.
-TWICE = {"__init__.py", "engine.py", *(path.name for place in ("commands", "on_jax") for path in (HOUSE / place).glob("*.py"))}
+TWICE = {"__init__.py", "engine.py", *(path.name for place in ("commands", "on_jax") for path in (HOUSE / place).rglob("*.py"))}
 
 
 def public_classes(text: str) -> list[str]:

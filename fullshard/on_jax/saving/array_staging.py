@@ -1,0 +1,197 @@
+"""Staging: copies this process's parts of a state's arrays into the image of its file, after which a step may donate them."""
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
+from fullshard.checkpoint.manifest import checksum
+from fullshard.checkpoint.manifest_records import TensorTypes
+from fullshard.checkpoint.nodes import Nodes
+from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.rank_agreement import RankAgreement
+from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.direct_io import aligned, aligned_size
+from fullshard.on_jax.processes import processes_here
+from fullshard.on_jax.saving.state_arrays import HostOrDevice, array_types
+from fullshard.storage.memory_limits import host_limit
+
+AHEAD = 8  # copies from a device that are under way at once
+EXPONENTS = {
+    "F64": (np.uint64, 0x7FF << 52),
+    "F32": (np.uint32, 0xFF << 23),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+PIECE = 1 << 20  # elements that are looked at in one go
+
+Bytes = np.ndarray  # one-dimensional, of uint8
+
+
+@dataclass
+class CopiesMade:
+    """Copies that are made when `ArrayStaging.start` returns, or are not needed."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.done.set()
+
+
+class ArrayStaging:
+    """Stages and writes this process's file of each save. The first save of a layout is collective.
+
+    `room` is the host memory in bytes that the copies may take; by default each process's share of what is free. If they do not
+    fit, `in_place` is set: the file is written from the arrays themselves, which must live until then. `in_place_reason` is then
+    a sentence that says why.
+    """
+
+    def __init__(self, ranks: RankAgreement, nodes: Nodes, plan: dict[str, Any], *, room: int | None):
+        self.ranks, self.nodes, self.plan, self.room = ranks, nodes, plan, room
+        self.in_place, self.in_place_reason = False, ""
+        self.planned: TensorTypes | None = None  # the tensors that the layout is for
+        self.worker = Background("checkpoint-checksum")
+        self.image: memoryview | None = None  # the file's bytes
+        self.sources: Sequence[HostOrDevice] = ()  # of the layout's items, in place
+
+    # -- at each save ----------------------------------------------------------------------------------
+
+    def start(self, arrays: Mapping[str, HostOrDevice]) -> CopiesMade:
+        """Copy the arrays as they are now."""
+        named = dict(sorted(arrays.items()))  # equal states give equal files, in whatever order they were built
+        held = {(name, start): part for name, array in named.items() for start, part in parts(array).items()}
+        types = array_types(named)
+        if types != self.planned:
+            self._agree(types, held)
+            self.planned = types
+        sources = [held[item.name, item.start] for item in self.shards.layout.items]
+        if self.in_place:
+            self.sources = sources
+        else:
+            self._copy(sources)
+        return CopiesMade()
+
+    def _copy(self, sources: Sequence[HostOrDevice]) -> None:
+        layout, ahead = self.shards.layout, deque[HostOrDevice]()
+        assert self.image is not None
+        for i, (item, at) in enumerate(zip(layout.items, layout.starts, strict=True)):
+            for source in sources[i + len(ahead) : i + AHEAD]:
+                ahead.append(_started(source))
+            np.copyto(np.frombuffer(self.image, np.uint8, item.nbytes, at), as_bytes(ahead.popleft()))
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def write(self, directory: Place, checksum: str | None) -> str:
+        """Write this process's file and return its checksum, which is computed while the disk writes."""
+        if self.in_place:
+            return self._write_in_place(directory)
+        assert self.image is not None
+        layout, image = self.shards.layout, self.image
+        for item, at in zip(layout.items, layout.starts, strict=True):
+            refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
+        computed: Future[str] = self.worker.submit(lambda: file_checksum(image, layout.nbytes))
+        directory.write(self.shards.file, image, layout.nbytes)
+        return computed.result()
+
+    def _write_in_place(self, directory: Place) -> str:
+        digest, layout = xxhash.xxh3_128(), self.shards.layout
+        last: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))  # the item that was read last, and its bytes
+
+        def make(start: int, memory: memoryview) -> None:
+            nonlocal last
+            header = layout.header[start : start + len(memory)]
+            memory[: len(header)] = header
+            for i, low, high in layout.overlaps(start, start + len(memory)):
+                if i != last[0]:
+                    last = i, as_bytes(_started(self.sources[i]))
+                    refuse_not_finite(layout.items[i], last[1])
+                memory[low - start : high - start] = last[1][low - layout.starts[i] : high - layout.starts[i]].data
+            digest.update(memory)
+
+        directory.write_made(self.shards.file, layout.nbytes, make)
+        self.sources = ()
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Free the memory of the image and end the thread."""
+        self.image, self.planned, self.sources = None, None, ()
+        self.worker.close()
+
+    # -- once for a layout -----------------------------------------------------------------------------
+
+    def _agree(self, types: TensorTypes, held: Mapping[tuple[str, tuple[int, ...]], HostOrDevice]) -> None:
+        """Agree on who writes what. Parts that several processes hold are written once, by the one with the least to write."""
+        own = [FileItem(name, types[name][1], types[name][0], start, tuple(part.shape)) for (name, start), part in held.items()]
+        own = [item for item in own if item.nbytes]
+        if self.ranks.world > 1:
+            found = self.ranks.gather([[i.name, i.start, i.nbytes] for i in own])
+            everywhere = [[((name, tuple(start)), nbytes) for name, start, nbytes in items] for items in found]
+            mine = write_once(everywhere, self.nodes)[self.ranks.rank]
+            own = [item for item in own if (item.name, item.start) in mine]
+        self.shards = SaveLayout.agree(self.ranks, self.nodes, own, types, self.plan)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Allocate the image on all processes, or set `in_place` on all if one has no room."""
+        needed = self.shards.layout.nbytes
+        rows = self.ranks.gather_integers(lambda: [needed, self._room()], 2)
+        short = [(wanted, room) for wanted, room in rows if wanted > room]
+        self.in_place, self.in_place_reason = bool(short), ""
+        if short:
+            self.in_place_reason = no_room(*short[0])
+            self.image = None
+        elif self.image is None or len(self.image) != aligned_size(needed):
+            self.image = None  # before the new one is allocated
+            self.image = aligned(needed)
+        if self.image is not None:
+            self.image[: len(self.shards.layout.header)] = self.shards.layout.header
+
+    def _room(self) -> int:
+        """Bytes that this process's image may take; a sixteenth of the host's memory stays free."""
+        own = len(self.image) if self.image is not None else 0
+        return host_limit() * 15 // 16 // processes_here() + own if self.room is None else self.room
+
+
+def parts(array: HostOrDevice) -> dict[tuple[int, ...], HostOrDevice]:
+    """The parts of an array that this process's devices hold, each once, by where they begin."""
+    if not isinstance(array, jax.Array):
+        return {(0,) * array.ndim: array}
+    at = lambda index: tuple(s.indices(size)[0] for s, size in zip(index, array.shape, strict=True))
+    return {at(shard.index): shard.data for shard in reversed(array.addressable_shards)}
+
+
+def _started(source: HostOrDevice) -> HostOrDevice:
+    """The same array, on its way to the host. It is an object of its own, since JAX keeps what it copies with the array."""
+    if not isinstance(source, jax.Array):
+        return source
+    own = jax.make_array_from_single_device_arrays(source.shape, source.sharding, [source])
+    own.copy_to_host_async()
+    return own
+
+
+def as_bytes(values: HostOrDevice) -> Bytes:
+    """The bytes of an array, on the host."""
+    return np.ascontiguousarray(np.asarray(values)).reshape(-1).view(np.uint8)
+
+
+def file_checksum(image: memoryview, nbytes: int) -> str:
+    return checksum(image[:nbytes])
+
+
+def refuse_not_finite(item: FileItem, data: Bytes) -> None:
+    """Raise if an item is a weight and one of its values is not finite: its exponent has all bits set."""
+    if not item.name.startswith("model.") or item.dtype not in EXPONENTS:
+        return
+    kind, exponent = EXPONENTS[item.dtype]
+    bits = data.view(kind)
+    for at in range(0, len(bits), PIECE):
+        if (bits[at : at + PIECE] & kind(exponent) == kind(exponent)).any():
+            raise NotFiniteError(f"the weights in {item.name.removeprefix('model.')} are not finite")

@@ -1,0 +1,138 @@
+"""Loads a checkpoint of any plan, of either engine, into a sharded state. Every process reads the parts of its own devices.
+
+The state changes only after the checkpoint is verified and its tensors match the state's.
+"""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fullshard.checkpoint.manifest import Manifest, TensorRecord
+from fullshard.checkpoint.nodes import find_whole
+from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
+from fullshard.errors import FullshardError
+from fullshard.on_jax.jax_dtypes import FILE_DTYPES
+from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.saving.process_agreement import ProcessAgreement
+from fullshard.on_jax.saving.state_arrays import RNG, array_types, expected_types, is_key, optimizer_slots, plain, variables
+
+
+def load_checkpoint(
+    where: str | Path | Place, state: JaxState, *, allow_missing: Sequence[str] = (), verified: bool = False
+) -> Manifest:
+    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective.
+
+    `verified`: the caller has already compared the checksums.
+    """
+    ranks = ProcessAgreement("load")
+    checkpoint = Checkpoint(find_whole(where, ranks, verified=verified))
+    ranks.gather_results(lambda: _fill(checkpoint, state, allow_missing))
+    return checkpoint.manifest
+
+
+def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str]) -> None:
+    manifest, saved = checkpoint.manifest, checkpoint.manifest.state
+    refuse_bad_numbers(saved)
+    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
+    if state.optimizer is None:  # to evaluate or export, the weights are enough
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
+    expected = expected_types(state, saved.get("without_slots", []))
+    refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
+    count = _count(checkpoint, state, tensors)
+    for name in state.params:
+        if f"model.{name}" in tensors:
+            state.params[name] = read_array(checkpoint, f"model.{name}", state.params[name].sharding)
+    _fill_slots(checkpoint, state, tensors, count)
+    _fill_variables(checkpoint, state)
+    state.step = manifest.step
+    state.check()
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------
+
+
+def _count(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRecord]) -> int:
+    """The number of updates that the optimizer has made, by the checkpoint."""
+    slots = optimizer_slots(state.moments)
+    if slots.count is None:
+        return 0
+    steps = {n: float(checkpoint.tensor(f"optimizer.{n}.step")) for n in slots.names if f"optimizer.{n}.step" in tensors}
+    if len(set(steps.values())) > 1:
+        (first, most), (other, fewest) = max(steps.items(), key=lambda s: s[1]), min(steps.items(), key=lambda s: s[1])
+        raise FullshardError(
+            f"{checkpoint.place}: {first} had {most:g} updates and {other} {fewest:g}, but Optax counts them once for all "
+            "parameters; resume on the torch engine"
+        )
+    if fresh := [n for n in slots.names if n not in steps] if steps else []:
+        more = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
+        warnings.warn(
+            f"{checkpoint.place} has no optimizer state for {fresh[0]}{more}: it starts from zero, and its updates are counted "
+            f"with those of the others, of which there were {next(iter(steps.values())):g}",
+            stacklevel=5,
+        )
+    return int(next(iter(steps.values()), 0))
+
+
+def _fill_slots(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRecord], count: int) -> None:
+    slots = optimizer_slots(state.moments)
+    for key, table in slots.tables.items():
+        for name in slots.names:  # one at a time, so that memory is needed for one new array at a time
+            full, old = f"optimizer.{name}.{key}", table[name]
+            table[name] = read_array(checkpoint, full, old.sharding) if full in tensors else _filled(old, 0)
+    if (old := slots.count) is not None:
+        state.moments = jax.tree.map(lambda leaf: _filled(leaf, count) if leaf is old else leaf, state.moments)
+
+
+def _filled(like: jax.Array, number: int) -> jax.Array:
+    """An array of one number that lies as another one does."""
+    make = lambda index: np.full([len(range(*s.indices(n))) for s, n in zip(index, like.shape, strict=True)], number, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, make)
+
+
+# -- other variables -------------------------------------------------------------------------------------------
+
+
+def _fill_variables(checkpoint: Checkpoint, state: JaxState) -> None:
+    """Restore what is neither parameter nor optimizer state. If the checkpoint has other random streams, as one of torch has,
+    they start anew from the state's own keys and the step."""
+    found, saved = dict(variables(state.rest)), checkpoint.manifest.tensors
+    streams = array_types({name: plain(variable[...]) for name, variable in found.items() if name.startswith(RNG)})
+    known = streams == {name: (record.shape, record.dtype) for name, record in saved.items() if name.startswith(RNG)}
+    changed: dict[int, jax.Array] = {}  # by the id of the array that it replaces
+    for name, variable in found.items():
+        old = variable[...]
+        if name in streams and not known:
+            changed[id(old)] = _reseeded(old, checkpoint.manifest.step)
+        elif name in saved:
+            changed[id(old)] = _restored(checkpoint, name, old)
+    state.rest = jax.tree.map(lambda leaf: changed.get(id(leaf), leaf), state.rest)
+
+
+def _restored(checkpoint: Checkpoint, name: str, old: jax.Array) -> jax.Array:
+    new = read_array(checkpoint, name, plain(old).sharding)
+    return jax.device_put(jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)), old.sharding) if is_key(old) else new
+
+
+def _reseeded(old: jax.Array, step: int) -> jax.Array:
+    """A key that depends on the step, or a counter of 0."""
+    return jax.device_put(jax.random.fold_in(old, step), old.sharding) if is_key(old) else _filled(old, 0)
+
+
+def read_array(checkpoint: Checkpoint, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A tensor of a checkpoint as an array. Of parts that several devices of this process hold, the bytes are read once."""
+    record, known = checkpoint.manifest.tensors[name], dict[Any, np.ndarray]()
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        box = tuple(s.indices(size)[:2] for s, size in zip(index, record.shape, strict=True))
+        if box not in known:
+            known[box] = np.empty([b - a for a, b in box], FILE_DTYPES[record.dtype])
+            checkpoint.read(name, box, known[box].reshape(-1).view(np.uint8).data)
+        return known[box]
+
+    return jax.make_array_from_callback(record.shape, sharding, read)
