@@ -1,4 +1,4 @@
-"""Exports a checkpoint's weights: to a Hugging Face directory, one torch file, or PEFT adapters.
+"""Exports a checkpoint's weights: to a Hugging Face directory, one torch file, a directory of Orbax, or PEFT adapters.
 
 Works a tensor at a time. Memory is bounded by the largest tensor and, if it has an adapter, the adapter's two factors.
 """
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.average import FLOATS, cast_floats
 from fullshard.checkpoint.commit import find
+from fullshard.checkpoint.export_orbax import export_orbax
 from fullshard.checkpoint.file_rules import FilePiece, FileRule, pieces_by_file, rules_from_json
 from fullshard.checkpoint.reader import Checkpoint, as_numpy
 from fullshard.checkpoint.safetensors import Box, SafetensorsDirectory
@@ -45,8 +46,8 @@ NOT_COPIED = ("*.index.json", "adapter_config.json", "trainer_state.json")
 
 
 def export(where: str, output: Path, form: str, config: Path | None = None, dtype: str | None = None) -> Path:
-    """Verify a checkpoint and write its weights to `output`. `form`: `hf`, `peft` or `torch`. `config`: the directory to
-    copy a Hugging Face config and tokenizer from. Returns `output`."""
+    """Verify a checkpoint and write its weights to `output`. `form`: `hf`, `peft`, `torch` or `orbax`. `config`: the
+    directory to copy a Hugging Face config and tokenizer from. Returns `output`."""
     if dtype is not None and dtype not in SAFETENSORS_DTYPE:
         raise FullshardError(f"dtype is one of {', '.join(SAFETENSORS_DTYPE)}, not {dtype!r}")
     with refusing_os_errors(f"write {output}"):
@@ -63,8 +64,11 @@ def export(where: str, output: Path, form: str, config: Path | None = None, dtyp
             _export_peft(checkpoint, output, dtype)
         case _:
             if config is not None:
-                raise FullshardError("--config has no effect with --format torch; leave it out")
-            _export_torch(checkpoint, output, dtype)
+                raise FullshardError(f"--config has no effect with --format {form}; leave it out")
+            if form == "orbax":
+                export_orbax(weights(checkpoint, {}, dtype), output)
+            else:
+                _export_torch(checkpoint, output, dtype)
     return output
 
 

@@ -26,11 +26,14 @@ SPARE = 1 << 20  # bytes that small files may exceed that by
 @dataclass(frozen=True)
 class ExternalCheckpoint:
     """The tensors of another program's checkpoint and the files that hold them. `unchecked`: names of the files that carry
-    no checksums."""
+    no checksums. `prefix`: what the names of weights begin with, if that is known. `expansion`: tensors may take this many times
+    the files' bytes."""
 
     sources: Sequence[TensorSource]
     files: frozenset[Path]
     unchecked: tuple[str, ...] = ()
+    prefix: str = ""
+    expansion: int = MOST_EXPANSION
 
 
 def from_archives(sources: Sequence[TensorSource], archives: Iterable[Archive]) -> ExternalCheckpoint:
@@ -44,7 +47,7 @@ def refuse_oversized(where: str | Path, found: ExternalCheckpoint) -> None:
     """Raise if the tensors are many times as large as the files, as with expanded views or one tensor under many names."""
     stored = sum(os.stat(file).st_size for file in found.files)
     claimed = sum(source.nbytes for source in found.sources)
-    if claimed > MOST_EXPANSION * stored + SPARE:
+    if claimed > found.expansion * stored + SPARE:
         sizes = f"{where} holds {bytes_text(stored)} and claims tensors of {bytes_text(float(min(claimed, 1 << 80)))}"
         raise FullshardError(f"{sizes}; save its tensors as contiguous copies, each once")
 

@@ -1,8 +1,9 @@
 """Imports weights from other programs' checkpoints, a tensor at a time: `.pt` files, `.pt` files of each rank, DCP
-directories, DeepSpeed ZeRO, Hugging Face safetensors. Nothing in them is executed (see `unpickler`)."""
+directories, DeepSpeed ZeRO, Hugging Face safetensors, Orbax. Nothing in them is executed (see `unpickler`)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fullshard.checkpoint.external_checkpoint import (
 )
 from fullshard.checkpoint.import_dcp import from_dcp
 from fullshard.checkpoint.import_deepspeed import from_deepspeed
+from fullshard.checkpoint.import_orbax import find_orbax, from_orbax
 from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, SafetensorsDirectory, is_count
 from fullshard.checkpoint.torch_archive import Archive
@@ -46,8 +48,8 @@ def import_weights(source: str, checkpoint_dir: Local, step: int = 0, prefix: st
         raise FullshardError(f"--step is a number of steps, not {step}")
     with refusing_os_errors(f"import {source}"):
         found = read_external(Path(source))
-        kept = _select_weights(found.sources, prefix)
-        refuse_oversized(source, ExternalCheckpoint(kept, found.files))
+        kept = _select_weights(found.sources, prefix or found.prefix)
+        refuse_oversized(source, replace(found, sources=kept))
         sources = [TensorSource(f"model.{s.name}", s.dtype, s.shape, s.read) for s in kept]
         names = [s.name for s in sources]
         if len(set(names)) != len(names):
@@ -88,7 +90,9 @@ def read_external(path: Path) -> ExternalCheckpoint:
         return from_safetensors(path)
     if files := _rank_files(path):
         return from_torch(files)
-    raise FullshardError(f"{path} has no checkpoint of DCP, DeepSpeed or Hugging Face, and no .pt files")
+    if tree := find_orbax(path):
+        return from_orbax(tree)
+    raise FullshardError(f"{path} has no checkpoint of DCP, DeepSpeed, Hugging Face or Orbax, and no .pt files")
 
 
 def _rank_files(path: Path) -> list[Path]:

@@ -249,6 +249,7 @@ class Format(StrEnum):
 
     hf = "hf"
     torch = "torch"
+    orbax = "orbax"
     peft = "peft"
 
 
@@ -259,7 +260,7 @@ def export(
         Path, typer.Option("--output", "-o", metavar="PATH", help="The directory, or for torch the file, to make.")
     ],
     form: Annotated[
-        Format, typer.Option("--format", help="hf: safetensors and config; torch: one .pt; peft: adapters alone.")
+        Format, typer.Option("--format", help="hf: safetensors and config; torch: one .pt; orbax: for JAX; peft: adapters.")
     ] = Format.hf,
     config: Annotated[
         Path | None,
@@ -280,7 +281,7 @@ def export(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="PATH", help="A DCP directory, .pt file(s), DeepSpeed or Hugging Face.")],
+    source: Annotated[str, typer.Argument(metavar="PATH", help="A DCP directory, .pt file(s), DeepSpeed, Hugging Face, Orbax.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to put the checkpoint into.")],
     step: Annotated[int, typer.Option(metavar="N", min=0, help="The step to note down.")] = 0,
     prefix: Annotated[str, typer.Option(metavar="TEXT", help="What the weights' names begin with there; it is cut off.")] = "",
@@ -296,5 +297,6 @@ def import_(
     made = import_weights(source, Local(output), step, prefix)
     if unchecked := read_manifest(made).state.get("unchecked"):
         said = f"{unchecked[0]} and {len(unchecked) - 1} more carry" if len(unchecked) > 1 else f"{unchecked[0]} carries"
-        typer.echo(f"{said} no checksums (torch.serialization.set_crc32_options): damage to it cannot be found", err=True)
+        option = " (torch.serialization.set_crc32_options)" if unchecked[0].endswith((".pt", ".pth", ".distcp")) else ""
+        typer.echo(f"{said} no checksums{option}: damage to it cannot be found", err=True)
     typer.echo(str(made))
