@@ -36,9 +36,16 @@ ARRAYS = ("jax.Array", "np.ndarray")
 
 
 def find_orbax(path: Path) -> Path | None:
-    """The directory of a tree: `path` itself, or its only item. None if it is none of Orbax's."""
+    """The directory of a tree: `path` itself, its only item, or that of its newest step. None if it is none of Orbax's."""
     if (path / METADATA).is_file():
         return path
+    if steps := [p for p in path.iterdir() if p.name.isdecimal() and p.is_dir() and not p.is_symlink()]:
+        newest = max(steps, key=lambda p: int(p.name))
+        return newest if (newest / METADATA).is_file() else _only_item(newest)
+    return _only_item(path)
+
+
+def _only_item(path: Path) -> Path | None:
     found = sorted(p.parent for p in path.glob(f"*/{METADATA}"))
     if len(found) > 1:
         names = ", ".join(quoted(p.name)[1:-1] for p in found[:5])

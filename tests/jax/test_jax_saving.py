@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -189,6 +190,21 @@ def test_a_parameter_without_optimizer_state_starts_from_zero(tmp_path, trained)
     assert not np.asarray(again.moments[0].mu[name]).any()
     wanted, have = values(trained), values(again)
     assert same(*({n: v for n, v in d.items() if name not in n} for d in (wanted, have)))
+
+
+def test_frozen_parameters_have_no_optimizer_state(tmp_path):
+    name, states = "model.norm.weight", [make_state(seed=seed) for seed in (0, 1)]
+    for i, state in enumerate(states):
+        frozen = optax.masked(optax.scale_by_adam(), {n: n != name for n in state.params})
+        _, state.moments = frozen.update({n: p + 1 - i for n, p in state.params.items()}, frozen.init(state.params))
+        state.moment_shardings = None
+    saving.save_checkpoint(tmp_path, states[0])
+    names = set(open_checkpoint(tmp_path).manifest.tensors)
+    assert f"optimizer.{name}.exp_avg" not in names
+    assert len(names) == 4 * len(states[0].params) - 3
+    saving.load_checkpoint(tmp_path, states[1])
+    assert same(values(states[0]), values(states[1]))
+    assert f"it lacks optimizer.{name}.exp_avg" in said(lambda: saving.load_checkpoint(tmp_path, make_state()))
 
 
 # -- from mesh to mesh ---------------------------------------------------------------------------------------------
@@ -480,6 +496,16 @@ def test_orbax_directories_are_imported(tmp_path, ocdbt):
         saving.load_checkpoint(tmp_path / f"{name}-imported", again)
         assert again.step == 3
         assert same(again.params, state.params)
+
+
+def test_the_newest_step_of_an_orbax_manager(tmp_path):
+    manager = ocp.CheckpointManager(tmp_path / "manager")
+    for step in (9, 10):
+        manager.save(step, args=ocp.args.StandardSave({"w": np.full(3, step, np.float32)}))
+    manager.wait_until_finished()
+    manager.close()
+    command("import", str(tmp_path / "manager"), "-o", str(tmp_path / "imported"))
+    assert open_checkpoint(tmp_path / "imported").tensor("model.w").tolist() == [10, 10, 10]
 
 
 def nested(params) -> dict:

@@ -9,6 +9,7 @@ from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, CopiedChecksum, Saving
 from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.processes import is_first
 from fullshard.on_jax.saving.array_staging import ArrayStaging
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
 from fullshard.on_jax.saving.state_arrays import checkpoint_bytes, state_arrays, without_slots
@@ -92,7 +93,7 @@ def checkpointer(
 
 def save_checkpoint(checkpoint_dir: str | Path, state: JaxState, *, overwrite: bool = False, **options: Any) -> str:
     """Write one checkpoint and return where it is, once it is durable. `options`: as of `JaxCheckpointer.save`. Collective."""
-    if state.optimizer is None:
+    if state.optimizer is None and is_first():
         warnings.warn(f"this state has no optimizer: the checkpoint of step {state.step} holds weights only", stacklevel=4)
     writer = JaxCheckpointer(checkpoint_dir, state)
     try:
