@@ -1,19 +1,25 @@
 """The JAX engine: carries a plan out on Flax NNX models, by shardings alone."""
 
-from fullshard.on_jax.describe import describe
+from fullshard.on_jax.compiled_collectives import CollectiveCheck, check_collectives
+from fullshard.on_jax.describe import Factory, describe
 from fullshard.on_jax.generate import generate
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import Loss, called_loss, chunked_loss, cross_entropy, summed_loss
+from fullshard.on_jax.memory_analysis import StepMemory, memory_analysis
 from fullshard.on_jax.model_loading import NnxFactory, load_model
 from fullshard.on_jax.shard import shard
 from fullshard.on_jax.step import JaxStep, compilations, lowered_step, train_step
 
 __all__ = [
+    "CollectiveCheck",
+    "Factory",
     "JaxState",
     "JaxStep",
     "Loss",
     "NnxFactory",
+    "StepMemory",
     "called_loss",
+    "check_collectives",
     "chunked_loss",
     "compilations",
     "cross_entropy",
@@ -21,6 +27,7 @@ __all__ = [
     "generate",
     "load_model",
     "lowered_step",
+    "memory_analysis",
     "shard",
     "summed_loss",
     "train_step",

@@ -7,9 +7,10 @@ import jax
 from flax import nnx
 
 from fullshard.errors import FullshardError
+from fullshard.on_jax.memory_kinds import kind_of
 from fullshard.on_jax.shardings import Shardings
 from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.plan import HomeName, Plan
 
 
 @dataclass
@@ -56,13 +57,13 @@ class JaxState:
         own = jax.tree.map(lambda x: x, rest)  # new variables: those of another trace cannot be changed
         return nnx.merge(self.graph, nnx.from_flat_state(flat), own)
 
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes on this process's first device, by kind."""
-        own = lambda tree: sum(_on_one_device(leaf) for leaf in jax.tree.leaves(tree))
-        return {"params": own(self.params), "optimizer": own(self.moments)}
+    def held_bytes(self, home: HomeName = "device") -> dict[str, int]:
+        """Bytes of this process's first device by kind: in its own memory, or its part of the host's."""
+        here = lambda tree: [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == kind_of(home)]
+        return {"params": device_bytes(here(self.params)), "optimizer": device_bytes(here(self.moments))}
 
     def check(self) -> None:
-        """Raise unless every array lies as the plan says."""
+        """Raise unless every array lies as the plan says, in the memory that it says."""
         for name, array in self.params.items():
             _refuse_other(name, array, self.shardings.parameters[name].rest)
         if self.moment_shardings is not None:
@@ -72,10 +73,13 @@ class JaxState:
 
 
 def _refuse_other(name: str, array: jax.Array, wanted: jax.sharding.NamedSharding) -> None:
+    if array.sharding.memory_kind != wanted.memory_kind:
+        kinds = f"{array.sharding.memory_kind} memory, but the plan says {wanted.memory_kind}"
+        raise FullshardError(f"{name} is in {kinds}; this is a bug of fullshard")
     if not array.sharding.is_equivalent_to(wanted, array.ndim):
         raise FullshardError(f"{name} lies as {array.sharding}, but the plan says {wanted.spec}; this is a bug of fullshard")
 
 
-def _on_one_device(array: jax.Array) -> int:
-    first = array.addressable_shards[0]
-    return int(first.data.nbytes)
+def device_bytes(tree: Any) -> int:
+    """Bytes of this process's first device in arrays."""
+    return sum(int(leaf.addressable_shards[0].data.nbytes) for leaf in jax.tree.leaves(tree))

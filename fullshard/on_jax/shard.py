@@ -4,19 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fullshard.errors import FullshardError
 from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.memory_kinds import refuse_homes
 from fullshard.on_jax.module_tree import named_parameters, parameter_names
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.read_weights import WeightFiles
 from fullshard.on_jax.shardings import Shardings, make_mesh, plan_shardings
 from fullshard.on_jax.unit_calls import wrap_units
+from fullshard.on_jax.unit_updates import parameter_of
 from fullshard.optimizer import Optimizer
-from fullshard.plan import Home, Plan, Prefetch
+from fullshard.plan import Plan, Prefetch
 
 
 def shard(
@@ -28,6 +31,7 @@ def shard(
     on the sharding. `weights`: a directory of safetensors files to read instead, each process its own byte ranges.
     """
     refuse(plan)
+    _refuse_stateless(plan, optimizer)
     model = abstract(make)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     files = None if weights is None else WeightFiles(Path(weights), shapes, parameter_names(model).values())
@@ -55,11 +59,8 @@ def refuse(plan: Plan) -> None:
         raise FullshardError(f"prefetch ({plan.prefetch}) has no effect on JAX: XLA schedules gathers itself; leave it out")
     if plan.batch.sync == "last":
         raise FullshardError("batch.sync = 'last': on JAX gradients are reduced after every micro-batch; write 'every'")
+    refuse_homes(plan, jax.devices()[0])
     for unit in plan.units:
-        if unit.home != Home():
-            raise FullshardError(
-                f"unit {unit.name}: home = {unit.home}: the JAX engine keeps everything on the device; write Home()"
-            )
         if not isinstance(unit.reshard, bool):
             raise FullshardError(
                 f"unit {unit.name}: reshard = {unit.reshard}: on JAX parameters are kept or freed; write True or False"
@@ -92,14 +93,23 @@ def _initial_values(
 
 
 def _add_moments(state: JaxState, optimizer: Optimizer) -> None:
-    """The optimizer's state, sharded as the parameters are."""
-    start = make_transformation(optimizer).init
-    shapes = jax.eval_shape(start, state.params)
-    by_name = state.shardings.at_rest()
+    """The optimizer's state, sharded as the parameters are, in the memory that the plan says."""
+    start, shardings = make_transformation(optimizer).init, state.shardings
+    zeros = lambda: start({n: jnp.zeros(p.shape, p.dtype) for n, p in state.params.items()})
 
     def sharding(path: Any, leaf: Any) -> jax.sharding.NamedSharding:
-        name = next((k.key for k in reversed(path) if isinstance(k, jax.tree_util.DictKey) and k.key in by_name), None)
-        return state.shardings.everywhere() if name is None or not leaf.ndim else by_name[name]
+        p = shardings.parameters.get(parameter_of(path))
+        return shardings.everywhere() if p is None or not leaf.ndim else p.state
 
-    state.moment_shardings = jax.tree.map_with_path(sharding, shapes)
-    state.moments = jax.jit(start, out_shardings=state.moment_shardings)(state.params)
+    state.moment_shardings = jax.tree.map_with_path(sharding, jax.eval_shape(zeros))
+    state.moments = jax.jit(zeros, out_shardings=state.moment_shardings)()
+
+
+def _refuse_stateless(plan: Plan, optimizer: Optimizer | None) -> None:
+    """Raise if there is no state that could rest on the host."""
+    away = next((u.name for u in plan.units if u.home.optimizer != "device"), None)
+    if away is None or optimizer is None:
+        return
+    state = jax.eval_shape(make_transformation(optimizer).init, {"x": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    if all(leaf.ndim == 0 for leaf in jax.tree.leaves(state)):
+        raise FullshardError(f"unit {away}: home.optimizer = 'host' has no effect: {optimizer} has no state; write 'device'")

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fullshard.errors import FullshardError
+from fullshard.on_jax.memory_kinds import DEVICE, at_home
 from fullshard.plan import Mesh, Plan, Unit
 
 Axes = tuple[str, ...]
@@ -37,13 +38,23 @@ def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.shardi
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one parameter lies on the devices. `rest`: between steps. `gathered`: while its unit computes. `whole`: why it is not
-    sharded although its unit is, or nothing."""
+    """How one parameter lies on the devices. `shard`: as its gradient, in device memory. `gathered`: while its unit computes.
+    `whole`: why it is not sharded although its unit is, or nothing."""
 
     unit: Unit
-    rest: NamedSharding
+    shard: NamedSharding
     gathered: NamedSharding
     whole: str = ""
+
+    @property
+    def rest(self) -> NamedSharding:
+        """Between steps."""
+        return at_home(self.shard, self.unit.home.params)
+
+    @property
+    def state(self) -> NamedSharding:
+        """Of its optimizer state between steps."""
+        return at_home(self.shard, self.unit.home.optimizer)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Shardings:
 
     def everywhere(self) -> NamedSharding:
         """Of a number that every device has."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, PartitionSpec(), memory_kind=DEVICE)
 
     def at_rest(self) -> dict[str, NamedSharding]:
         return {name: p.rest for name, p in self.parameters.items()}
@@ -91,7 +102,7 @@ def plan_shardings(plan: Plan, shapes: Mapping[str, Shape], mesh: jax.sharding.M
                 whole = f"no dim of {'×'.join(map(str, shape)) or 'a number'} is divisible by mesh.shard = {plan.mesh.shard}"
             else:
                 axes[dim] = (*axes[dim], "shard")
-        of = lambda dims: NamedSharding(mesh, PartitionSpec(*[d or None for d in dims]))
+        of = lambda dims: NamedSharding(mesh, PartitionSpec(*[d or None for d in dims]), memory_kind=DEVICE)
         found[name] = ParameterSharding(unit, of(axes), of(gathered), whole)
     return Shardings(mesh, found)
 

@@ -14,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import FullshardError, expect_number
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
+from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.shardings import DATA
+from fullshard.on_jax.unit_calls import scope_of
+from fullshard.on_jax.unit_updates import update_units
 
 Params = dict[str, jax.Array]
 
@@ -125,45 +128,49 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
     assert state.optimizer is not None
     transformation, accumulate = make_transformation(state.optimizer), state.plan.batch.accumulate
 
-    def total(params: Params, rest: Any, batch: Any) -> tuple[jax.Array, Any]:
-        model = state.merge(params, rest)
+    def total(params: Params, host: Params, rest: Any, batch: Any) -> tuple[jax.Array, Any]:
+        model = state.merge(params | {n: HostParameter(p, params[n]) for n, p in host.items()}, rest)
         found = as_loss(loss(model, batch), batch)
         return found.sum, (found.sum, found.count, found.metrics, nnx.state(model, nnx.Not(nnx.Param)))
 
-    def gradients(params: Params, rest: Any, batches: Any) -> tuple[Params, jax.Array, jax.Array, Any, Any]:
+    def gradients(params: Params, host: Params, rest: Any, batches: Any) -> tuple[Params, jax.Array, jax.Array, Any, Any]:
         """Gradients of the summed loss, and the sums, over all micro-batches."""
         one = jax.grad(total, has_aux=True)
 
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
             sums, rest = carry
-            grads, (value, count, metrics, rest) = one(params, rest, batch)
+            grads, (value, count, metrics, rest) = one(params, host, rest, batch)
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)
         if accumulate == 1:
-            grads, (value, count, metrics, rest) = one(params, rest, first)
+            grads, (value, count, metrics, rest) = one(params, host, rest, first)
             return grads, value, count, metrics, rest
-        shapes = jax.eval_shape(one, params, rest, first)
+        shapes = jax.eval_shape(one, params, host, rest, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], *shapes[1][:3]))
         (sums, rest), _ = jax.lax.scan(add, (zeros, rest), batches)
         return (*sums, rest)
 
     def step(params: Params, moments: Any, rest: Any, batches: Any, rate: jax.Array, clip: jax.Array, flags: jax.Array) -> Any:
-        whole, scatter = jax.vjp(lambda p: _gather_optimizer_units(state, p), params)
-        grads, value, count, metrics, rest = gradients(whole, rest, batches)
+        kept = {n: p for n, p in params.items() if state.shardings.parameters[n].unit.layout == "optimizer"}
+        kept = {n: jax.device_put(p, state.shardings.parameters[n].shard) if is_on_host(p) else p for n, p in kept.items()}
+        whole, scatter = jax.vjp(lambda p: _gather_optimizer_units(state, p), kept)
+        host = {n: p for n, p in params.items() if n not in kept and is_on_host(p)}
+        zeros = {n: jnp.zeros(p.shape, p.dtype) for n, p in host.items()}
+        grads, value, count, metrics, rest = gradients(params | whole | zeros, host, rest, batches)
         divisor = jnp.where(count > 0, count, 1.0)
-        (grads,) = scatter(jax.tree.map(lambda g, w: (g / divisor).astype(w.dtype), grads, whole))
+        grads = {n: (g / divisor).astype(params[n].dtype) for n, g in grads.items()}
+        grads |= scatter({n: grads[n] for n in whole})[0]
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         factor = jnp.minimum(clip / (norm + 1e-6), 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
-        updates, changed = transformation.update(grads, moments, params)
         skipped = ~jnp.isfinite(norm)
-        keep = lambda old, new: jnp.where(skipped, old, new)
-        stepped = jax.tree.map(lambda p, u: keep(p, (p - rate * u).astype(p.dtype)), params, updates)
+        homes = state.moment_shardings
+        stepped, changed = update_units(state.shardings, transformation, grads, moments, homes, params, rate, skipped)
         means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
         found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
         found["flagged"] = flags.any((0, 1, 2))
-        return stepped, jax.tree.map(keep, moments, changed), rest, found
+        return stepped, changed, rest, found
 
     everywhere = state.shardings.everywhere()
     kept = jax.tree.map(lambda _: everywhere, state.rest)
@@ -181,6 +188,8 @@ def _gather_optimizer_units(state: JaxState, params: Params) -> Params:
     for name, p in params.items():
         sharding = state.shardings.parameters[name]
         if sharding.unit.layout == "optimizer":
-            p = jax.lax.with_sharding_constraint(p, sharding.gathered)
+            p = jax.device_put(p, sharding.shard) if is_on_host(p) else p
+            with jax.named_scope(scope_of(sharding.unit.name)):
+                p = jax.lax.with_sharding_constraint(p, sharding.gathered)
         found[name] = p
     return found

@@ -16,16 +16,24 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
+from fullshard.on_jax.memory_kinds import DEVICE, HOST, HostParameter, is_on_host
 from fullshard.on_jax.module_tree import module_at, named_parameters
 from fullshard.on_jax.shardings import ParameterSharding, Shardings
 from fullshard.plan import Plan, Unit
 
 GATHERED = "gathered"  # the name of gathered parameters in policies
+GIVEN = "given"  # that of a call's arguments, where activations rest on the host
+SMALL = 4  # arguments so many times smaller than the largest stay on the device: many calls share them
 # What backward does again rather than keep: the primitives of a gather, and those that only show a tensor in another way, since
 # keeping what one of them returns would keep the gathered parameter.
-GATHERING = ("sharding_constraint", "custom_vjp_call", "custom_vjp_call_jaxpr")
+GATHERING = ("sharding_constraint", "device_put", "custom_vjp_call", "custom_vjp_call_jaxpr")
 VIEWS = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims")
-Policy = Callable[..., bool]
+Policy = Callable[..., Any]
+
+
+def scope_of(unit: str) -> str:
+    """The scope of a unit in compiled programs and profiles."""
+    return f"unit[{unit}]"
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,12 @@ class UnitCall:
         traced = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
 
         def run(params: Any, rest: Any, traced: list[Any]) -> Any:
-            inner = nnx.merge(graph, self._gathered(params), rest)
-            given = [leaf if t is None else t for t, leaf in zip(traced, leaves, strict=True)]
-            args, kwargs = jax.tree.unflatten(tree, given)
-            out = forward(inner, *args, **kwargs)
+            with jax.named_scope(scope_of(self.unit.name)):
+                inner = nnx.merge(graph, self._gathered(params), rest)
+                named = self._named(traced)
+                given = [leaf if t is None else t for t, leaf in zip(named, leaves, strict=True)]
+                args, kwargs = jax.tree.unflatten(tree, given)
+                out = forward(inner, *args, **kwargs)
             return out, nnx.state(inner, nnx.Not(nnx.Param))
 
         policy = self._policy()
@@ -61,13 +71,29 @@ class UnitCall:
 
         def gather_leaf(path: Any, leaf: Any) -> Any:
             sharding = by_path.get(".".join(str(p) for p in path))
-            return leaf if sharding is None else leaf.replace(gathered(leaf[...], sharding, self.compute, self.reduce))
+            return leaf if sharding is None else leaf.replace(gathered(leaf.get_value(), sharding, self.compute, self.reduce))
 
         flat = nnx.to_flat_state(params)
         return nnx.from_flat_state([(path, gather_leaf(path, leaf)) for path, leaf in flat])
 
+    def _named(self, traced: list[Any]) -> list[Any]:
+        """The arguments of the call, those that go to the host with a name."""
+        if self.unit.home.activations != "host":
+            return traced
+        floats = [t is not None and jnp.issubdtype(t.dtype, jnp.floating) for t in traced]
+        largest = max((t.size for t, is_float in zip(traced, floats, strict=True) if is_float), default=0)
+        big = [is_float and SMALL * t.size > largest for t, is_float in zip(traced, floats, strict=True)]
+        return [checkpoint_name(t, GIVEN) if goes else t for t, goes in zip(traced, big, strict=True)]
+
     def _policy(self) -> Policy | None:
-        """What backward keeps; None if it keeps all."""
+        """What backward keeps; None if it keeps all, on the device."""
+        policy = self._kept()
+        if self.unit.home.activations != "host":
+            return policy
+        return OffloadPolicy(policy or jax.checkpoint_policies.everything_saveable)
+
+    def _kept(self) -> Policy | None:
+        """What backward keeps, wherever that is; None if it keeps all."""
         keeps = self.unit.reshard is False
         match self.unit.remat:
             case "full":
@@ -75,6 +101,23 @@ class UnitCall:
             case "selective":
                 return _products_and_gathers if keeps else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return None if keeps else _all_but_gathers
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep what `kept` says, activations of it on the host. Gathered parameters and vectors stay on the device, and so do the
+    results of kernels that return several: JAX cannot offload them."""
+
+    kept: Policy
+
+    def __call__(self, prim: Any, *inputs: Any, **params: Any) -> Any:
+        to_host = jax.ad_checkpoint.Offloadable(src=DEVICE, dst=HOST)
+        if prim.name == "name" and params["name"] == GIVEN:
+            return to_host
+        if not self.kept(prim, *inputs, **params):
+            return jax.ad_checkpoint.Recompute
+        stays = _gathers_only(prim, **params) or prim.multiple_results or all(x.ndim < 2 for x in inputs)
+        return jax.ad_checkpoint.Saveable if stays else to_host
 
 
 def _gathers_only(prim: Any, *_: Any, **params: Any) -> bool:
@@ -91,27 +134,33 @@ def _products_and_gathers(prim: Any, *inputs: Any, **params: Any) -> bool:
     )
 
 
-def gathered(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
+def gathered(x: jax.Array | HostParameter, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
     """The parameter as its unit computes with it: whole along the shard axis, in the compute dtype."""
-    if sharding.unit.layout == "optimizer":  # gathered for the whole step already
-        return x.astype(JAX_DTYPES[compute])
-    return checkpoint_name(_gather(x, sharding, compute, reduce), GATHERED)
+    if sharding.unit.layout == "optimizer" and not isinstance(x, HostParameter):  # gathered for the whole step already
+        return (jax.device_put(x, sharding.gathered) if is_on_host(x) else x).astype(JAX_DTYPES[compute])
+    value, differentiated = (x.value, x.zeros) if isinstance(x, HostParameter) else (x, x)
+    return checkpoint_name(_gather(differentiated, value, sharding, compute, reduce), GATHERED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x.astype(JAX_DTYPES[compute]), sharding.gathered)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _gather(x: jax.Array, value: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
+    """The gathered `value`; its gradient is that of `x`."""
+    if is_on_host(value):
+        value = jax.device_put(value, sharding.shard)
+    return jax.lax.with_sharding_constraint(value.astype(JAX_DTYPES[compute]), sharding.gathered)
 
 
-def _gather_forward(x: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> tuple[jax.Array, jax.Array]:
-    return _gather(x, sharding, compute, reduce), jnp.zeros((), x.dtype)
+def _gather_forward(
+    x: jax.Array, value: jax.Array, sharding: ParameterSharding, compute: str, reduce: str
+) -> tuple[jax.Array, jax.Array]:
+    return _gather(x, value, sharding, compute, reduce), jnp.zeros((), x.dtype)
 
 
 def _gather_backward(
     sharding: ParameterSharding, compute: str, reduce: str, like: jax.Array, grad: jax.Array
-) -> tuple[jax.Array]:
-    reduced = jax.lax.with_sharding_constraint(grad.astype(JAX_DTYPES[reduce]), sharding.rest)
-    return (reduced.astype(like.dtype),)
+) -> tuple[jax.Array, None]:
+    reduced = jax.lax.with_sharding_constraint(grad.astype(JAX_DTYPES[reduce]), sharding.shard)
+    return reduced.astype(like.dtype), None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -19,7 +19,7 @@ from fullshard.on_jax.models import NnxGPT, NnxLlama
 LLAMA = LlamaSize(32, 2, 4, 2, 64, 64, 128)
 GPT = GPTSize(16, 2, 2, 64, 64)
 FP32 = fs.Precision(compute="fp32")
-STEPS, ROWS, LR, CLIP = 4, 16, 1e-2, 0.5
+STEPS, ROWS, LR, CLIP = 4, 32, 1e-2, 0.5
 STRATEGIES = {
     "ddp": {"devices": 8},
     "zero1": {"devices": 8},
@@ -107,12 +107,12 @@ def train(make, plan: fs.Plan, loss=on_jax.summed_loss, steps: int = STEPS) -> t
     return found, state
 
 
-QUICK = [("zero3", "none", 2, "plain"), ("hybrid", "full", 1, "tied"), ("zero1", "selective", 2, "plain")]
+QUICK = [("zero3", "none", 4, "plain"), ("hybrid", "full", 1, "tied"), ("zero1", "selective", 4, "plain")]
 GRID = [
     pytest.param(s, r, a, m, marks=() if (s, r, a, m) in QUICK else pytest.mark.full)
     for s in STRATEGIES
     for r in ("none", "selective", "full")
-    for a in (1, 2)
+    for a in (1, 4)
     for m in ("plain", "tied")
     if not (s == "mixed" and m == "tied")
 ]
@@ -121,7 +121,7 @@ GRID = [
 @pytest.mark.parametrize(("strategy", "remat", "accumulate", "kind"), GRID)
 def test_sharded_is_unsharded(wanted, strategy, remat, accumulate, kind):
     found, state = train(MODELS[kind], make_plan(MODELS[kind], strategy, accumulate, remat=remat))
-    assert found == pytest.approx(wanted(kind), abs=2e-6)
+    assert found == pytest.approx(wanted(kind), abs=1e-6)
     assert on_jax.compilations(state) == 1
     assert state.notes == ()
 
@@ -227,7 +227,7 @@ def test_zero1_adds_gradients_up_in_fp32():
     norms = {}
     for strategy in ("zero1", "zero3"):
         state = on_jax.shard(llama, make_plan(llama, strategy, 2, precision=fs.Precision(compute="bf16")), fs.AdamW(lr=LR))
-        parts = [{k: v[i * 8 : i * 8 + 8] for k, v in batch(0).items()} for i in range(2)]
+        parts = [{k: v[i * 16 : i * 16 + 16] for k, v in batch(0).items()} for i in range(2)]
         norms[strategy] = float(on_jax.train_step(state, parts).grad_norm)
         assert {m.dtype for m in jax.tree.leaves(state.moments[0].mu)} == {jnp.dtype(jnp.float32)}
     assert norms["zero1"] == pytest.approx(norms["zero3"], rel=1e-4)
@@ -277,7 +277,6 @@ def test_bad_input_is_a_sentence():
         "the JAX engine has no loss scaling": lambda: on_jax.shard(
             llama, make_plan(llama, "zero3", precision=fs.Precision("fp16"))
         ),
-        "keeps everything on the device": lambda: on_jax.shard(llama, make_plan(llama, "zero3", home=fs.Home(optimizer="host"))),
         "write True or False": lambda: on_jax.shard(llama, fs.hpz(described, devices=8, reshard=2)),
         "XLA schedules gathers itself": lambda: on_jax.shard(llama, make_plan(llama, "zero3", prefetch=fs.Prefetch(forward=2))),
         "after every micro-batch; write 'every'": lambda: on_jax.shard(llama, replace(plan, batch=late)),
