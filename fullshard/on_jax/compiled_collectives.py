@@ -10,7 +10,7 @@ from fullshard.on_jax.hlo_collectives import CompiledCollective, collectives_of
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, summed_loss
 from fullshard.on_jax.step import lowered_step
-from fullshard.plan import Home, Plan, Prefetch, Unit
+from fullshard.plan import Home, Plan, Unit
 from fullshard.planner.step.schedule import schedule
 from fullshard.text import bytes_text, table
 
@@ -82,7 +82,7 @@ def compare(state: JaxState, found: Sequence[CompiledCollective]) -> CollectiveC
 
 def _scheduled_model(state: JaxState) -> tuple[Plan, Description]:
     """The state's plan and model for the schedule, which shards by rows: the sharded dim comes first. Parameters that stay whole
-    are a replicated unit of their own. Where bytes rest, and how they are prefetched, does not matter here."""
+    are a replicated unit of their own. Where bytes rest does not matter here."""
     units: list[Unit] = []
     described: list[UnitDescription] = []
     for unit in state.plan.units:
@@ -90,13 +90,18 @@ def _scheduled_model(state: JaxState) -> tuple[Plan, Description]:
         parts = {unit.name: [n for n, p in own.items() if not p.whole], unit.name + WHOLE: [n for n, p in own.items() if p.whole]}
         for name, names in parts.items():
             if names:
-                layout = {"layout": "replicated", "reshard": False} if name.endswith(WHOLE) else {}
-                modules = (name,) if name.endswith(WHOLE) else unit.modules
-                units.append(replace(unit, name=name, modules=modules, home=Home(), remat="none", **layout))
+                units.append(_unit_in_schedule(unit, name))
                 tensors = tuple(Tensor(n, _rows_first(state, n)) for n in names)
-                described.append(UnitDescription(name, "block", modules, tensors))
-    plan = replace(state.plan, units=tuple(units), prefetch=Prefetch(), compile=False, staging=Plan.staging)
+                described.append(UnitDescription(name, "block", units[-1].modules, tensors))
+    batch, precision = replace(state.plan.batch, dims=""), replace(state.plan.precision, output=None)
+    plan = replace(state.plan, units=tuple(units), batch=batch, precision=precision, compile=False)
     return plan, Description("model", tuple(described), costs=_order(plan, described))
+
+
+def _unit_in_schedule(unit: Unit, name: str) -> Unit:
+    if name.endswith(WHOLE):
+        return Unit(name, (name,), layout="replicated", reshard=False)
+    return replace(unit, home=Home(), remat="none")
 
 
 def _rows_first(state: JaxState, name: str) -> tuple[int, ...]:

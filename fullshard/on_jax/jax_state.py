@@ -1,5 +1,6 @@
 """A model, its optimizer and its plan on JAX: what `shard` returns and a step changes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -7,7 +8,7 @@ import jax
 from flax import nnx
 
 from fullshard.errors import FullshardError
-from fullshard.on_jax.memory_kinds import kind_of
+from fullshard.on_jax.memory_kinds import HostParameter, kind_of
 from fullshard.on_jax.shardings import Shardings
 from fullshard.optimizer import Optimizer
 from fullshard.plan import HomeName, Plan
@@ -51,7 +52,7 @@ class JaxState:
         """True: every first step compiles."""
         return True
 
-    def merge(self, params: dict[str, jax.Array], rest: Any) -> nnx.Module:
+    def merge(self, params: Mapping[str, jax.Array | HostParameter], rest: Any) -> nnx.Module:
         """The model with these values."""
         flat = [(self.paths[name], nnx.Param(value)) for name, value in params.items()]
         own = jax.tree.map(lambda x: x, rest)  # new variables: those of another trace cannot be changed

@@ -81,11 +81,14 @@ def train_step(
     return JaxStep(state.step, **found)
 
 
-def lowered_step(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> Any:
-    """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it."""
+def lowered_step(
+    state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss, platform: str | None = None
+) -> Any:
+    """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it. `platform`: another one than this
+    process's, such as `cuda`, to show what is lowered for it."""
     rate = limit = np.float32(1.0)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, ()))
-    return _compile(state, loss).lower(*args)
+    return _compile(state, loss).trace(*args).lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def compilations(state: JaxState) -> int:
