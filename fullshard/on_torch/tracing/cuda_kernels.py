@@ -163,6 +163,8 @@ NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_
 
 
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
+WORK_WITHOUT_OUTPUT = {*COLLECTIVES, *PRODUCTS, *CONVOLUTIONS}  # kernels whose work is known though they made no tensor
 # The position of the argument `is_causal`.
 IS_CAUSAL = {
     "aten::_scaled_dot_product_cudnn_attention": 6,
@@ -187,24 +189,25 @@ def _convolution(args: tuple[Any, ...], outputs: list[Tensor], moved: int, *, ba
 
 def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> KernelWork | None:
     """The work of one operator call; None if it launches no kernel."""
+    attention = "scaled_dot_product" in name
+    if (not outputs or name in NO_WORK) and not attention and name not in WORK_WITHOUT_OUTPUT:
+        return None
     inputs = tensors_in(args)
     if name in COLLECTIVES:
-        return COLLECTIVES[name], 0, max(t.numel() * t.element_size() for t in [*inputs, *outputs]), ()
-    moved = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
-    if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"):
+        return COLLECTIVES[name], 0, max(t.nbytes for t in [*inputs, *outputs]), ()
+    moved = sum([t.nbytes for t in [*inputs, *outputs]])
+    if name in PRODUCTS:
         a, b = [t for t in inputs if t.ndim > 1][-2:]
         batch = a.shape[0] if a.ndim == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return "gemm", 2 * batch * m * n * k, moved, (batch * m, n, k)
     if name in CONVOLUTIONS:
         return _convolution(args, outputs, moved, backward=name.endswith("_backward"))
-    if "scaled_dot_product" in name:
+    if attention:
         q, key = (args[1], args[2]) if name.endswith("_backward") else (args[0], args[1])
         b, h, t, d = q.shape
         products = 5 if name.endswith("_backward") else 2
         at = IS_CAUSAL.get(name, len(args))
         causal = at < len(args) and bool(args[at])
         return "attention", 2 * products * b * h * t * key.shape[2] * d, moved, (d, key.shape[2], 1 if causal else 2)
-    if name in NO_WORK or not outputs:
-        return None
-    return "pointwise", sum(t.numel() for t in outputs), moved, ()
+    return "pointwise", sum([t.numel() for t in outputs]), moved, ()

@@ -13,20 +13,34 @@ Key = tuple[Any, ...]
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and dtype of a new dense tensor
 _FORMS: dict[Key, tuple[Any, list[Form | None]]] = {}  # the type of a result, and the forms of its tensors
 _MAX_FORMS = 200_000
-_MAY_REMEMBER: dict[Any, bool] = {}  # by operator
+_NAMES: dict[int, str] = {}  # by operator
+_MAY_REMEMBER: dict[int, bool] = {}  # by operator: torch keeps each for the life of the process, so that its id tells it
+SEQUENCES, CONTAINERS, PLAIN = (tuple, list), (tuple, list, dict), (Tensor, torch.nn.Parameter)
 
 
 class NotRememberedError(Exception):
     """An argument of which a meta kernel may see more than its form."""
 
 
+def name_of(func: Any) -> str:
+    """The name of an operator, such as `aten::mm`."""
+    found = _NAMES.get(id(func))
+    if found is None:
+        found = _NAMES[id(func)] = func._schema.name
+    return found
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in arguments or results of an operator, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, tuple | list):
-        return [t for part in tree if isinstance(part, Tensor | tuple | list | dict) for t in tensors_in(part)]
-    return tensors_in(list(tree.values())) if isinstance(tree, dict) else []
+    found: list[Tensor] = []
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, SEQUENCES) else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, CONTAINERS):
+            found += tensors_in(part)
+    return found
 
 
 def call_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -34,7 +48,7 @@ def call_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if not _may_remember(func):
         return func(*args, **kwargs)
     try:
-        key = (func, _described(args), _described(tuple(kwargs.items())))
+        key = (id(func), _described(args), _described(tuple(kwargs.items())) if kwargs else ())
         known = _FORMS.get(key)
     except (TypeError, NotRememberedError):  # TypeError: an argument without a hash
         return func(*args, **kwargs)
@@ -49,20 +63,22 @@ def call_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _may_remember(func: Any) -> bool:
     """True if the operator's schema says that it returns new tensors and changes none."""
-    if func not in _MAY_REMEMBER:
+    found = _MAY_REMEMBER.get(id(func))
+    if found is None:
         schema = func._schema
         values = [*schema.arguments, *schema.returns]
-        _MAY_REMEMBER[func] = bool(schema.returns) and not any(v.alias_info for v in values)
-    return _MAY_REMEMBER[func]
+        found = _MAY_REMEMBER[id(func)] = bool(schema.returns) and not any(v.alias_info for v in values)
+    return found
 
 
 def _described(value: Any) -> Any:
     """What a meta kernel can see of an argument."""
     if isinstance(value, Tensor):
-        if not value.is_meta or value.dtype.is_complex or type(value) not in (Tensor, torch.nn.Parameter):
+        dtype = value.dtype
+        if type(value) not in PLAIN or not value.is_meta or dtype.is_complex:
             raise NotRememberedError
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, tuple | list):
+        return value.shape, value.stride(), dtype
+    if isinstance(value, SEQUENCES):
         return tuple(map(_described, value))
     return type(value), value
 

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fullshard.on_torch.tracing.meta_outputs import call_meta, tensors_in
+from fullshard.on_torch.tracing.meta_outputs import call_meta, name_of, tensors_in
 
 aten = torch.ops.aten
+LOCAL_SCALAR, INDEX, TOPK = aten._local_scalar_dense.default, aten.index.Tensor, aten.topk.default
+ADDMM_DTYPE_OUT = getattr(aten.addmm, "dtype_out", None)
+ALL_TO_ALL = "_c10d_functional::all_to_all_single"
+VALUE = "_fullshard_value"  # an attribute of tensors whose values are known: whose they are, and the values
 MAX_ELEMENTS = 1 << 22  # larger tensors are not computed; models do not branch on them
 MAX_CONSTANT = 1 << 16  # of floats
 DISCRETE = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -23,22 +26,31 @@ DISCRETE = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch
 class MetaValues:
     """The known values of meta tensors."""
 
-    def __init__(self) -> None:
-        self.values = WeakTensorKeyDictionary()
-
     def set(self, tensor: Tensor, value: Tensor) -> None:
-        self.values[tensor] = value
+        setattr(tensor, VALUE, (self, value))  # lives as long as the tensor does
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known."""
+        found = getattr(tensor, VALUE, None)
+        return found[1] if found is not None and found[0] is self else None
+
+    def _are_known(self, tensors: list[Tensor]) -> bool:
+        for tensor in tensors:
+            found = getattr(tensor, VALUE, None)
+            if found is None or found[0] is not self:
+                return False
+        return True
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Call `func` on meta tensors. If all `tensors` of its arguments have values, also compute those of the result."""
-        known = all(t in self.values for t in tensors)
-        if func is aten._local_scalar_dense.default and known:
-            return self.values[args[0]].item()
-        if func is aten.index.Tensor:
+        known = self._are_known(tensors)
+        if func is LOCAL_SCALAR and known:
+            return self._value(args[0]).item()
+        if func is INDEX:
             args = (args[0], [self._positions(i) for i in args[1]])
-        if func is getattr(aten.addmm, "dtype_out", None):  # torch 2.11's meta kernel mistakes the dtype for a factor
+        if func is ADDMM_DTYPE_OUT:  # torch 2.11's meta kernel mistakes the dtype for a factor
             return kwargs["out"]
-        if not tensors and "empty" in func._schema.name:
+        if not tensors and "empty" in name_of(func):
             known = False  # uninitialised
         try:
             out = call_meta(func, args, kwargs)
@@ -46,14 +58,14 @@ class MetaValues:
             if not known:
                 raise
             out = tree_map(_to_meta, self._compute(func, args, kwargs))
-        if func._schema.name == "_c10d_functional::all_to_all_single" and args[0] in self.values:
-            self.set(out, self.values[args[0]])  # the ranks' choices are alike
-        elif func is aten.topk.default and not known:
+        if name_of(func) == ALL_TO_ALL and (choices := self.get(args[0])) is not None:
+            self.set(out, choices)  # the ranks' choices are alike
+        elif func is TOPK and not known:
             self.set(out[1], _even(out[1], args[0].shape[-1]))
         elif known:
             self._set_result(func, args, kwargs, out, constant=not tensors)
-        elif func._schema.is_mutable and isinstance(out, Tensor):
-            self.values.pop(out, None)  # written to with values that are not known
+        elif isinstance(out, Tensor) and self.get(out) is not None and func._schema.is_mutable:
+            delattr(out, VALUE)  # written to with values that are not known
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -62,7 +74,7 @@ class MetaValues:
         return func(*tree_map(self._value, args), **tree_map(self._value, on_cpu))
 
     def _value(self, leaf: Any) -> Any:
-        return self.values[leaf] if isinstance(leaf, Tensor) else leaf
+        return self.get(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _set_result(self, func: Any, args: Any, kwargs: Any, out: Any, constant: bool) -> None:
         """Compute and keep the values of `out`, if they are discrete and small. `constant`: they depend on no tensor; floats are
@@ -79,9 +91,10 @@ class MetaValues:
 
     def _positions(self, index: Tensor | None) -> Tensor | None:
         """Replace a boolean index by the positions it selects: a meta tensor does not know how many there are."""
-        if index is None or index.dtype is not torch.bool or index not in self.values:
+        value = self.get(index) if index is not None and index.dtype is torch.bool else None
+        if value is None:
             return index
-        found = self.values[index].nonzero(as_tuple=True)
+        found = value.nonzero(as_tuple=True)
         return torch.empty(found[0].shape, dtype=torch.int64, device="meta") if len(found) == 1 else index
 
 

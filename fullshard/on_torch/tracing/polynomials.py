@@ -1,73 +1,121 @@
 """Fit the sizes in traces of one model at several batch shapes by polynomials in the batch shape."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.model.costs import Calls, Op, Polynomial, Section, Trace, constant, evaluate, fit
-from fullshard.on_torch.tracing.tensor_names import NamedSections
+from fullshard.model.costs import Action, OpKind, Phase, Polynomial, constant, evaluate, fit
+from fullshard.on_torch.tracing.recorder import KernelUse, RawSection, Recorder
 
 Shape = tuple[int, int]  # rows, tokens
-FEW = (0, 2, 4, 6)  # of seven shapes, four that lie on no line: 2 × 1, 2 × 4, 3 × 2 and 4 × 3 of the smallest
+PAIR = (0, 6)  # of seven shapes, 2 × 1 and 4 × 3 of the smallest: each term of a polynomial grows by another factor
+ZERO = constant(0)
 Solve = Callable[[tuple[int, ...]], Polynomial]  # a size at each shape to its polynomial
+FittedEvent = tuple[Action, int, str, tuple[Polynomial, ...]]  # as `recorder.RawEvent`
+FittedWork = tuple[OpKind, Polynomial, Polynomial, tuple[Polynomial, ...]]  # as `cuda_kernels.KernelWork`
 
 
-def fixed_trace(named: NamedSections, lengths: bool = False) -> Trace:
-    """The trace for one shape, with constant sizes."""
-    return _assemble([named], lambda values: constant(values[0]), lengths)
+@dataclass(frozen=True)
+class FittedSection:
+    """As `recorder.RawSection`, with polynomials for sizes."""
+
+    phase: Phase
+    unit: str
+    events: list[FittedEvent] = field(default_factory=list)
+    ops: list[FittedWork] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class FittedTrace:
+    """What a recorder has recorded, with polynomials for sizes."""
+
+    sections: list[FittedSection]
+    roles: dict[int, tuple[str, str]]
+    uses: list[KernelUse]
 
 
 class Fits:
     """The polynomials of the sizes of one model. The last of `shapes` only checks those that the others determine.
 
-    A model has the same sizes under every remat choice. So once a trace was fitted at all shapes, sizes at a `few` of them tell
-    most polynomials, where only one of those known has these sizes there.
+    A model has the same sizes under every remat choice. So once a trace was fitted at all shapes, sizes at a `pair` of them tell
+    most polynomials, where only one of those known has these sizes there. `lengths`: whether attention has its own length,
+    rather than that of the batch.
     """
 
-    def __init__(self, shapes: list[Shape]):
-        self.shapes = shapes
-        places = FEW if len(shapes) > max(FEW) else range(len(shapes))
-        self.few = [shapes[i] for i in places]
+    def __init__(self, shapes: list[Shape], lengths: bool = False):
+        self.shapes, self.lengths = shapes, lengths
+        self.pair = [shapes[i] for i in PAIR] if len(shapes) > max(PAIR) else shapes
         self.known: dict[tuple[int, ...], Polynomial] = {}
-        self.by_few: dict[tuple[int, ...], Polynomial | None] = {}  # None: several have these sizes
+        self.by_pair: dict[tuple[int, ...], Polynomial | None] = {}  # None: several have these sizes
 
-    def trace(self, named: dict[Shape, NamedSections], lengths: bool = False) -> Trace | None:
-        """The trace for all shapes, from those at all or at a few. None if the shapes differ in more than sizes, a size is not a
-        polynomial, or a few shapes do not tell it.
-
-        `lengths`: whether attention has its own length, rather than that of the batch.
-        """
-        first, *others = named.values()
-        if any(_skeleton(other) != _skeleton(first) for other in others):
+    def fitted(self, recorders: dict[Shape, Recorder]) -> FittedTrace | None:
+        """The trace for all shapes, from those at all or at a pair. None if the shapes differ in more than sizes, a size is not
+        a polynomial, or the pair does not tell it. From one shape, all sizes are constant."""
+        first, *others = recorders.values()
+        if any(not _alike(first, other) for other in others):
             return None
+        solve = _constant if not others else self._solve if list(recorders) == self.shapes else self._recall
         try:
-            return _assemble([first, *others], self._solve if list(named) == self.shapes else self._recall, lengths)
+            same = zip(*[r.sections for r in recorders.values()], strict=True)
+            return FittedTrace([self._section(solve, sections) for sections in same], first.roles, first.uses)
         except ValueError:
             return None
+
+    def _section(self, solve: Solve, same: tuple[RawSection, ...]) -> FittedSection:
+        """One section from that of each shape."""
+        first = same[0]
+        events: list[FittedEvent] = [
+            (action, tensor, rule, _solve_each(solve, [s.events[i][3] for s in same]) if sizes else ())
+            for i, (action, tensor, rule, sizes) in enumerate(first.events)
+        ]
+        ops = [self._work(solve, [s.ops[i] for s in same]) for i in range(len(first.ops))]
+        return FittedSection(first.phase, first.unit, events, ops, first.calls)
+
+    def _work(self, solve: Solve, same: list[Any]) -> FittedWork:
+        """One kernel from its work at every shape."""
+        flops, moved = (solve(tuple(work[part] for work in same)) for part in (1, 2))
+        shapes = [work[3] for work in same]
+        if same[0][0] == "attention" and not self.lengths:
+            shapes = [(shape[0], 1, 1) for shape in shapes]
+        return same[0][0], flops, moved, _solve_each(solve, shapes)
 
     def _solve(self, values: tuple[int, ...]) -> Polynomial:
         if values not in self.known:
             by_shape = dict(zip(self.shapes, values, strict=True))
             self.known[values] = found = _polynomial(by_shape)
-            key = tuple(by_shape[s] for s in self.few)
-            self.by_few[key] = found if self.by_few.get(key, found) == found else None
+            key = tuple(by_shape[s] for s in self.pair)
+            self.by_pair[key] = found if self.by_pair.get(key, found) == found else None
         return self.known[values]
 
     def _recall(self, values: tuple[int, ...]) -> Polynomial:
-        found = self.by_few.get(values)
+        found = self.by_pair.get(values)
         if found is None:
             raise ValueError(f"unknown: {values}")
         return found
 
 
-def _skeleton(named: NamedSections) -> list[Any]:
-    """All that must not depend on the batch shape."""
-    known: dict[int, list[Any]] = {}  # by the list of events, which skipped blocks share
-    found = []
-    for section, events in named:
-        if id(events) not in known:
-            known[id(events)] = [e.shape_free for e in events]
-        found.append((section.phase, section.unit, known[id(events)], [o[0] for o in section.ops]))
-    return found
+def total(parts: Iterable[Polynomial]) -> Polynomial:
+    """The sum of polynomials."""
+    columns = [sum(column) for column in zip(ZERO, *parts, strict=True)]
+    return columns[0], columns[1], columns[2], columns[3], columns[4], columns[5]
+
+
+def _constant(values: tuple[int, ...]) -> Polynomial:
+    return constant(values[0])
+
+
+def _alike(one: Recorder, other: Recorder) -> bool:
+    """True if two traces differ in sizes alone."""
+    if one.roles != other.roles or len(one.sections) != len(other.sections) or one.uses != other.uses:
+        return False
+    return all(_shape_free(a) == _shape_free(b) for a, b in zip(one.sections, other.sections, strict=True))
+
+
+def _shape_free(section: RawSection) -> tuple[Any, ...]:
+    """All of a section that must not depend on the batch shape."""
+    return section.phase, section.unit, [e[:3] for e in section.events], [o[0] for o in section.ops]
 
 
 def _polynomial(values: dict[Shape, int]) -> Polynomial:
@@ -79,45 +127,5 @@ def _polynomial(values: dict[Shape, int]) -> Polynomial:
     return found
 
 
-def _assemble(shapes: list[NamedSections], solve: Solve, lengths: bool) -> Trace:
-    """One trace from those of all shapes."""
-    sections: list[Section] = []
-    known: dict[tuple[int, ...], int] = {}  # blocks that were skipped share events and kernels with the one that stands for them
-    template = []
-    for same in zip(*shapes, strict=True):  # one section at every shape
-        raw, events = same[0]
-        key = tuple(id(part) for raw_section, named in same for part in (named, raw_section.ops))
-        if key in known:
-            template.append(known[key])
-            continue
-        known[key] = len(sections)
-        template.append(len(sections))
-        solved = tuple(
-            event.with_sizes(_solve_each(solve, [other[j].sizes for _, other in same])) for j, event in enumerate(events)
-        )
-        ops = [_op(solve, [other.ops[j] for other, _ in same], lengths) for j in range(len(raw.ops))]
-        sections.append(Section(solved, _sum_pointwise(ops), Calls(**raw.calls)))
-    return Trace(tuple((s.phase, s.unit) for s, _ in shapes[0]), tuple(sections), tuple(template))
-
-
-def _op(solve: Solve, same: list[Any], lengths: bool) -> Op:
-    """One kernel from its work at every shape."""
-    flops, moved = (solve(tuple(work[part] for work in same)) for part in (1, 2))
-    shapes = [work[3] for work in same]
-    if same[0][0] == "attention" and not lengths:
-        shapes = [(shape[0], 1, 1) for shape in shapes]
-    return Op(same[0][0], flops, moved, _solve_each(solve, shapes))
-
-
 def _solve_each(solve: Solve, sizes: list[tuple[int, ...]]) -> tuple[Polynomial, ...]:
     return tuple(solve(values) for values in zip(*sizes, strict=True))
-
-
-def _sum_pointwise(ops: list[Op]) -> tuple[Op, ...]:
-    """Matrix products and attention one by one, then all pointwise kernels as one."""
-    single = [o for o in ops if o.kind != "pointwise"]
-    rest = [o for o in ops if o.kind == "pointwise"]
-    if rest:
-        flops, moved = (tuple(map(sum, zip(*[getattr(o, part) for o in rest], strict=True))) for part in ("flops", "moved"))
-        single.append(Op("pointwise", flops, moved, (), len(rest)))  # type: ignore[arg-type]
-    return tuple(single)

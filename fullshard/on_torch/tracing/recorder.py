@@ -12,10 +12,11 @@ from torch import Tensor
 from fullshard.model.costs import Action, OpKind, Phase
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner, without_function_modes
 from fullshard.on_torch.tracing.cuda_kernels import KernelWork, kernel_work, launch_count, workspace
-from fullshard.on_torch.tracing.meta_outputs import tensors_in
+from fullshard.on_torch.tracing.meta_outputs import name_of, tensors_in
 from fullshard.on_torch.tracing.meta_values import MetaValues
 
 aten = torch.ops.aten
+ADD, ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
 RawEvent = tuple[Action, int, str, tuple[int, ...]]  # action, tensor number, workspace rule, sizes
 # A collective's result passes through these. On CUDA they return the same memory; on meta they would allocate.
 PASS_THROUGH = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
@@ -56,11 +57,13 @@ class Recorder(TorchDispatchMode):
         self.count = 0
         self.uses: list[KernelUse] = []
         self.closed = self.in_backward = False
+        self.multiplied = False  # whether the section has a matrix product
         self.values = MetaValues()
 
     def mark(self, phase: Phase, unit: str) -> None:
         """Begin a new section."""
         self.sections.append(RawSection(phase, unit))
+        self.multiplied = False
 
     def add_existing(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
         """Register a tensor that existed before the trace, so that it is no allocation. `value`: its values, if the model
@@ -87,18 +90,19 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, WRAPPERS) for t in types):
-            return NotImplemented  # the wrapper dispatches again with its inner tensor
+        for kind in types:
+            if kind is not Tensor and issubclass(kind, WRAPPERS):
+                return NotImplemented  # the wrapper dispatches again with its inner tensor
         with without_function_modes():
             return self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func._schema.name
+        name = name_of(func)
         if name in PASS_THROUGH:
             return args[0]
         if self.in_backward and _accumulates_in_place(func, args):
-            func, name = aten.add_.Tensor, "aten::add_"
-        inputs = tensors_in((args, kwargs))
+            func, name = ADD_IN_PLACE, "aten::add_"
+        inputs = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
         out = self.values.call(func, args, kwargs, inputs)
         outputs = [t for t in tensors_in(out) if not isinstance(t, WRAPPERS)]
         self._record(name, args, inputs, outputs)
@@ -110,7 +114,8 @@ class Recorder(TorchDispatchMode):
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
         if (done := kernel_work(name, args, written)) is not None:
             self._add_work(done)
-            self.sections[-1].ops += [("pointwise", 0, 0, ())] * (launch_count(name) - 1)
+            if (launches := launch_count(name)) > 1:
+                self.sections[-1].ops += [("pointwise", 0, 0, ())] * (launches - 1)
         if (temporary := workspace(name, args, outputs)) is not None:
             self.count += 1
             self._note("allocate", self.count, *temporary[1], rule=temporary[0])
@@ -120,7 +125,8 @@ class Recorder(TorchDispatchMode):
 
     def _add_work(self, done: KernelWork) -> None:
         ops = self.sections[-1].ops
-        if done[0] == "gemm" and not any(o[0] == "gemm" for o in ops):
+        if done[0] == "gemm" and not self.multiplied:
+            self.multiplied = True
             self._note("multiply", NO_TENSOR)
         ops.append(done)
 
@@ -160,7 +166,7 @@ class Recorder(TorchDispatchMode):
 def _accumulates_in_place(func: Any, args: Any) -> bool:
     """True if this is autograd adding two gradients of one tensor and it may overwrite the first. Under a dispatch mode
     autograd never adds in place. A recomputed forward runs with gradients enabled, so its additions are not meant."""
-    if func is not aten.add.Tensor or torch.is_grad_enabled() or not isinstance(args[1], Tensor):
+    if func is not ADD or torch.is_grad_enabled() or not isinstance(args[1], Tensor):
         return False
     first, second = args[:2]
     dense = first.untyped_storage().nbytes() == first.numel() * first.element_size()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from fullshard.model.description import Description
 from fullshard.on_torch import loss_chunks
@@ -37,8 +37,9 @@ def trace(
     remat: Remat,
     batch: TraceBatch,
     counting: bool = False,
+    backward: bool = True,
 ) -> Recorder:
-    """Record forward and backward of one micro-batch, with every block under `remat`.
+    """Record forward and, unless `backward` is False, backward of one micro-batch, with every block under `remat`.
 
     `counting`: also count the `calls` of every section. Counting keeps tensors alive a little longer, so the events of
     such a trace must not be used.
@@ -58,9 +59,10 @@ def trace(
         found = loss(model, batch.tree)
         value = found.sum if isinstance(found, Loss) else found
         del found
-        recorder.in_backward = True
-        (value * factor.to(value.dtype)).backward()  # as the step does
-        recorder.mark("end", "")
+        if backward:
+            recorder.in_backward = True
+            (value * factor.to(value.dtype)).backward()  # as the step does
+            recorder.mark("end", "")
         del value
         recorder.closed = True
     return recorder
@@ -71,11 +73,16 @@ def trace(
 
 @contextmanager
 def _meta_parameters(model: nn.Module, description: Description, compute: torch.dtype, recorder: Recorder) -> Iterator[None]:
-    """Inside, parameters are meta tensors in the compute dtype, and buffers meta tensors in their own dtype."""
+    """Inside, parameters are meta tensors in the compute dtype, and buffers meta tensors in their own dtype. Those of skipped
+    blocks stay as they are: nothing computes with them."""
     owner = {p.name: u.name for u in description.units for p in u.parameters}
-    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    modules = _computing_modules(model)
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
+    used = {id(p) for m in modules for p in m._parameters.values() if p is not None}
     made: dict[int, nn.Parameter] = {}
     for name, p in model.named_parameters():
+        if id(p) not in used:
+            continue
         made[id(p)] = fresh = nn.Parameter(_meta_like(p, compute), requires_grad=p.requires_grad)
         recorder.add_existing(inner(fresh))
         if p.requires_grad:
@@ -93,6 +100,21 @@ def _meta_parameters(model: nn.Module, description: Description, compute: torch.
         for module, parameters, buffers in saved:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _computing_modules(model: nn.Module) -> list[nn.Module]:
+    """All modules but those inside skipped blocks."""
+    found: list[nn.Module] = []
+    left = [model]
+    seen = {model}
+    while left:
+        module = left.pop()
+        found.append(module)
+        if not hasattr(type(module), SKIPPED):
+            fresh = [m for m in module.children() if m not in seen]
+            seen.update(fresh)
+            left += fresh
+    return found
 
 
 def _meta_like(parameter: Tensor, compute: torch.dtype) -> Tensor:
@@ -177,7 +199,7 @@ class _UnitHooks:
         if first:
             self.waiting = set(self.modules)
             self.recorder.mark("enter", self.unit)
-        args, kwargs = tree_map(self._cast, (args, kwargs))
+        args, kwargs = _mapped(self._cast, (args, kwargs))
         if first:
             self.recorder.mark("forward", self.unit)
             args, kwargs = self._wrap_inputs(args, kwargs)
@@ -212,11 +234,29 @@ class _UnitHooks:
         if not found:
             return args, kwargs
         wrapped = dict(zip([id(t) for t in found], _UnitInputs.apply(self, *found), strict=True))
-        return tree_map(lambda t: wrapped.get(id(t), t), (args, kwargs))
+        return _mapped(lambda t: wrapped.get(id(t), t), (args, kwargs))
 
 
 def _needing_grad(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
+    return [t for t in _leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """As torch's `tree_map`, which takes five times as long on tuples and dicts of tensors."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_mapped(change, part) for part in tree])
+    if kind is dict:
+        return {key: _mapped(change, part) for key, part in tree.items()}
+    return tree_map(change, tree) if kind in SUPPORTED_NODES else change(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """As torch's `tree_leaves`."""
+    kind = type(tree)
+    if kind is tuple or kind is list or kind is dict:
+        return [leaf for part in (tree.values() if kind is dict else tree) for leaf in _leaves(part)]
+    return tree_leaves(tree) if kind in SUPPORTED_NODES else [tree]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import FullshardError, first_line
-from fullshard.model.costs import ANY_ROWS, Costs, Trace
+from fullshard.model.costs import ANY_ROWS, Costs, Phase, Trace
 from fullshard.model.description import Description
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.loss import LossFunction, called_loss
@@ -19,10 +19,10 @@ from fullshard.on_torch.loss_chunks import ChunkedLossError, chunked_loss, outpu
 from fullshard.on_torch.model_call import own_call
 from fullshard.on_torch.private import WRAPPERS, inner
 from fullshard.on_torch.tracing.fusion import compiled
-from fullshard.on_torch.tracing.polynomials import Fits, Shape, fixed_trace
+from fullshard.on_torch.tracing.polynomials import Fits, FittedTrace, Shape
 from fullshard.on_torch.tracing.recorder import Recorder
 from fullshard.on_torch.tracing.repeated_blocks import SeveralOutputsError, signature, skip_repeated
-from fullshard.on_torch.tracing.tensor_names import NamedSections, name_tensors
+from fullshard.on_torch.tracing.tensor_names import named_trace
 from fullshard.on_torch.tracing.tensor_split import part_shapes, split, spread
 from fullshard.on_torch.tracing.trace import trace
 from fullshard.on_torch.tracing.trace_batch import ROWS, ExampleBatches, token_batch
@@ -31,7 +31,7 @@ from fullshard.plan import DType, Remat, SplitRules
 from fullshard.status import say
 
 # What a model may raise for a batch shape that it does not support.
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, NameError, ArithmeticError, AssertionError, AttributeError)
 LOSSES: dict[str, LossFunction] = {"plain": called_loss, "chunked": chunked_loss}
 LONGEST_LOOP = 256  # tokens of a model that loops over them in Python
 _CACHE: dict[object, Costs] = {}
@@ -122,10 +122,10 @@ class _Traced:
     example: ExampleBatches | None = None
     losses: dict[str, LossFunction] = field(default_factory=lambda: LOSSES)
 
-    def trace(self, loss: str, remat: Remat, shape: Shape, counting: bool = False) -> Recorder:
+    def trace(self, loss: str, remat: Remat, shape: Shape, counting: bool = False, backward: bool = True) -> Recorder:
         dtype = PLAN_DTYPES[self.compute]
         batch = self.example.of(shape[0]) if self.example else token_batch(*shape)
-        how = {"compute": dtype, "remat": remat, "batch": batch, "counting": counting}
+        how = {"compute": dtype, "remat": remat, "batch": batch, "counting": counting, "backward": backward}
         return trace(self.model, self.description, self.losses[loss], **how)  # type: ignore[arg-type]
 
     def grid(self) -> list[Shape]:
@@ -189,13 +189,13 @@ def _trace_shapes(
     try:
         with skipping as stand_ins:
             _warm_up(traced, shapes)
-            fits = Fits(shapes)
+            fits, calls = Fits(shapes, lengths=traced.example is not None), _Calls(shapes[0])
             for number, (loss, remat) in enumerate(wanted, 1):
                 say(f"tracing {number} of {len(wanted)}")
-                eager, compiled_blocks = _trace_choice(traced, stand_ins, loss, remat, fits)
-                if eager is None or compiled_blocks is None:
+                found = _trace_choice(traced, stand_ins, loss, remat, fits, calls)
+                if found is None:
                     return {}
-                made |= {(dtype, loss, remat): eager, (dtype, loss, f"compiled {remat}"): compiled_blocks}
+                made |= {(dtype, loss, remat): found[0], (dtype, loss, f"compiled {remat}"): found[1]}
     except SeveralOutputsError:
         return _trace_shapes(shapes, traced, wanted, skip=False)
     return made
@@ -206,7 +206,8 @@ def _loops_over_tokens(traced: _Traced) -> bool:
     few, more = 8, 16
     try:
         with skip_repeated(traced.model, traced.description):
-            counts = [sum(len(s.ops) for s in traced.trace("plain", "none", (2, tokens)).sections) for tokens in (few, more)]
+            forward = partial(traced.trace, "plain", "none", backward=False)
+            counts = [sum(len(s.ops) for s in forward((2, tokens)).sections) for tokens in (few, more)]
     except (*MODEL_ERRORS, SeveralOutputsError):
         return False
     return counts[1] - counts[0] >= more - few
@@ -267,34 +268,42 @@ def _head_is_a_unit(traced: _Traced) -> bool:
 
 
 def _trace_choice(
-    traced: _Traced, stand_ins: dict[str, str], loss: str, remat: Remat, fits: Fits
-) -> tuple[Trace | None, Trace | None]:
+    traced: _Traced, stand_ins: dict[str, str], loss: str, remat: Remat, fits: Fits, calls: "_Calls"
+) -> tuple[Trace, Trace] | None:
     """The traces with eager and with compiled blocks. None if one is no polynomial in the shape."""
-    eager: dict[Shape, NamedSections] = {}
-    fused: dict[Shape, NamedSections] = {}
-    blocks = {u.name for u in traced.description.units if u.kind == "block"}
-    calls = _count_calls(traced, loss, remat, fits.shapes[0])
-    lengths = traced.example is not None
-    found: tuple[Trace | None, Trace | None] = None, None
-    for shapes in (fits.few, fits.shapes) if fits.known else (fits.shapes,):
-        for shape in shapes:
-            if shape not in eager:
-                recorder = traced.trace(loss, remat, shape)
-                for section, counted in zip(recorder.sections, calls, strict=False):
-                    section.calls = counted
-                name = partial(name_tensors, recorder, description=traced.description, stand_ins=stand_ins)
-                eager[shape], fused[shape] = name(recorder.sections), name(compiled(recorder, blocks))
-        if len(shapes) == 1:
-            return fixed_trace(eager[shapes[0]], lengths), fixed_trace(fused[shapes[0]], lengths)
-        in_order = [{s: named[s] for s in shapes} for named in (eager, fused)]
-        found = fits.trace(in_order[0], lengths), fits.trace(in_order[1], lengths)
-        if None not in found:
+    recorders: dict[Shape, Recorder] = {}
+    fitted: FittedTrace | None = None
+    for shapes in (fits.pair, fits.shapes) if fits.known else (fits.shapes,):
+        recorders |= {shape: traced.trace(loss, remat, shape) for shape in shapes if shape not in recorders}
+        fitted = fits.fitted({shape: recorders[shape] for shape in shapes})
+        if fitted is not None:
             break
-    return found
+    if fitted is None:
+        return None
+    fitted = calls.counted(fitted, traced, loss, remat)
+    blocks = {u.name for u in traced.description.units if u.kind == "block"}
+    name = partial(named_trace, fitted, description=traced.description, stand_ins=stand_ins)
+    return name(fitted.sections), name(compiled(fitted, blocks))
 
 
-def _count_calls(traced: _Traced, loss: str, remat: Remat, shape: Shape) -> list[Counter[str]]:
-    """The Python calls of remat in each section. They are the same for every shape."""
-    if remat == "none":
-        return []
-    return [s.calls for s in traced.trace(loss, remat, shape, counting=True).sections]
+class _Calls:
+    """The Python calls of remat. They are the same for every shape, and for every loss."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.known: dict[Remat, dict[tuple[Phase, str], list[Counter[str]]]] = {}
+
+    def counted(self, fitted: FittedTrace, traced: _Traced, loss: str, remat: Remat) -> FittedTrace:
+        """The trace with the calls of each section."""
+        if remat == "none":
+            return fitted
+        if remat not in self.known:
+            found = self.known[remat] = {}
+            for section in traced.trace(loss, remat, self.shape, counting=True).sections:
+                found.setdefault((section.phase, section.unit), []).append(section.calls)
+        left = {key: iter(calls) for key, calls in self.known[remat].items()}
+        none: Counter[str] = Counter()  # of sections that the other loss has not
+        return replace(
+            fitted,
+            sections=[replace(s, calls=next(left.get((s.phase, s.unit), iter(())), none)) for s in fitted.sections],
+        )
