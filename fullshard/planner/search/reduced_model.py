@@ -112,15 +112,31 @@ def _few_micro_batches(plan: Plan) -> Plan:
 
 
 def reduced_description(description: Description, count: int) -> Description:
-    """The model with the first `count` of its blocks; the model itself if its blocks differ."""
-    blocks = blocks_of(description)
+    """The model with the first `count` of its equal blocks; where blocks differ, of the most numerous kind, with all others."""
     assert description.costs is not None
-    alike = {tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units if u.kind == "block"}
-    if len(blocks) <= count or len(alike) > 1:
+    dropped = set(max(_equal_blocks(description), key=len, default=[])[count:])
+    if not dropped:
         return description
-    dropped = set(blocks[count:])
     units = tuple(u for u in description.units if u.name not in dropped)
     return replace(description, units=units, costs=_reduced_costs(description.costs, dropped))
+
+
+def _equal_blocks(description: Description) -> list[list[str]]:
+    """The names of the blocks, by kind: those with equal parameters and, where these differ, with equal work."""
+    groups: dict[object, list[str]] = {}
+    for u in description.units:
+        if u.kind == "block":
+            groups.setdefault(tuple((p.shape, p.dtype, p.trainable) for p in u.parameters), []).append(u.name)
+    if len(groups) < 2:
+        return list(groups.values())
+    assert description.costs is not None
+    forward = next(iter(description.costs.traces.values())).by_phase
+    found: dict[object, list[str]] = {}
+    for parameters, names in groups.items():
+        for name in names:
+            work = forward.get(("forward", name))
+            found.setdefault((parameters, tuple((o.kind, o.flops) for o in work.ops) if work else ()), []).append(name)
+    return list(found.values())
 
 
 def _reduced_costs(costs: Costs, dropped: set[str]) -> Costs:
