@@ -1,8 +1,8 @@
-"""Time a training step of the JAX engine on one GPU, beside a hand-written JAX step of the same model.
+"""Time a training step of the JAX engine on one GPU, beside a hand-written JAX step of the same model and the torch engine.
 
     python -m benchmarks.jax_step --preset llama-1.5b --batch 4 --peer "python jax_base.py --size 1b --batch 4"
 
-The peer is any command that prints a JSON line with `tok_s` and `peak_gib`. Both run in turn, each in a process of its own.
+The peer is any command that prints a JSON line with `tok_s` and `peak_gib`. All run in turn, each in a process of its own.
 """
 
 import argparse
@@ -22,7 +22,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--remat", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--peer", help="a command that prints the peer's JSON line")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--alone", action="store_true", help="measure in this process, and print one line")
+    parser.add_argument("--torch", action="store_true", help="measure the torch engine, compiled, as well")
+    parser.add_argument("--alone", choices=["jax", "torch"], help="measure this engine in this process, and print one line")
     return parser.parse_args()
 
 
@@ -59,6 +60,32 @@ def measure(args: argparse.Namespace) -> dict:
     return found | {"compilations": on_jax.compilations(state)}
 
 
+def measure_torch(args: argparse.Namespace) -> dict:
+    import torch
+
+    import fullshard as fs
+    from fullshard import on_torch
+
+    device = on_torch.start()
+    model = on_torch.load_model(args.preset)
+    shape, precision = fs.Batch(args.batch, SEQUENCE), fs.Precision(compute="bf16")
+    plan = fs.ddp(on_torch.describe(model), devices=1, remat=args.remat, batch=shape, precision=precision, compile=True)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4))
+    ids = torch.randint(0, model.size.vocab, (args.batch, SEQUENCE + 1), device=device)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    step = lambda: on_torch.train_step(state, [batch], loss=on_torch.chunked_loss, clip=1.0)
+    for _ in range(WARM + 1):
+        step()
+    step().loss.item()
+    start = time.perf_counter()
+    for _ in range(STEPS - 1):
+        step()
+    step().loss.item()
+    seconds = (time.perf_counter() - start) / STEPS
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {"tok_s": round(args.batch * SEQUENCE / seconds), "step_s": seconds, "peak_gib": peak / 2**30}
+
+
 def last_line(command: list[str]) -> dict:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -67,15 +94,16 @@ def last_line(command: list[str]) -> dict:
 def main() -> None:
     args = arguments()
     if args.alone:
-        print(json.dumps(measure(args)), flush=True)
+        print(json.dumps((measure if args.alone == "jax" else measure_torch)(args)), flush=True)
         return
-    own = [sys.executable, "-m", "benchmarks.jax_step", "--alone", "--preset", args.preset]
-    own += ["--batch", str(args.batch), "--remat", args.remat]
+    own = [sys.executable, "-m", "benchmarks.jax_step", "--preset", args.preset]
+    own += ["--batch", str(args.batch), "--remat", args.remat, "--alone"]
     for _ in range(args.rounds):
-        ours = last_line(own)
+        ours = last_line([*own, "jax"])
         peer = last_line(shlex.split(args.peer)) if args.peer else None
         ratio = ours["tok_s"] / peer["tok_s"] if peer else None
-        print(json.dumps({"ours": ours, "peer": peer, "ratio": ratio}), flush=True)
+        torch = last_line([*own, "torch"]) if args.torch else None
+        print(json.dumps({"ours": ours, "peer": peer, "ratio": ratio, "torch": torch}), flush=True)
 
 
 if __name__ == "__main__":

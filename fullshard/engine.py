@@ -16,9 +16,9 @@ from fullshard.model.description import Description
 from fullshard.optimizer import Optimizer
 from fullshard.plan import DType, Mesh, Plan
 
-ENGINES = ("torch",)
+ENGINES = ("torch", "jax")
 T = TypeVar("T")
-ModelT = TypeVar("ModelT")  # a model as the engine has it: torch's nn.Module
+ModelT = TypeVar("ModelT")  # a model as the engine has it: torch's nn.Module, a function that makes an NNX module
 StateT = TypeVar("StateT")  # what the engine's `shard` returns
 Where = dict[str, Any]  # a rank: `waits`, `collective`, `unit`, `count` of collectives entered, `line` of code, `doing`
 
@@ -37,6 +37,10 @@ class RunState(EngineState, Protocol):
     plan: Plan
     model: Any
     notes: tuple[str, ...]  # what a user should know of how it was made
+
+    @property
+    def compiles(self) -> bool:
+        """True if the first step takes the time that compiling does."""
 
     @property
     def kernels(self) -> Mapping[str, str]:
@@ -166,7 +170,11 @@ class Engine(Protocol[ModelT, StateT]):
         """Leave the ranks."""
 
     def local_devices(self) -> int:
-        """How many ranks this machine has devices for."""
+        """How many devices of this machine a run takes by default. Asked by the process that will start the ranks, and takes none
+        of them."""
+
+    def all_devices(self) -> int:
+        """How many devices the ranks have together: what a plan is for. One each on torch; a JAX process has several."""
 
     def ranks_here(self) -> int:
         """How many ranks run on this machine."""
@@ -176,8 +184,8 @@ class Engine(Protocol[ModelT, StateT]):
     def is_first(self) -> bool:
         """Whether this rank writes files and prints."""
 
-    def data_rank(self, mesh: Mesh) -> int:
-        """Which of the `mesh.data` batches of a step this rank computes."""
+    def data_share(self, mesh: Mesh) -> tuple[int, int]:
+        """Which share of a step's rows this rank computes, and of how many equal ones."""
 
     def first_decides(self, make: Callable[[], Any]) -> None:
         """Call `make` on the first rank; if it raises, all ranks raise its sentence. Collective."""
@@ -250,6 +258,9 @@ class Engine(Protocol[ModelT, StateT]):
     def disk_rates(self, directory: str | Path, nbytes: int, seconds: float) -> Any:
         """What the slowest rank reaches while all read and write: a `fullshard.storage.disk_speed.Rates`. Collective."""
 
+    def search_choices(self) -> dict[str, Any]:
+        """The choices that a search must keep so that this engine can carry its plan out, by key of `find_plan`'s `fix`."""
+
     def host_share(self, state: StateT, issued: float, quiet: float, looks: int) -> float:
         """How much slower than the cluster's host this one issues work now."""
 
@@ -304,7 +315,7 @@ class Engine(Protocol[ModelT, StateT]):
 
     def generate(
         self,
-        model: ModelT,
+        model: Any,
         prompt: Sequence[int],
         *,
         max_new_tokens: int,
@@ -313,7 +324,7 @@ class Engine(Protocol[ModelT, StateT]):
         seed: int = 0,
         window: int | None = None,
     ) -> list[int]:
-        """Continue a prompt. Collective."""
+        """Continue a prompt with a state's `model`. Collective."""
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception says that the device ran out of memory."""
@@ -321,7 +332,8 @@ class Engine(Protocol[ModelT, StateT]):
     def memory(self, state: StateT) -> dict[str, int]:
         """Peak bytes of the device since the last call: `memory_allocated` and, on a GPU, `memory_reserved`."""
 
-    def flops_per_token(self, model: ModelT, sequence: int) -> float: ...
+    def flops_per_token(self, model: Any, sequence: int) -> float:
+        """Of a training step, without what is computed again. `model`: a state's."""
 
     def peak_flops(self, state: StateT) -> float | None:
         """Of this rank's device in the compute dtype, by its maker; None if unknown."""

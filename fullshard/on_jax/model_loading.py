@@ -115,8 +115,8 @@ def _of_size(size: LlamaSize | GPTSize | NnxGPT2Size) -> Factory:
 
 def limits(model: Factory) -> tuple[int | None, int | None]:
     """(vocabulary, longest sequence), as far as the model's `size` or `config` says."""
-    built: Any = _built(model)
-    size = getattr(built, "config", None) or getattr(built, "size", None)
+    made: Any = built(model)
+    size = getattr(made, "config", None) or getattr(made, "size", None)
     count = lambda keys: next((n for key in keys if type(n := getattr(size, key, None)) is int), None)
     return count(("vocab_size", "vocab")), count(LENGTHS)
 
@@ -128,21 +128,22 @@ def classes_and_image_size(model: Factory) -> tuple[int | None, int | None]:
 
 def takes_positions(model: Factory) -> bool:
     """Whether the model takes `position_ids`, which keep attention inside documents."""
-    return accepts(_built(model), "position_ids")
+    return accepts(built(model), "position_ids")
 
 
 def parameter_shapes(model: Factory) -> list[tuple[str, tuple[int, ...], str, bool]]:
     """Name, shape, dtype and whether it is trained, of every parameter."""
-    named = named_parameters(_built(model))
+    named = named_parameters(built(model))
     return [(name, tuple(p.shape), plan_dtype_name(name, p.dtype), True) for name, p in named.items()]
 
 
 def check_weights(model: Factory, directory: str | Path) -> None:
     """Raise where the directory's tensors are not the model's, by name and shape."""
-    built = _built(model)
-    shapes = {name: tuple(p.shape) for name, p in named_parameters(built).items()}
-    WeightFiles(Path(directory), shapes, parameter_names(built).values())
+    made = built(model)
+    shapes = {name: tuple(p.shape) for name, p in named_parameters(made).items()}
+    WeightFiles(Path(directory), shapes, parameter_names(made).values())
 
 
-def _built(model: Factory) -> nnx.Module:
+def built(model: Factory) -> nnx.Module:
+    """The model with shapes in place of values."""
     return model.model if isinstance(model, NnxFactory) else abstract(model)

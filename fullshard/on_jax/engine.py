@@ -1,0 +1,262 @@
+"""The JAX engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import numpy as np
+
+from fullshard.callables import is_callable_name, load_callable
+from fullshard.cluster.cluster import Cluster
+from fullshard.data.thread_loader import ThreadLoader
+from fullshard.errors import FullshardError, nearest
+from fullshard.hang_report import HangReporter, innermost_line, main_thread_frame, stack_of
+from fullshard.model.description import Description
+from fullshard.on_jax.describe import Factory
+from fullshard.on_jax.describe import describe as describe_units
+from fullshard.on_jax.evaluate import evaluate
+from fullshard.on_jax.flops import flops_per_token
+from fullshard.on_jax.generate import generate
+from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
+from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.losses import LossFunction, called_loss, chunked_loss, summed_loss
+from fullshard.on_jax.model_call import accepts
+from fullshard.on_jax.model_loading import (
+    built,
+    check_weights,
+    classes_and_image_size,
+    limits,
+    load_model,
+    parameter_shapes,
+    takes_positions,
+)
+from fullshard.on_jax.optax_optimizer import make_transformation
+from fullshard.on_jax.processes import (
+    CoordinatorMessages,
+    all_or_none,
+    data_share,
+    finish,
+    first_decides,
+    is_first,
+    processes_here,
+    rank_and_world,
+    start,
+)
+from fullshard.on_jax.saving.restore import load_checkpoint
+from fullshard.on_jax.saving.save import checkpointer, save_checkpoint
+from fullshard.on_jax.saving.state_arrays import weights_of
+from fullshard.on_jax.shard import refuse as refuse_plan
+from fullshard.on_jax.shard import shard as shard_model
+from fullshard.on_jax.step import train_step
+from fullshard.optimizer import Optimizer
+from fullshard.plan import DType, Plan
+
+ONLY_TORCH = "use --engine torch"
+NAMED_LOSSES: dict[str, LossFunction] = {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
+
+__all__ = [
+    "add_adapters",
+    "all_devices",
+    "all_or_none",
+    "check_weights",
+    "checkpointer",
+    "classes_and_image_size",
+    "collate",
+    "data_share",
+    "describe",
+    "disk_rates",
+    "evaluate",
+    "finish",
+    "first_decides",
+    "flops_per_token",
+    "generate",
+    "host_share",
+    "is_first",
+    "limits",
+    "load_checkpoint",
+    "load_model",
+    "loader",
+    "local_cluster",
+    "local_devices",
+    "measure",
+    "memory",
+    "messages",
+    "named_loss",
+    "out_of_memory",
+    "parameter_shapes",
+    "peak_flops",
+    "rank_and_world",
+    "ranks_here",
+    "refuse",
+    "refuse_loss",
+    "save_checkpoint",
+    "search_choices",
+    "seed_dropout",
+    "seeded",
+    "shard",
+    "start",
+    "takes_positions",
+    "train_step",
+    "versions",
+    "watched_ranks",
+    "weights_of",
+]
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks_here() -> int:
+    return processes_here()
+
+
+def messages() -> CoordinatorMessages:
+    return CoordinatorMessages()
+
+
+def watched_ranks() -> HangReporter:
+    return HangReporter(*rank_and_world(), CoordinatorMessages, _position)
+
+
+def _position() -> dict[str, Any]:
+    """Where this process's main thread is. Which collective it waits in, a compiled program does not tell."""
+    stack = stack_of(main_thread_frame())
+    waits = bool(stack) and "jax" in stack[-1].filename
+    return {"waits": waits, "collective": None, "unit": None, "count": 0, "line": innermost_line(stack, "site-packages")}
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("jax", "flax", "optax")}
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def add_adapters(model: Factory, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> NoReturn:
+    raise FullshardError(f"lora: the JAX engine trains whole models; {ONLY_TORCH}, or leave lora out")
+
+
+def describe(
+    model: Factory,
+    *,
+    classes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    min_params: int = 0,
+    experts: bool = False,
+    small: int = 0,
+    title: str = "",
+    micro_batch: int = 0,
+    sequence: int = 0,
+    compute: DType = "bf16",
+    tensor: Sequence[int] = (),
+    expert: Sequence[int] = (),
+) -> Description:
+    """The units of a model. What computing them costs is not traced here: presets ship it."""
+    if experts or expert:
+        raise FullshardError(f"experts as units: the JAX engine has no mixtures; {ONLY_TORCH}")
+    if micro_batch:
+        raise FullshardError(
+            f"what a step of {title or 'this model'} costs is traced by torch alone; name a strategy, as in "
+            "plan.strategy = 'zero3', or plan it with the torch engine and write plan.file"
+        )
+    return describe_units(model, classes=classes, names=names, min_params=min_params, small=small, title=title)
+
+
+def refuse(model: Factory, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
+    """Raise where JAX cannot carry the plan out with this optimizer."""
+    refuse_plan(plan)
+    if optimizer is not None:
+        make_transformation(optimizer)
+
+
+def named_loss(name: str) -> LossFunction:
+    """The loss that a recipe calls `plain` or `chunked`, or `file.py:callable`."""
+    if name in NAMED_LOSSES:
+        return NAMED_LOSSES[name]
+    if is_callable_name(name):
+        return load_callable(name, "on_jax.Loss")
+    known = [n for n in NAMED_LOSSES if n != "call"]
+    raise FullshardError(
+        f"the JAX engine has no loss {name!r}; write {', '.join(known)} or file.py:callable{nearest(name, known)}"
+    )
+
+
+def refuse_loss(model: Factory, name: str) -> None:
+    """Raise where the loss is not for the model."""
+    if named_loss(name) is chunked_loss and not accepts(built(model), "labels"):
+        raise FullshardError("loss = 'chunked' needs a model whose call takes labels and returns their loss; write 'plain'")
+
+
+# -- the machine ---------------------------------------------------------------------------------------------
+
+
+def measure(directory: Path | None, quick: bool, progress: Callable[[str], None]) -> Cluster:
+    raise FullshardError("the JAX engine does not time machines; measure with --engine torch: a cluster file serves both")
+
+
+def disk_rates(directory: str | Path, nbytes: int, seconds: float) -> NoReturn:
+    raise FullshardError(f"homes on disk: the JAX engine has none; {ONLY_TORCH}")
+
+
+def search_choices() -> dict[str, Any]:
+    """XLA schedules gathers itself, reduces after every micro-batch and compiles every step."""
+    return {"prefetch": 1, "sync": "every", "compile": True}
+
+
+def host_share(state: JaxState, issued: float, quiet: float, looks: int) -> float:
+    """1: a step is one call, whatever the host's pace."""
+    return 1.0
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+def shard(
+    model: Factory,
+    plan: Plan,
+    optimizer: Optimizer | None = None,
+    *,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    disk: str | Path | None = None,
+) -> JaxState:
+    return shard_model(model, plan, optimizer, seed=seed, weights=weights)
+
+
+def seed_dropout(state: JaxState, seed: int) -> None:
+    """Nothing: `shard` has seeded the model's streams, of which every row of a batch has its own part."""
+
+
+def loader(workers: int, prefetch: int, *, seed: int = 0, threads: bool = True) -> ThreadLoader:
+    """Loads ahead in threads: a process that uses JAX must not fork."""
+    return ThreadLoader(workers, prefetch, threads)
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """A tree of stacked arrays."""
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
+
+
+@contextmanager
+def seeded(seed: int, i: int) -> Iterator[None]:
+    """Inside, random numbers of Python and numpy depend on `seed` and `i` alone. Afterwards as before."""
+    state = int(np.random.SeedSequence([seed % 2**64, i]).generate_state(1, np.uint64)[0])
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(state)
+    np.random.seed(state % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+if TYPE_CHECKING:  # mypy holds this module against the Protocol
+    from fullshard.engine import Engine
+    from fullshard.on_jax import engine
+
+    _: Engine[Factory, JaxState] = engine

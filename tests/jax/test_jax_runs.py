@@ -1,0 +1,190 @@
+"""`fullshard train --engine jax` for real: a directory of results, the losses of torch, runs that go on on the other engine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.data.pack import pack
+
+RECIPE = """
+[model]
+name = "llama-bytes"
+weights = "weights"
+[data]
+path = "tokens"
+valid = "valid"
+sequence = 16
+[plan]
+strategy = "zero3"
+[optim]
+lr = 1e-3
+clip = 0.5
+[schedule]
+warmup = 2
+[train]
+steps = 6
+global_batch = 8
+micro_batch = 2
+[eval]
+every = 3
+batches = 2
+[checkpoint]
+every = 3
+"""
+WEIGHTS = """
+import sys
+import fullshard as fs
+from fullshard import on_jax
+from fullshard.on_jax.engine import load_model
+import numpy as np
+from safetensors.numpy import save_file
+make = load_model(sys.argv[1])
+state = on_jax.shard(make, fs.ddp(on_jax.describe(make), devices=1), seed=5)
+save_file({name: np.asarray(value) for name, value in state.params.items()}, "weights/model.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("jax-runs")
+    (path / "recipe.toml").write_text(RECIPE)
+    texts = sorted(Path(json.__file__).parent.glob("*.py"))
+    pack(texts, path / "tokens", workers=1)
+    pack(texts[:1], path / "valid", workers=1)
+    (path / "weights").mkdir()
+    subprocess.run([sys.executable, "-c", WEIGHTS, "llama-bytes"], cwd=path, env=environment(), check=True, timeout=120)
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "XLA_FLAGS")}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **more}
+
+
+def train(here: Path, run: str, *arguments: str, engine: str = "jax", **more: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", run, "--engine", engine, *arguments]
+    return subprocess.run(line, cwd=here, env=environment(**more), capture_output=True, text=True, timeout=200, check=False)
+
+
+def lines(here: Path, run: str) -> list[dict]:
+    return [json.loads(line) for line in (here / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(here: Path, run: str) -> list[float]:
+    return [line["loss"] for line in lines(here, run) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(here) -> list[float]:
+    """The losses of an uninterrupted run on two simulated devices."""
+    done = train(here, "whole", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    return losses(here, "whole")
+
+
+@pytest.fixture(scope="module")
+def on_torch(here) -> list[float]:
+    """The losses of the same recipe on torch, on two ranks."""
+    done = train(here, "torch", "--ranks", "2", engine="torch")
+    assert done.returncode == 0, done.stderr
+    return losses(here, "torch")
+
+
+def test_a_run_on_jax_has_the_losses_of_torch(here, whole, on_torch):
+    assert len(whole) == 6
+    assert whole == pytest.approx(on_torch, abs=1e-5)
+    evaluated = [[line["eval_loss"] for line in lines(here, run) if "eval_loss" in line] for run in ("whole", "torch")]
+    assert len(evaluated[0]) == 2
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
+    assert sorted(p.name for p in (here / "whole" / "checkpoints").iterdir() if p.is_dir()) == sorted(
+        p.name for p in (here / "torch" / "checkpoints").iterdir() if p.is_dir()
+    )
+
+
+def test_a_run_goes_on_on_the_other_engine(here, whole, on_torch):
+    """Each engine's run of three steps, taken to the end by the other."""
+    for first, then, ranks in (("torch", "jax", "4"), ("jax", "torch", "2")):
+        begun = train(here, f"from-{first}", "train.steps=3", "schedule.kind=constant", "--ranks", "2", engine=first)
+        assert begun.returncode == 0, begun.stderr
+        done = train(here, f"from-{first}", "schedule.kind=constant", "--ranks", ranks, "--resume", "auto", engine=then)
+        assert done.returncode == 0, done.stderr
+        assert losses(here, f"from-{first}")[:3] == pytest.approx(whole[:3], abs=1e-5)
+    alone = train(here, "constant", "schedule.kind=constant", "--ranks", "2")
+    assert alone.returncode == 0, alone.stderr
+    wanted = losses(here, "constant")
+    assert losses(here, "from-torch") == pytest.approx(wanted, abs=1e-5)
+    assert losses(here, "from-jax") == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_signal_ends_a_run_at_a_step_and_it_goes_on(here):
+    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", "ended", "--engine", "jax", "--ranks", "2"]
+    running = subprocess.Popen([*line, "train.steps=5000"], cwd=here, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not ((here / "ended" / "metrics.jsonl").exists() and len(lines(here, "ended")) > 3):
+        time.sleep(0.2)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 128 + signal.SIGTERM
+    done = len(losses(here, "ended"))
+    assert f"ended after step {done}: stopped" in running.stderr.read()
+    again = train(here, "ended", f"train.steps={done + 2}", "--ranks", "2", "--resume", "auto", "--accept-changes")
+    assert again.returncode == 0, again.stderr
+    assert len(losses(here, "ended")) == done + 2
+
+
+def test_two_processes_train_save_and_resume_as_one(here, whole):
+    begun = together(here, "processes", "train.steps=3", "schedule.kind=constant")
+    assert [p.returncode for p in begun] == [0, 0], begun[0].stderr
+    done = together(here, "processes", "schedule.kind=constant", "--resume", "auto")
+    assert [p.returncode for p in done] == [0, 0], done[0].stderr
+    alone = train(here, "alone", "schedule.kind=constant", "--ranks", "4")
+    assert alone.returncode == 0, alone.stderr
+    assert losses(here, "processes") == pytest.approx(losses(here, "alone"), abs=1e-6)
+
+
+def together(here: Path, run: str, *arguments: str) -> list[subprocess.CompletedProcess]:
+    """Two processes of two devices each, started as srun and torchrun do."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", run, "--engine", "jax", *arguments]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1), "JAX_NUM_CPU_DEVICES": "2"}
+    started = [
+        subprocess.Popen(
+            line, cwd=here, env=environment(RANK=str(r), **shared), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    said = [p.communicate(timeout=200) for p in started]
+    return [subprocess.CompletedProcess(line, p.returncode, *text) for p, text in zip(started, said, strict=True)]
+
+
+def test_torch_is_not_needed(here, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    (tmp_path / "transformers.py").write_text("raise ImportError('no transformers here')\n")
+    root = str(Path(__file__).parents[2])
+    done = train(here, "no-torch", "train.steps=3", "--ranks", "2", PYTHONPATH=f"{tmp_path}:{root}")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(here, "no-torch")) == 3
+
+
+def test_bad_input_is_a_sentence(here):
+    for change, sentence in (
+        ("lora.rank=4", "the JAX engine trains whole models"),
+        ("plan.strategy=hpz", "the JAX engine"),
+        ("optim.name=Adagrad", "of torch; on JAX use"),
+        ("plan.compute=fp16", "the JAX engine has no loss scaling"),
+        ("home.optimizer=disk", "disk"),
+        ("train.loss=masked", "no loss"),
+    ):
+        done = train(here, "bad", change, "--ranks", "2")
+        assert done.returncode == 2, (change, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert sentence in " ".join(done.stderr.split()), (change, done.stderr)
+        assert not (here / "bad").exists()
