@@ -188,7 +188,7 @@ def named_loss(name: str) -> LossFunction:
 def refuse_loss(model: Factory, name: str) -> None:
     """Raise where the loss is not for the model."""
     if named_loss(name) is chunked_loss and not accepts(built(model), "labels"):
-        raise FullshardError("loss = 'chunked' needs a model whose call takes labels and returns their loss; write 'plain'")
+        raise FullshardError("train.loss = 'chunked' needs a model whose call takes labels and returns their loss; write 'plain'")
 
 
 # -- the machine ---------------------------------------------------------------------------------------------

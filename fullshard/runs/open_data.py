@@ -65,7 +65,7 @@ def _open_tokens(recipe: Recipe, model: Any, engine: Engine[Any, Any], vocab: in
         )
     if wanted.boundaries == "attention" and not engine.takes_positions(model):
         raise FullshardError(
-            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {type(model).__name__}'s does not: "
+            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; that of {recipe.model.name} does not: "
             "write 'labels'"
         )
     if Path(recipe.model.name).is_dir():
