@@ -266,10 +266,12 @@ def test_statistics_of_batches(tmp_path):
     [step(states[0]) for _ in range(3)]
     saving.save_checkpoint(tmp_path, states[0])
     saving.load_checkpoint(tmp_path, states[1])
+    assert "model.norm.mean" in open_checkpoint(tmp_path).manifest.tensors
     statistics = [jax.tree.leaves(nnx.state(s.model, nnx.BatchStat)) for s in states]
     assert all(np.array_equal(a, b) for a, b in zip(*statistics, strict=True))
-    assert "model.norm.mean" in open_checkpoint(tmp_path).manifest.tensors
     assert step(states[0]) == step(states[1])
+    states[0].rest["norm"]["mean"][...] = states[0].rest["norm"]["mean"][...].at[0].set(np.inf)
+    saving.save_checkpoint(tmp_path / "infinite", states[0])  # weights alone must be finite: another variable may be a mask
 
 
 def test_weights_alone(tmp_path, trained):
@@ -375,6 +377,11 @@ def test_what_cannot_be_saved(tmp_path, monkeypatch):
     assert f"the weights in {name} are not finite" in said(found.result)
     assert found.not_finite
     assert writer.names() == []
+    in_place = saving.JaxCheckpointer(tmp_path, state, room=0)
+    found = in_place.save()
+    assert f"the weights in {name} are not finite" in said(found.result)
+    assert found.not_finite
+    in_place.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == [writer.lease.name]
     writer.close()
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import xxhash
 
+from fullshard.checkpoint import manifest
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
-from fullshard.checkpoint.manifest import checksum
 from fullshard.checkpoint.manifest_records import TensorTypes
 from fullshard.checkpoint.nodes import Nodes
 from fullshard.checkpoint.place import Place
@@ -61,11 +61,13 @@ class ArrayStaging:
         self.worker = Background("checkpoint-checksum")
         self.image: memoryview | None = None  # the file's bytes
         self.sources: Sequence[HostOrDevice] = ()  # of the layout's items, in place
+        self.weights: Collection[str] = ()
 
     # -- at each save ----------------------------------------------------------------------------------
 
-    def start(self, arrays: Mapping[str, HostOrDevice]) -> CopiesMade:
-        """Copy the arrays as they are now."""
+    def start(self, arrays: Mapping[str, HostOrDevice], weights: Collection[str]) -> CopiesMade:
+        """Copy the arrays as they are now. `weights`: those that must be finite."""
+        self.weights = weights
         named = dict(sorted(arrays.items()))  # equal states give equal files, in whatever order they were built
         held = {(name, start): part for name, array in named.items() for start, part in parts(array).items()}
         types = array_types(named)
@@ -96,8 +98,9 @@ class ArrayStaging:
         assert self.image is not None
         layout, image = self.shards.layout, self.image
         for item, at in zip(layout.items, layout.starts, strict=True):
-            refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
-        computed: Future[str] = self.worker.submit(lambda: file_checksum(image, layout.nbytes))
+            if item.name in self.weights:
+                refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
+        computed: Future[str] = self.worker.submit(lambda: manifest.checksum(image[: layout.nbytes]))
         directory.write(self.shards.file, image, layout.nbytes)
         return computed.result()
 
@@ -112,12 +115,15 @@ class ArrayStaging:
             for i, low, high in layout.overlaps(start, start + len(memory)):
                 if i != last[0]:
                     last = i, as_bytes(_started(self.sources[i]))
-                    refuse_not_finite(layout.items[i], last[1])
+                    if layout.items[i].name in self.weights:
+                        refuse_not_finite(layout.items[i], last[1])
                 memory[low - start : high - start] = last[1][low - layout.starts[i] : high - layout.starts[i]].data
             digest.update(memory)
 
-        directory.write_made(self.shards.file, layout.nbytes, make)
-        self.sources = ()
+        try:
+            directory.write_made(self.shards.file, layout.nbytes, make)
+        finally:
+            self.sources = ()
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -182,13 +188,9 @@ def as_bytes(values: HostOrDevice) -> Bytes:
     return np.ascontiguousarray(np.asarray(values)).reshape(-1).view(np.uint8)
 
 
-def file_checksum(image: memoryview, nbytes: int) -> str:
-    return checksum(image[:nbytes])
-
-
 def refuse_not_finite(item: FileItem, data: Bytes) -> None:
-    """Raise if an item is a weight and one of its values is not finite: its exponent has all bits set."""
-    if not item.name.startswith("model.") or item.dtype not in EXPONENTS:
+    """Raise if a value of an item is not finite: all bits of its exponent are set."""
+    if item.dtype not in EXPONENTS:
         return
     kind, exponent = EXPONENTS[item.dtype]
     bits = data.view(kind)

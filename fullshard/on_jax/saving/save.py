@@ -55,7 +55,7 @@ class JaxCheckpointer(CheckpointSaver):
         self.wait()
         state, staging = self.state, self.staging
         fields = ManifestFields(state.step, cursor, self.plan, recipe, numbers_of(state, extra), metrics or {})
-        copies = staging.start(state_arrays(state))
+        copies = staging.start(state_arrays(state), {f"model.{name}" for name in state.params})
         note = staging.in_place_reason
         self.saving = saving = Saving(state.step, copies, note=note, prunes=prune, overwrites=overwrite)
         copied: CopiedChecksum = Future()
