@@ -245,6 +245,25 @@ def test_every_part_is_written_once(tmp_path, strategy, options):
     assert same(values(again), values(state))
 
 
+def test_what_rests_on_the_host_does_so_after_a_load(tmp_path, trained):
+    home = fs.Home(params="host", optimizer="host")
+    plan = fs.zero3(on_jax.describe(llama), devices=8, batch=fs.Batch(2, 12), precision=FP32, home=home)
+    saving.save_checkpoint(tmp_path / "device", trained)
+    state = on_jax.shard(llama, plan, ADAMW, seed=1)
+    held = state.held_bytes("host")
+    saving.load_checkpoint(tmp_path / "device", state)
+    assert state.held_bytes("host") == held
+    assert held["optimizer"] > held["params"] > 0
+    assert same(values(state), values(trained))
+    wanted = train(state, BATCHES[2:3])
+    saving.save_checkpoint(tmp_path / "host", state)
+    again = make_state(seed=2)
+    saving.load_checkpoint(tmp_path / "device", again)
+    assert train(again, BATCHES[2:3]) == pytest.approx(wanted, abs=1e-6)
+    saving.load_checkpoint(tmp_path / "host", again)
+    assert same(values(again), values(state))
+
+
 def test_dropout_goes_on_bit_for_bit(tmp_path):
     make = lambda rngs: NnxGPT(replace(GPT, dropout=0.3), rngs=rngs)
     state = make_state(make)
