@@ -51,7 +51,7 @@ def main() -> None:
     plans = {
         "zero3": plan,
         "embedding and head whole": fs.mixed(described, devices=devices, replicate=["embed", "head"], batch=shape),
-        "tensors below 1000 whole": fs.zero3(on_jax.describe(make, small=1000), devices=devices, batch=shape),
+        "norms of blocks whole": fs.zero3(on_jax.describe(make, small=1000), devices=devices, batch=shape),
         "2 copies, sharded": fs.hybrid(described, replicate=2, shard=devices // 2, batch=shape),
         "sharded, × 2 tensor": fs.zero3(described, devices=devices, tensor=2, batch=doubled(shape)),
     }

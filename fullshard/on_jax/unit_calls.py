@@ -15,20 +15,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from fullshard.on_jax.activation_offload import offloading
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
-from fullshard.on_jax.memory_kinds import DEVICE, HOST, HostParameter, is_on_host
+from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.module_tree import module_at, named_parameters
 from fullshard.on_jax.shardings import ParameterSharding, Shardings
 from fullshard.plan import Plan, Unit
 
 GATHERED = "gathered"  # the name of gathered parameters in policies
-GIVEN = "given"  # that of a call's arguments, where activations rest on the host
-SMALL = 4  # arguments so many times smaller than the largest stay on the device: many calls share them
 # What backward does again rather than keep: the primitives of a gather, and those that only show a tensor in another way, since
 # keeping what one of them returns would keep the gathered parameter.
 GATHERING = ("sharding_constraint", "device_put", "custom_vjp_call", "custom_vjp_call_jaxpr")
 VIEWS = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims")
-Policy = Callable[..., Any]
+Policy = Callable[..., bool]
 
 
 def scope_of(unit: str) -> str:
@@ -55,14 +54,16 @@ class UnitCall:
         def run(params: Any, rest: Any, traced: list[Any]) -> Any:
             with jax.named_scope(scope_of(self.unit.name)):
                 inner = nnx.merge(graph, self._gathered(params), rest)
-                named = self._named(traced)
-                given = [leaf if t is None else t for t, leaf in zip(named, leaves, strict=True)]
+                given = [leaf if t is None else t for t, leaf in zip(traced, leaves, strict=True)]
                 args, kwargs = jax.tree.unflatten(tree, given)
                 out = forward(inner, *args, **kwargs)
             return out, nnx.state(inner, nnx.Not(nnx.Param))
 
         policy = self._policy()
-        out, changed = (run if policy is None else jax.checkpoint(run, policy=policy))(params, rest, traced)
+        call = run if policy is None else jax.checkpoint(run, policy=policy)
+        if self.unit.home.activations == "host":
+            call = offloading(call, frozenset(tuple(p.shape) for p in jax.tree.leaves(params)))
+        out, changed = call(params, rest, traced)
         nnx.update(module, changed)
         return out
 
@@ -76,24 +77,8 @@ class UnitCall:
         flat = nnx.to_flat_state(params)
         return nnx.from_flat_state([(path, gather_leaf(path, leaf)) for path, leaf in flat])
 
-    def _named(self, traced: list[Any]) -> list[Any]:
-        """The arguments of the call, those that go to the host with a name."""
-        if self.unit.home.activations != "host":
-            return traced
-        floats = [t is not None and jnp.issubdtype(t.dtype, jnp.floating) for t in traced]
-        largest = max((t.size for t, is_float in zip(traced, floats, strict=True) if is_float), default=0)
-        big = [is_float and SMALL * t.size > largest for t, is_float in zip(traced, floats, strict=True)]
-        return [checkpoint_name(t, GIVEN) if goes else t for t, goes in zip(traced, big, strict=True)]
-
     def _policy(self) -> Policy | None:
-        """What backward keeps; None if it keeps all, on the device."""
-        policy = self._kept()
-        if self.unit.home.activations != "host":
-            return policy
-        return OffloadPolicy(policy or jax.checkpoint_policies.everything_saveable)
-
-    def _kept(self) -> Policy | None:
-        """What backward keeps, wherever that is; None if it keeps all."""
+        """What backward keeps; None if it keeps all."""
         keeps = self.unit.reshard is False
         match self.unit.remat:
             case "full":
@@ -101,23 +86,6 @@ class UnitCall:
             case "selective":
                 return _products_and_gathers if keeps else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return None if keeps else _all_but_gathers
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Keep what `kept` says, activations of it on the host. Gathered parameters and vectors stay on the device, and so do the
-    results of kernels that return several: JAX cannot offload them."""
-
-    kept: Policy
-
-    def __call__(self, prim: Any, *inputs: Any, **params: Any) -> Any:
-        to_host = jax.ad_checkpoint.Offloadable(src=DEVICE, dst=HOST)
-        if prim.name == "name" and params["name"] == GIVEN:
-            return to_host
-        if not self.kept(prim, *inputs, **params):
-            return jax.ad_checkpoint.Recompute
-        stays = _gathers_only(prim, **params) or prim.multiple_results or all(x.ndim < 2 for x in inputs)
-        return jax.ad_checkpoint.Saveable if stays else to_host
 
 
 def _gathers_only(prim: Any, *_: Any, **params: Any) -> bool:

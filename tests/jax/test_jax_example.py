@@ -38,7 +38,7 @@ def test_the_example_prints_what_can_be_computed_by_hand(tmp_path):
     assert [mesh for _, mesh, *_ in rows] == ["1×8×1", "1×8×1", "1×8×1", "2×4×1", "1×4×2"]
     kib = lambda elements: f"{4 * elements / 1024:.2f} KiB"
     ends = 2 * VOCAB * DIM + DIM
-    small = (2 * LAYERS + 1) * DIM  # norms
+    small = 2 * LAYERS * DIM  # the norms of blocks
     held = [PARAMETERS / 8, (PARAMETERS - ends) / 8 + ends, (PARAMETERS - small) / 8 + small, PARAMETERS / 4]
     assert [params for _, _, params, *_ in rows[:4]] == [kib(n) for n in held]
     assert all(abs(float(loss) - losses[0]) < 2e-6 for *_, loss in rows)
