@@ -1,5 +1,6 @@
 """The optimizer's update. Units whose parameters or state rest on the host are updated one after another."""
 
+import math
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ def update_units(
     shardings of the optimizer state."""
     keep = lambda old, new: jnp.where(skipped, old, new)
     done: list[tuple[Params, Any]] = []
-    for i, names in enumerate(_groups(shardings)):
+    for i, names in enumerate(_groups(shardings, {n: p.shape for n, p in params.items()})):
         own = {n: params[n] for n in names}, _part(moments, names)
         if i >= AHEAD and any(is_on_host(x) for x in jax.tree.leaves(own)):
             # The copy of this unit's state to the device waits for an earlier unit's update.
@@ -41,14 +42,16 @@ def update_units(
     return _at_home(found, ({n: shardings.parameters[n].rest for n in found[0]}, homes))
 
 
-def _groups(shardings: Shardings) -> list[list[str]]:
-    """Names of parameters that are updated at once: all that rest on the device, and those of every other unit."""
+def _groups(shardings: Shardings, shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
+    """Names of parameters that are updated at once: all that rest on the device, and those of every other unit, the smallest
+    units first: XLA may copy the state of the first two before their gradients are there."""
     resident: list[str] = []
     away: dict[Unit, list[str]] = {}
     for name, p in shardings.parameters.items():
         on_host = "host" in (p.unit.home.params, p.unit.home.optimizer)
         (away.setdefault(p.unit, []) if on_host else resident).append(name)
-    return [names for names in (resident, *away.values()) if names]
+    size = lambda names: sum(math.prod(shapes[n]) for n in names)
+    return [names for names in (resident, *sorted(away.values(), key=size)) if names]
 
 
 def _part(moments: Any, names: list[str]) -> Any:
