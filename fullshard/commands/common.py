@@ -1,11 +1,14 @@
 """What several commands share: arguments, and how to print."""
 
+import gc
 import json
 from typing import Annotated, Any
 
 import typer
 
+from fullshard.callables import is_callable_name
 from fullshard.engine import ENGINES, Engine, load_engine
+from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
@@ -30,31 +33,48 @@ def describe_model(
     if model in presets.PRESETS and not (classes or names or min_params or experts):
         return presets.describe(model)
     with shown(f"reading {model}"):
-        engine = _engine(model, repr(model))
-        say(f"building {model}")
-        found = engine.load_model(model)
+        engine, found = _load(model, repr(model))
         rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
         return engine.describe(found, **rules, title=model)  # type: ignore[arg-type]
 
 
-def describe_costs(model: str, sequence: int, compute: DType, tensor: int = 1, *, fresh: bool = False) -> Description:
+def describe_costs(
+    model: str, sequence: int, compute: DType, tensor: int = 1, *, fresh: bool = False, call: str | None = None
+) -> Description:
     """As `describe_model`, with the costs of computing it. Presets ship them; other models, and ranks of a `tensor` axis, are
-    traced. Costs of Hugging Face directories are kept on disk; `fresh` traces them again.
+    traced. Costs of Hugging Face directories are kept on disk; `fresh` traces them again. `call`: file.py:callable, which the
+    model is called through; its costs are not kept, since its code may change.
     """
-    if model in presets.PRESETS and tensor == 1:
+    if call is not None and not is_callable_name(call):
+        raise FullshardError(f"--call {call} names no callable; write --call file.py:callable")
+    if model in presets.PRESETS and tensor == 1 and call is None:
         described = presets.describe(model)
         if described.costs is not None and any(key[0] == compute for key in described.costs.traces):
             return described
     axes = (tensor,) if tensor > 1 else ()
 
     def trace() -> Description:
-        engine = _engine(model, f"tensor = {tensor}" if tensor > 1 else repr(model))
-        say(f"building {model}")
-        found = engine.load_model(model)
+        engine, found = _load(model, f"tensor = {tensor}" if tensor > 1 else repr(model), call)
         return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
 
     with shown(f"reading {model}"):
+        if call is not None:
+            return trace()
         return cached_description(model, sequence=sequence, compute=compute, tensor=axes, make=trace, fresh=fresh)
+
+
+def _load(model: str, why: str, call: str | None = None) -> tuple[Engine[Any, Any], Any]:
+    """The engine and the model. Nothing that importing and building make is garbage, so Python does not look for it: that takes
+    a seventh of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        engine = _engine(model, why)
+        say(f"building {model}")
+        return engine, engine.load_model(model, call=call)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _engine(model: str, why: str) -> Engine[Any, Any]:

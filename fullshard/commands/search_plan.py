@@ -13,6 +13,7 @@ from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cos
 
 if TYPE_CHECKING:
     from fullshard.cluster.cluster import Cluster
+    from fullshard.model.description import Description
     from fullshard.planner.search.search import SearchResult
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
@@ -45,12 +46,23 @@ class SearchOptions:
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace the model again, although its costs are kept on disk.")] = (
         False
     )
-    loss: Annotated[Loss, typer.Option(help="How the loss is computed.")] = Loss.chunked  # type: ignore[attr-defined]
+    loss: Annotated[Loss | None, typer.Option(help="How the loss is computed.", show_default="chunked; plain with --call")] = None
+    call: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.PY:CALLABLE", help="A function (model, batch) -> logits that the model is called through."),
+    ] = None
 
     def given(self) -> list[str]:
         """The options that are set, as the command line spells them."""
-        values = {k: v for k, v in vars(self).items() if k not in ("cluster", "loss") and v}
+        values = {k: v for k, v in vars(self).items() if k != "cluster" and v}
         return [f"--{name.replace('_', '-')}" for name in values]
+
+    @property
+    def planned_loss(self) -> str:
+        """The loss that is planned for: a call's logits may differ from the head's, so with a call it is never chunked."""
+        if self.call is not None and self.loss == "chunked":
+            raise FullshardError("--loss chunked has no effect with --call; leave it out")
+        return str(self.loss or ("plain" if self.call is not None else "chunked"))
 
 
 def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchResult", SaveCost | None]:
@@ -64,17 +76,19 @@ def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchRe
     limit = parse_bytes(options.limit) if options.limit else None
     compute: Any = fixed.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
     tensor = fixed.get("tensor", 1)
+    loss, ranks = options.planned_loss, tensor if isinstance(tensor, int) else 1
+    description = describe_costs(model, sequence, compute, ranks, fresh=options.no_cache, call=options.call)
     found = find_plan(
-        describe_costs(model, sequence, compute, tensor if isinstance(tensor, int) else 1, fresh=options.no_cache),
+        description,
         where,
         sequence=sequence,
         global_batch=options.global_batch,
         fix=fixed,
         limit=limit,
-        loss=str(options.loss),
+        loss=loss,
         clip=not options.no_clip,
     )
-    return found, _saving(found, model, sequence, options.cluster, failing) if failing else None
+    return found, _saving(found, description, options.cluster, failing) if failing else None
 
 
 def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) -> None:
@@ -110,10 +124,9 @@ def _priced(name: str, price: float | None) -> "Cluster":
     return replace(found, device=replace(found.device, price=price))
 
 
-def _saving(found: "SearchResult", model: str, sequence: int, cluster: str, mtbf: float) -> SaveCost:
+def _saving(found: "SearchResult", description: "Description", cluster: str, mtbf: float) -> SaveCost:
     from fullshard.cluster.cluster import Cluster
 
-    description = describe_costs(model, sequence, found.plan.precision.compute)
     return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
 
 

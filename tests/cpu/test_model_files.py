@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
+from fullshard.cli import app
 from fullshard.data.pack import pack
 from fullshard.on_torch.model_call import logits, set_call
 from fullshard.runs.recipe import make_recipe
@@ -141,6 +143,48 @@ def test_a_loss_of_ones_own_cannot_be_sampled():
         on_torch.generate(model, [1], max_new_tokens=1)
     with pytest.raises(FullshardError, match=r"^model\.call returns a Loss of its own; give train_step"):
         on_torch.summed_loss(model, model_files.global_batch(0))
+
+
+PLAN = f"plan {FILE}:Recurrent --cluster 1xcpu --sequence {LENGTH} --global-batch 2"
+
+
+def test_a_plan_calls_the_model_through_its_call():
+    line = PLAN.replace("Recurrent", "Plain").split()
+    found = CliRunner().invoke(app, [*line, "--call", f"{FILE}:call_and_count", "--json"])
+    model = on_torch.load_model(f"{FILE}:Plain", call=f"{FILE}:call_and_count")
+    described = on_torch.describe(model, micro_batch=1, sequence=LENGTH, compute="fp32")
+    want = fs.find_plan(described, fs.Cluster.load("1xcpu"), sequence=LENGTH, global_batch=2, loss="plain")
+    assert json.loads(found.stdout)["estimate"] == json.loads(json.dumps(want.estimate.to_dict()))
+
+
+def fetch_tokens(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["tokens"])
+
+
+def count_labels(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    return batch["labels"].numel()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (PLAN, "Recurrent's forward needs state, which a batch of tokens has not; write"),
+        (f"{PLAN} --call {FILE}", f"--call {FILE} names no callable; write --call file.py:callable"),
+        (f"{PLAN} --call none.py:call", "there is no file none.py; write path/to/file.py:callable"),
+        (f"{PLAN} --call {FILE}:call_recurent", f"{FILE} has no 'call_recurent'; did you mean 'call_recurrent'?"),
+        (f"{PLAN} --call {FILE}:call_loss --loss chunked", "--loss chunked has no effect with --call; leave it out"),
+        (f"{PLAN} --call {__file__}:count_labels", "model.call returned an int for labels of shape"),
+        (f"{PLAN} --call {__file__}:fetch_tokens", f"{FILE}:Recurrent does not run at 1 × {LENGTH} with parameters in fp32: 'to"),
+        (
+            f"plan {FILE}:Recurrent --devices 2 --call {FILE}:call_loss",
+            "--call has no effect with --devices; write --cluster, or",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_planned_is_one_sentence(line, sentence):
+    result = CliRunner().invoke(app, line.split())
+    assert isinstance(result.exception, FullshardError)
+    assert str(result.exception).startswith(sentence)
 
 
 # -- recipes -------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[list[str], list[list[str]], dict[str, list[str]]]] = {
         [C, ["llama-nano"]],
         {
             "--sequence": N, "--global-batch": N, "--limit": ["1GiB", "0", "1", "9" * 20, *T], "--mtbf": ["400d", "1h", "0h", *T],
-            "--price": N, "--no-clip": ON, "--loss": ["plain", "x"], "-o": F,
+            "--price": N, "--no-clip": ON, "--loss": ["plain", "x"], "-o": F, "--call": F,
             "--fix": ["remat=full", "home.optimizer=disk", "micro_batch=2", "cpu_share=2", "tensor=2", "staging=0", "=", *T],
         },
     ),
