@@ -223,11 +223,14 @@ class Engine(Protocol[ModelT, StateT]):
         title: str = "",
         micro_batch: int = 0,
         sequence: int = 0,
+        example: Any = None,
+        loss: Any = None,
         compute: DType = "bf16",
         tensor: Sequence[int] = (),
         expert: Sequence[int] = (),
     ) -> Description:
-        """The model's units and, with a batch shape, what computing them costs."""
+        """The model's units and, with a batch shape, what computing them costs. `example`: a batch in place of that shape, of a
+        model that does not take rows of tokens, with its `loss`."""
 
     def limits(self, model: ModelT) -> tuple[int | None, int | None]:
         """(vocabulary, longest sequence), as far as the model says."""

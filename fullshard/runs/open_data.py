@@ -65,7 +65,7 @@ def _open_tokens(recipe: Recipe, model: Any, engine: Engine[Any, Any], vocab: in
         )
     if wanted.boundaries == "attention" and not engine.takes_positions(model):
         raise FullshardError(
-            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; that of {recipe.model.name} does not: "
+            f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {recipe.model.name}'s does not: "
             "write 'labels'"
         )
     if Path(recipe.model.name).is_dir():
@@ -265,6 +265,13 @@ def refuse_first_batch(recipe: Recipe, plan: Plan, data: TrainingData) -> None:
             f"a batch of {data.path} has {has}, but data.objective = 'causal' trains on input_ids and labels; write "
             "data.objective = 'custom', or name the columns that hold them in data.columns"
         )
+
+
+def largest_batch(recipe: Recipe, data: TrainingData) -> Any:
+    """The first micro-batch, of the largest shape that the data's rules allow: texts are padded to the full length."""
+    if isinstance(data, SampleData) and isinstance(data.rules.collate, PadRows):
+        data = replace(data, rules=replace(data.rules, collate=replace(data.rules.collate, pad="full")))
+    return next(iter(data.batches(Share(recipe.train.micro_batch), seed=recipe.train.seed, shuffle=recipe.data.shuffle)))[0]
 
 
 def batches(

@@ -21,7 +21,7 @@ from fullshard.planner.search.search import find_plan
 from fullshard.planner.time.timeline import timeline
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
-from fullshard.runs.open_data import open_data, refuse_first_batch
+from fullshard.runs.open_data import largest_batch, open_data, refuse_first_batch
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_sections import OWN, changed
 from fullshard.status import say
@@ -68,7 +68,9 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     if weights:
         engine.check_weights(model, weights)
     cluster = _cluster(recipe, ranks, engine)
-    plan, expected, known = _plan(recipe, model, cluster, engine)
+    engine.named_loss(recipe.loss)  # a file without it
+    data, valid = open_data(recipe, model, engine)
+    plan, expected, known = _plan(recipe, model, cluster, engine, data)
     if recipe.plan.cluster and expected is None:
         raise FullshardError(
             f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
@@ -77,8 +79,6 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
-    engine.named_loss(recipe.loss)  # a file without it
-    data, valid = open_data(recipe, model, engine)
     for opened in (data, *([valid] if valid else [])):
         refuse_first_batch(recipe, plan, opened)
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
@@ -86,7 +86,7 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
 
 
 def _plan(
-    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any]
+    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any], data: TrainingData
 ) -> tuple[Plan, Estimate | None, Description | None]:
     """The plan; its estimate, if costs are known; and the description with those costs."""
     causal = recipe.data.objective == "causal"
@@ -94,20 +94,14 @@ def _plan(
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, engine.describe(model, title=recipe.model.name, experts=recipe.plan.expert > 1), cluster.devices)
         return plan, _expected(recipe, plan, shipped, cluster), shipped
-    if not causal:
-        raise FullshardError(
-            f"plan.strategy = 'auto' plans data.objective = 'causal' alone, not '{recipe.data.objective}'; name a strategy, as "
-            "in plan.strategy = 'zero3'"
-        )
-    compute: Any = recipe.plan.compute
-    if shipped is None or not _traced(shipped, compute):
-        shipped = _describe_costs(recipe, model, engine)
+    if shipped is None or not _traced(shipped, recipe.plan.compute):
+        shipped = _describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data)
     found = find_plan(
         shipped,
         cluster,
-        sequence=recipe.sequence,
+        sequence=recipe.sequence if causal else None,
         global_batch=recipe.train.global_batch,
-        fix=_pinned(recipe, engine),
+        fix=_pinned(recipe, engine) | _only_rows(recipe, shipped),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
         loss=_planned_loss(recipe),
         optimizer=make_optimizer(recipe),
@@ -132,6 +126,19 @@ def _describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Des
     return (
         trace() if recipe.lora or recipe.model.call else cached_description(name, sequence=sequence, compute=compute, make=trace)
     )
+
+
+def _describe_example(recipe: Recipe, model: Any, engine: Engine[Any, Any], data: TrainingData) -> Description:
+    """The model with the costs of computing batches of its data with its own loss."""
+    say("tracing a batch of the data")
+    example, loss = largest_batch(recipe, data), engine.named_loss(recipe.loss)
+    return engine.describe(model, title=recipe.model.name, example=example, loss=loss, compute=recipe.plan.compute)
+
+
+def _only_rows(recipe: Recipe, description: Description) -> dict[str, Any]:
+    """The micro-batch that a search must keep, if the model was traced for that one alone."""
+    costs = description.costs
+    return {"micro_batch": recipe.train.micro_batch} if costs and costs.example and costs.shape else {}
 
 
 def _pinned(recipe: Recipe, engine: Engine[Any, Any]) -> dict[str, Any]:
@@ -303,7 +310,8 @@ def _plan_of_file(recipe: Recipe, file: str, ranks: int) -> Plan:
     rows = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch
     if plan.mesh.devices != ranks:
         raise FullshardError(f"{file} is for {plan.mesh.devices} devices, but {ranks} ranks will run; start that many")
-    if rows != recipe.train.global_batch or plan.batch.sequence != recipe.sequence:
+    same_length = bool(plan.batch.dims) or plan.batch.sequence == recipe.sequence  # rows with dims have no length
+    if rows != recipe.train.global_batch or not same_length:
         raise FullshardError(
             f"{file} is for steps of {rows} × {plan.batch.sequence} tokens, the recipe for "
             f"{recipe.train.global_batch} × {recipe.sequence}; make them agree"

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fullshard as fs
 from fullshard import FullshardError
 from fullshard.checkpoint.place import Local
 from fullshard.data import Order, SampleBatches, SampleRules, StreamBatches
-from fullshard.on_torch import initialize, load_model
+from fullshard.on_torch import describe, initialize, load_model, loss_of
 from fullshard.on_torch.loader import AheadLoader, collate, seeded
 from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe import Recipe, load_recipe
 from tests.cpu import loop, recipes
 from tests.cpu.test_resume import forget
 from tests.cpu.test_train import metrics, start, wait_until
@@ -26,11 +27,25 @@ FILE = """
 import datasets
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from fullshard.on_torch import Loss
 
 def model():
     return nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
+
+class Reading(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x if x.sum().item() > 0 else -x)
+
+def reading():
+    return Reading(nn.Linear(6, 3))
+
+def classifier():
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "num_labels": 3}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**size, vocab_size=256, max_position_embeddings=64, hidden_dropout_prob=0.0)
+    )
 
 class Rows:
     def __len__(self):
@@ -101,6 +116,7 @@ def here(tmp_path_factory) -> Path:
     (path / "own.py").write_text(FILE)
     (path / "recipe.toml").write_text(RECIPE)
     recipes.make_other_inputs(path)
+    (path / "labels.jsonl").write_text("\n".join(json.dumps({"text": "word " * (i % 3 + 1), "label": i % 3}) for i in range(30)))
     return path
 
 
@@ -255,6 +271,60 @@ def test_a_signal_to_the_workers_too_ends_a_run_at_a_step(here):
     assert "Traceback" not in said
 
 
+# -- the planner's own plan --------------------------------------------------------------------------------------
+
+AUTO = {
+    "masked": ["model.name=other.py:bert", "data.path=texts.parquet", "data.sequence=24"],
+    "seq2seq": ["model.name=other.py:t5", "data.path=pairs.jsonl", "data.sequence=24", "data.target_sequence=16"],
+    "classify": ["model.name=own.py:classifier", "data.path=labels.jsonl", "data.sequence=24"],
+    "image": ["model.name=other.py:vit", "data.path=images/train"],
+}
+WIDEST = {  # the largest batch of two rows, by hand
+    "masked": {"input_ids": (2, 24), "attention_mask": (2, 24), "labels": (2, 24)},
+    "seq2seq": {"input_ids": (2, 24), "attention_mask": (2, 24), "labels": (2, 16)},
+    "classify": {"input_ids": (2, 24), "attention_mask": (2, 24), "labels": (2,)},
+    "image": {"pixel_values": (2, 3, 8, 8), "labels": (2,)},
+}
+
+
+def auto_recipe(objective: str) -> Recipe:
+    Path("auto.toml").write_text(RECIPE.replace('source = "own.py:Rows"', ""))
+    tokenizer = [] if objective == "image" else ["data.tokenizer=bytes"]
+    own = [*AUTO[objective], *tokenizer, f"data.objective={objective}", "train.loss=auto", "plan=auto"]
+    return load_recipe("auto.toml", own)
+
+
+@pytest.mark.parametrize("objective", AUTO)
+def test_the_planner_plans_every_objective(here, monkeypatch, objective):
+    monkeypatch.chdir(here)
+    found = prepare(auto_recipe(objective), 2)
+    kinds = {"pixel_values": torch.float32}
+    example = {k: torch.ones(shape, dtype=kinds.get(k, torch.int64)) for k, shape in WIDEST[objective].items()}
+    if "attention_mask" in example:
+        example["attention_mask"][:, -1] = 0  # rows of text end in padding
+    model = load_model(found.recipe.model.name)
+    described = describe(model, example=example, loss=loss_of(model), compute="fp32")
+    want = fs.find_plan(described, found.cluster, global_batch=8, fix={"compute": "fp32", "micro_batch": 2}, clip=False)
+    assert (found.plan, found.estimate) == (want.plan, want.estimate)
+    assert found.estimate.counted == "rows"
+
+
+def test_a_plan_for_a_custom_loss_trains_and_is_a_file_for_the_next_run(ranks, here, monkeypatch):
+    run, options = here / "runs/auto", ["data.workers=0", "plan=auto", "train.steps=2"]
+    ranks(2).run(recipes.run, here, here / "recipe.toml", options, run)
+    assert losses(here, "auto") == pytest.approx(by_hand(here, Order(50, 0, True))[:2], rel=1e-6)
+    monkeypatch.chdir(here)
+    again = prepare(load_recipe("recipe.toml", [f"plan={run}/plan.json"]), 2)
+    assert again.plan.batch.dims == "6"
+
+
+def test_what_cannot_be_traced_names_its_line(here, monkeypatch):
+    monkeypatch.chdir(here)
+    sentence = r"own.py:reading cannot be traced: .*own.py line \d+ .* reads values of tensors .*; plan by a named strategy"
+    with pytest.raises(FullshardError, match=sentence):
+        prepare(load_recipe("recipe.toml", ["model.name=own.py:reading", "plan=auto"]), 2)
+
+
 # -- bad input, before any rank starts ----------------------------------------------------------------------------
 
 CUSTOM = {
@@ -273,7 +343,6 @@ CUSTOM = {
     "train.loss=plain": "train.loss = 'plain' is of data.objective = 'causal', not 'custom'",
     "train.loss=plane": "there is no loss 'plane'; write auto, chunked, plain or file.py:callable; did you mean 'plain'?",
     "train.loss=own.py:lost": "own.py has no 'lost'; did you mean 'loss'?",
-    "plan=auto": "plan.strategy = 'auto' plans data.objective = 'causal' alone, not 'custom'",
     "data.workers=-1": "data.workers = -1: input should be greater than or equal to 0",
 }
 IMAGE = {
