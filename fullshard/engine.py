@@ -161,6 +161,8 @@ class WatchedRanks(Protocol):
 class Engine(Protocol[ModelT, StateT]):
     """What a run asks of an engine. Collective functions are called by every rank."""
 
+    name: str  # one of ENGINES
+
     # -- ranks ---------------------------------------------------------------------------------------------
 
     def start(self) -> Any:
@@ -261,9 +263,6 @@ class Engine(Protocol[ModelT, StateT]):
     def disk_rates(self, directory: str | Path, nbytes: int, seconds: float) -> Any:
         """What the slowest rank reaches while all read and write: a `fullshard.storage.disk_speed.Rates`. Collective."""
 
-    def search_choices(self) -> dict[str, Any]:
-        """The choices that a search must keep so that this engine can carry its plan out, by key of `find_plan`'s `fix`."""
-
     def host_share(self, state: StateT, issued: float, quiet: float, looks: int) -> float:
         """How much slower than the cluster's host this one issues work now."""
 
@@ -358,12 +357,17 @@ def load_engine(name: str, user: str = "") -> Engine[Any, Any]:
 
     `user`: what needs it, for that sentence.
     """
-    if name not in ENGINES:
-        raise FullshardError(f"there is no engine {name!r}; write {' or '.join(ENGINES)}{nearest(name, list(ENGINES))}")
+    refuse_engine(name)
     try:
         return cast(Engine[Any, Any], importlib.import_module(f"fullshard.on_{name}.engine"))
     except ImportError as error:
         raise FullshardError(f"{user or f'engine {name!r}'} needs {name} ({error}); pip install 'fullshard[{name}]'") from None
+
+
+def refuse_engine(name: str) -> None:
+    """Raise where there is no engine of this name."""
+    if name not in ENGINES:
+        raise FullshardError(f"there is no engine {name!r}; write {' or '.join(ENGINES)}{nearest(name, list(ENGINES))}")
 
 
 def engine_of(state: EngineState) -> Engine[Any, Any]:

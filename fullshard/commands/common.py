@@ -27,15 +27,21 @@ MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at l
 
 
 def describe_model(
-    model: str, classes: list[str] | None, names: list[str] | None, min_params: int, experts: bool = False
+    model: str,
+    classes: list[str] | None,
+    names: list[str] | None,
+    min_params: int,
+    experts: bool = False,
+    *,
+    engine: str = "torch",
 ) -> Description:
     """The units of MODEL: from a preset's size where that is enough, else from the module itself."""
     if model in presets.PRESETS and not (classes or names or min_params or experts):
         return presets.describe(model)
     with shown(f"reading {model}"):
-        engine, found = _load(model, repr(model))
+        used, found = _load(model, repr(model), engine=engine)
         rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
-        return engine.describe(found, **rules, title=model)  # type: ignore[arg-type]
+        return used.describe(found, **rules, title=model)  # type: ignore[arg-type]
 
 
 def describe_costs(
@@ -63,26 +69,26 @@ def describe_costs(
         return cached_description(model, sequence=sequence, compute=compute, tensor=axes, make=trace, fresh=fresh)
 
 
-def _load(model: str, why: str, call: str | None = None) -> tuple[Engine[Any, Any], Any]:
+def _load(model: str, why: str, call: str | None = None, engine: str = "torch") -> tuple[Engine[Any, Any], Any]:
     """The engine and the model. Nothing that importing and building make is garbage, so Python does not look for it: that takes
     a seventh of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        engine = _engine(model, why)
+        used = _engine(model, why, engine)
         say(f"building {model}")
-        return engine, engine.load_model(model, call=call)
+        return used, used.load_model(model, call=call)
     finally:
         if collects:
             gc.enable()
 
 
-def _engine(model: str, why: str) -> Engine[Any, Any]:
-    """The torch engine; a model that is none is refused before torch is needed for nothing."""
+def _engine(model: str, why: str, engine: str) -> Engine[Any, Any]:
+    """The engine; a model that is none is refused before it is needed for nothing."""
     if not (model in presets.PRESETS or ":" in model or is_directory(model) or is_plain_file(model)):
         presets.preset(model)
-    say("importing torch")
-    return load_engine("torch", why)
+    say(f"importing {engine}")
+    return load_engine(engine, why)
 
 
 def print_json(data: object) -> None:

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from fullshard.commands.common import AsJson, Classes, MinParams, Model, Names, describe_model, print_json
+from fullshard.commands.common import AsJson, Classes, EngineName, MinParams, Model, Names, describe_model, print_json
 from fullshard.commands.option_groups import grouped
 from fullshard.commands.search_plan import SearchOptions, search, show_found
 from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, spell_option, strategy_plan
+from fullshard.engine import ENGINES, refuse_engine
 from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.plan import Plan
@@ -27,12 +28,19 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(table(["preset", "parameters", "layers", "dim"], rows, right=(1, 2, 3)))
 
 
-def units(model: Model, classes: Classes = None, names: Names = None, min_params: MinParams = 0, as_json: AsJson = False) -> None:
+def units(
+    model: Model,
+    classes: Classes = None,
+    names: Names = None,
+    min_params: MinParams = 0,
+    engine: EngineName = "torch",
+    as_json: AsJson = False,
+) -> None:
     """Show which modules of MODEL gather, compute and free together.
 
     Blocks that repeat are found by themselves; --class, --names or --min-params choose them by hand.
     """
-    description = describe_model(model, classes, names, min_params)
+    description = describe_model(model, classes, names, min_params, engine=engine)
     if as_json:
         print_json(description.to_dict())
     else:
@@ -47,6 +55,10 @@ def plan(
     strategy_options: StrategyOptions,
     unit_options: UnitOptions,
     sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(ENGINES), help="What shall carry the plan out.", show_default="torch; jax for TPUs"),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan as JSON to FILE.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -59,20 +71,22 @@ def plan(
 
     Example: fullshard plan llama3-8b --devices 64 --strategy hybrid --replicate 8 --remat full -o plan.json
     """
+    if engine is not None:
+        refuse_engine(engine)
     if (search_options.cluster is None) == (strategy_options.devices is None):
         raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
     wanted = _with_extra_fixes(search_options, context.args)
     if wanted.cluster is not None:
         for name, value in strategy_options.given().items():
             raise FullshardError(f"{spell_option(name)} has no effect with --cluster; write --fix {name}={value}")
-        found, saves = search(model, sequence, wanted)
+        found, saves = search(model, sequence, wanted, engine)
         if output:
             _write(output, found.plan)
         show_found(found, saves, as_json=as_json)
         return
     for option in wanted.given():
         raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
-    made = strategy_plan(model, sequence, strategy_options, unit_options)
+    made = strategy_plan(model, sequence, strategy_options, unit_options, engine or "torch")
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)

@@ -65,8 +65,10 @@ class SearchOptions:
         return str(self.loss or ("plain" if self.call is not None else "chunked"))
 
 
-def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchResult", SaveCost | None]:
-    """The best plan, and how often to save with it where `--mtbf` asks."""
+def search(
+    model: str, sequence: int, options: SearchOptions, engine: str | None = None
+) -> tuple["SearchResult", SaveCost | None]:
+    """The best plan for an engine, and how often to save with it where `--mtbf` asks."""
     from fullshard.planner.search.search import find_plan
     from fullshard.text import parse_bytes
 
@@ -87,6 +89,7 @@ def search(model: str, sequence: int, options: SearchOptions) -> tuple["SearchRe
         limit=limit,
         loss=loss,
         clip=not options.no_clip,
+        engine=engine,
     )
     return found, _saving(found, description, options.cluster, failing) if failing else None
 
@@ -107,6 +110,7 @@ def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) 
                 {"label": a.label, "needed_bytes": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
                 for a in found.alternatives
             ],
+            "engine": found.engine,
             "search_seconds": found.search_seconds,
             **({"saving": asdict(saves)} if saves else {}),
         }

@@ -65,13 +65,13 @@ class UnitOptions:
     min_params: MinParams = 0
 
 
-def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: UnitOptions) -> Plan:
-    """The plan that the options describe."""
+def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: UnitOptions, engine: str = "torch") -> Plan:
+    """The plan that the options describe, of a model of this engine."""
     o = options
     assert o.devices is not None
     return choose(
         str(o.strategy or "zero3"),
-        describe_model(model, units.classes, units.names, units.min_params, o.expert > 1),
+        describe_model(model, units.classes, units.names, units.min_params, o.expert > 1, engine=engine),
         devices=o.devices,
         tensor=o.tensor,
         expert=o.expert,

@@ -55,6 +55,7 @@ from fullshard.on_jax.step import train_step
 from fullshard.optimizer import Optimizer
 from fullshard.plan import DType, Plan
 
+name = "jax"
 ONLY_TORCH = "use --engine torch"
 NAMED_LOSSES: dict[str, LossFunction] = {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
 
@@ -85,6 +86,7 @@ __all__ = [
     "measure",
     "memory",
     "messages",
+    "name",
     "named_loss",
     "out_of_memory",
     "parameter_shapes",
@@ -94,7 +96,6 @@ __all__ = [
     "refuse",
     "refuse_loss",
     "save_checkpoint",
-    "search_choices",
     "seed_dropout",
     "seeded",
     "shard",
@@ -151,6 +152,8 @@ def describe(
     title: str = "",
     micro_batch: int = 0,
     sequence: int = 0,
+    example: Any = None,
+    loss: Any = None,
     compute: DType = "bf16",
     tensor: Sequence[int] = (),
     expert: Sequence[int] = (),
@@ -158,7 +161,7 @@ def describe(
     """The units of a model. What computing them costs is not traced here: presets ship it."""
     if experts or expert:
         raise FullshardError(f"experts as units: the JAX engine has no mixtures; {ONLY_TORCH}")
-    if micro_batch:
+    if micro_batch or example is not None:
         raise FullshardError(
             f"what a step of {title or 'this model'} costs is traced by torch alone; name a strategy, as in "
             "plan.strategy = 'zero3', or plan it with the torch engine and write plan.file"
@@ -200,11 +203,6 @@ def measure(directory: Path | None, quick: bool, progress: Callable[[str], None]
 
 def disk_rates(directory: str | Path, nbytes: int, seconds: float) -> NoReturn:
     raise FullshardError(f"homes on disk: the JAX engine has none; {ONLY_TORCH}")
-
-
-def search_choices() -> dict[str, Any]:
-    """XLA schedules gathers itself, reduces after every micro-batch and compiles every step."""
-    return {"prefetch": 1, "sync": "every", "compile": True}
 
 
 def host_share(state: JaxState, issued: float, quiet: float, looks: int) -> float:

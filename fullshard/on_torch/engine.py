@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
 
+name = "torch"
 NAMED_LOSSES: dict[str, LossFunction] = LOSSES | {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "measure",
     "memory",
     "messages",
+    "name",
     "named_loss",
     "out_of_memory",
     "parameter_shapes",
@@ -80,7 +82,6 @@ __all__ = [
     "refuse",
     "refuse_loss",
     "save_checkpoint",
-    "search_choices",
     "seed_dropout",
     "seeded",
     "shard",
@@ -122,10 +123,6 @@ def refuse(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, dis
 
 def host_share(state: State, issued: float, quiet: float, looks: int) -> float:
     return host_time.host_share(issued, quiet, state.device, looks=looks)
-
-
-def search_choices() -> dict[str, Any]:
-    return {}
 
 
 def named_loss(name: str) -> LossFunction:

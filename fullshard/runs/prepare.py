@@ -101,12 +101,13 @@ def _plan(
         cluster,
         sequence=recipe.sequence if causal else None,
         global_batch=recipe.train.global_batch,
-        fix=_pinned(recipe, engine) | _only_rows(recipe, shipped),
+        fix=_pinned(recipe) | _only_rows(recipe, shipped),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
         loss=_planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
         disk=recipe.disk.path is not None,
+        engine=engine.name,
     )
     return found.plan, found.estimate, shipped
 
@@ -141,10 +142,10 @@ def _only_rows(recipe: Recipe, description: Description) -> dict[str, Any]:
     return {"micro_batch": recipe.train.micro_batch} if costs and costs.example and costs.shape else {}
 
 
-def _pinned(recipe: Recipe, engine: Engine[Any, Any]) -> dict[str, Any]:
-    """The choices that a search must keep: the recipe's, always with the compute dtype, and the engine's."""
+def _pinned(recipe: Recipe) -> dict[str, Any]:
+    """The choices of the recipe that a search must keep. The compute dtype is always one of them."""
     keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
-    pinned = engine.search_choices() | {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 

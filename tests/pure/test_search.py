@@ -56,6 +56,26 @@ def test_the_pick_is_the_best_of_all(limit):
     assert plan.mesh.data * plan.batch.micro_batch * plan.batch.accumulate == 32
 
 
+def test_plans_for_jax_have_only_what_jax_can_do():
+    """No hpz, prefetch of its own, late reduction or disk; and a TPU needs no word of it."""
+    where, described = Cluster.named("16xh100"), presets.describe("llama3-8b")
+    by_torch = find_plan(described, where, sequence=2048, global_batch=32, fix={"strategy": "hpz"})
+    assert by_torch.engine == "torch"
+    found = find_plan(described, where, sequence=2048, global_batch=32, limit=parse_bytes("30GiB"), engine="jax")
+    assert found.engine == "jax"
+    assert found.plan.prefetch == fs.Prefetch()
+    assert found.plan.batch.sync == "every"
+    assert not any("hpz" in other.label or "disk" in other.label for other in found.alternatives)
+    with pytest.raises(FullshardError, match="no plan can be made"):
+        find_plan(described, where, sequence=2048, global_batch=32, fix={"strategy": "hpz"}, engine="jax")
+    tpu = Cluster.named("16xv5p")
+    assert find_plan(described, tpu, sequence=2048, global_batch=32).engine == "jax"
+    with pytest.raises(FullshardError, match="v5p is a TPU, which only the JAX engine runs"):
+        find_plan(described, tpu, sequence=2048, global_batch=32, engine="torch")
+    shown = CliRunner().invoke(app, ["plan", "llama3-8b", "--cluster", "16xv5p", "--global-batch", "32"]).output
+    assert "carried out by the JAX engine (--engine jax)" in shown
+
+
 def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     judged = []
     tried = full_model.FullModel.judge

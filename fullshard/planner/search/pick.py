@@ -184,7 +184,7 @@ def exact_result(request: PlanRequest, reduced: ReducedModel, candidate: Candida
 
 def _refined(request: PlanRequest, reduced: ReducedModel, plan: Plan, room: int) -> Plan:
     """The plan with small changes that make it faster by the reduced model."""
-    for change in (_later_sync, _deeper_prefetch):
+    for change in (_later_sync, _deeper_prefetch) if request.engine == "torch" else ():
         changed = change(request, plan)
         if changed and reduced.needed(changed) <= room:
             plan = changed if reduced.timeline(changed).seconds < 0.999 * reduced.timeline(plan).seconds else plan

@@ -17,7 +17,7 @@ from fullshard.plan import Plan
 from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
-from fullshard.planner.search.space import plan_request, refuse_idle_backlog
+from fullshard.planner.search.space import engine_for, plan_request, refuse_idle_backlog
 from fullshard.text import seconds_text
 
 
@@ -30,11 +30,17 @@ class SearchResult:
     alternatives: list[Alternative]
     search_seconds: float
     considered: int
+    engine: str = "torch"  # which carries the plan out
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.plan, self.estimate))
 
 
+# Measured on an H200: benchmarks/results/2026-11-17-jax-memory-h200.json
+ON_JAX = (
+    "carried out by the JAX engine (--engine jax); the estimate is of torch's allocator and kernels: on one H200, XLA needed as "
+    "much memory or up to 27% less, and a step of Llama 1.5B and 3.6B took 4% to 6% less time"
+)
 CALL = "find_plan(on_torch.describe(model, micro_batch=1, sequence=4096), Cluster.load('8xh200'))"
 
 
@@ -51,25 +57,28 @@ def find_plan(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     disk: bool = True,
+    engine: str | None = None,
 ) -> SearchResult:
     """Find the fastest plan for `description` on `cluster` that fits, with its estimate and why others lost.
 
     `fix` pins any choice (`{"strategy": "zero3", "remat": "full"}`). `limit`: bytes of a device to use. `sequence` and
     `global_batch`: by default those the model was described with, one micro-batch a rank. `clip`: whether gradients are
-    clipped. `disk`: whether bytes may go to disk if nothing else fits.
+    clipped. `disk`: whether bytes may go to disk if nothing else fits. `engine`: which shall carry the plan out; by default
+    torch, but JAX for TPUs.
     """
     began = time.perf_counter()
     refuse_uncosted(description)
     request = plan_request(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
-    request = replace(request, clip=clip, disk=disk)
+    chosen = engine_for(cluster, engine)
+    request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen)
     refuse_idle_backlog(request)
     room, reduced = available(cluster, limit), reduced_model(request)
     final, pool, offloaded = pick(request, reduced, room)
     if final is None:
         raise FullshardError(nothing_fits(request, reduced, [*pool.all, *offloaded], room))
-    best, exact = with_staging(request, reduced, *final)
+    best, exact = with_staging(request, reduced, *final) if chosen == "torch" else final
     others = alternatives(best, pool, offloaded, room)
-    return SearchResult(best.plan, exact, others, time.perf_counter() - began, len(pool.all) + len(offloaded))
+    return SearchResult(best.plan, exact, others, time.perf_counter() - began, len(pool.all) + len(offloaded), chosen)
 
 
 def summary(found: SearchResult) -> str:
@@ -77,4 +86,4 @@ def summary(found: SearchResult) -> str:
     lines = [f"{a.label}: {a.reason}" for a in found.alternatives]
     plans = "1 plan" if found.considered == 1 else f"{found.considered} plans"
     head = f"{plans} considered in {seconds_text(found.search_seconds)}{'; the others:' if lines else ''}"
-    return "\n".join([head, *[f"  {line}" for line in lines]])
+    return "\n".join([*([ON_JAX] if found.engine == "jax" else []), head, *[f"  {line}" for line in lines]])

@@ -43,6 +43,7 @@ class PlanRequest:
     clip: bool = True
     disk: bool = True  # whether optimizer state and parameters may go to disk
     disk_activations: bool = False  # whether activations may, too
+    engine: str = "torch"  # which shall carry the plan out
 
     def batch(self, micro_batch: int, accumulate: int = 1, sync: Any = "every") -> Batch:
         """The batch of a plan with so many rows."""
@@ -106,6 +107,16 @@ def _checked_choices(fix: dict[str, Any]) -> dict[str, Any]:
             given = fix["strategy"]
             raise FullshardError(f"{name} = {fix[name]} has no effect with strategy = {given!r}; leave it out, or fix {owner!r}")
     return fix
+
+
+def engine_for(cluster: Cluster, wanted: str | None) -> str:
+    """The engine that is to carry plans for this cluster out: the wanted one, else torch, but JAX for TPUs."""
+    is_tpu = cluster.device.kind == "tpu"
+    if is_tpu and wanted == "torch":
+        raise FullshardError(
+            f"{cluster.device.name} is a TPU, which only the JAX engine runs; write jax, or leave the engine out"
+        )
+    return wanted or ("jax" if is_tpu else "torch")
 
 
 def refuse_idle_backlog(request: PlanRequest) -> None:
@@ -176,7 +187,8 @@ def _strategies(request: PlanRequest, ranks: int, tensor: int) -> Iterator[tuple
     node = request.cluster.node.devices // tensor or 1
     groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
     options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
-    options += [("hybrid", {"replicate": ranks // n}) for n in groups] + [("hpz", {"reshard": n}) for n in groups]
+    options += [("hybrid", {"replicate": ranks // n}) for n in groups]
+    options += [("hpz", {"reshard": n}) for n in groups] if request.engine == "torch" else []
     if fixed == "hybrid" and "replicate" in request.fix:
         options = [("hybrid", {"replicate": request.fix["replicate"]})]
     if fixed == "hpz" and "reshard" in request.fix:
@@ -224,7 +236,7 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
                 batch=request.batch(1),
                 prefetch=Prefetch(depth, depth),
                 remat=remat,
-                compile=fix.get("compile", blocks and request.cluster.device.kind == "cuda"),
+                compile=fix.get("compile", blocks and request.cluster.device.kind != "cpu"),
                 home=_least_offload(request.fixed_homes),
                 **{key: fix[key] for key in UPDATE_CHOICES if key in fix},
             )
