@@ -37,7 +37,7 @@ from fullshard.on_jax.models import NnxGPT, NnxLlama
 from fullshard.on_jax.saving.state_arrays import state_arrays
 from tests.cpu.ranks import Ranks
 from tests.jax import torch_side
-from tests.jax.test_on_jax import FP32, GPT, LLAMA, LR, Classifier, batch, class_loss, llama
+from tests.jax.test_on_jax import FP32, GPT, LLAMA, LR, ROWS, Classifier, batch, class_loss, llama
 
 CLIP, HALF, STEPS = 0.5, 4, 8
 ADAMW = fs.AdamW(lr=LR, weight_decay=0.01)
@@ -45,7 +45,7 @@ BATCHES = [batch(i % 3) for i in range(STEPS)]
 
 
 def make_state(make=llama, optimizer=ADAMW, devices: int = 8, seed: int = 0, strategy: str = "zero3", **options):
-    shape = fs.Batch(16 // devices, 12)
+    shape = fs.Batch(ROWS // devices, 12)
     plan = fs.strategy(strategy, on_jax.describe(make), devices=devices, batch=shape, precision=FP32)
     return on_jax.shard(make, plan, optimizer, seed=seed, **options)
 
@@ -230,7 +230,7 @@ def test_eight_four_eight_devices(tmp_path):
 def test_every_part_is_written_once(tmp_path, strategy, options):
     described = on_jax.describe(llama)
     tensor = {"tensor": 2} if strategy == "hybrid" else {}
-    plan = fs.strategy(strategy, described, **options, **tensor, batch=fs.Batch(4, 12), precision=FP32)
+    plan = fs.strategy(strategy, described, **options, **tensor, batch=fs.Batch(ROWS // 4, 12), precision=FP32)
     state = on_jax.shard(llama, plan, ADAMW)
     train(state, BATCHES[:1])
     place = saving.save_checkpoint(tmp_path, state)
@@ -247,7 +247,7 @@ def test_every_part_is_written_once(tmp_path, strategy, options):
 
 def test_what_rests_on_the_host_does_so_after_a_load(tmp_path, trained):
     home = fs.Home(params="host", optimizer="host")
-    plan = fs.zero3(on_jax.describe(llama), devices=8, batch=fs.Batch(2, 12), precision=FP32, home=home)
+    plan = fs.zero3(on_jax.describe(llama), devices=8, batch=fs.Batch(ROWS // 8, 12), precision=FP32, home=home)
     saving.save_checkpoint(tmp_path / "device", trained)
     state = on_jax.shard(llama, plan, ADAMW, seed=1)
     held = state.held_bytes("host")
@@ -594,14 +594,14 @@ import fullshard as fs
 from fullshard import on_jax
 from fullshard.on_jax import saving
 from fullshard.on_jax.saving.array_staging import parts
-from tests.jax.test_jax_saving import ADAMW, BATCHES, CLIP, FP32, llama
+from tests.jax.test_jax_saving import ADAMW, BATCHES, CLIP, FP32, ROWS, llama
 
 def make(seed):
-    plan = fs.hybrid(on_jax.describe(llama), replicate=2, shard=2, batch=fs.Batch(4, 12), precision=FP32)
+    plan = fs.hybrid(on_jax.describe(llama), replicate=2, shard=2, batch=fs.Batch(ROWS // 4, 12), precision=FP32)
     return on_jax.shard(llama, plan, ADAMW, seed=seed)
 
 def train(state, batches):
-    own = slice(8 * jax.process_index(), 8 * jax.process_index() + 8)
+    own = slice(ROWS // 2 * jax.process_index(), ROWS // 2 * (jax.process_index() + 1))
     return [float(on_jax.train_step(state, [{k: v[own] for k, v in b.items()}], clip=CLIP).loss) for b in batches]
 
 def held(state):
@@ -610,7 +610,7 @@ def held(state):
 state, where = make(0), sys.argv[1]
 losses = train(state, BATCHES[:2])
 writer = saving.checkpointer(where, state, keep=None, overlap=True, run="")
-writer.save(cursor=32).result()
+writer.save(cursor=2 * ROWS).result()
 size = writer.staging.shards.layout.nbytes
 writer.close()
 before, losses = held(state), losses + train(state, BATCHES[2:4])
@@ -639,7 +639,7 @@ def test_two_processes_save_and_load_as_one(tmp_path):
         assert losses == pytest.approx(wanted, abs=2e-6)
         assert resumed == losses[2:]
         assert equal
-        assert cursor == 32
+        assert cursor == 2 * ROWS
     sizes = [size for *_, size, _ in found]
     assert abs(sizes[0] - sizes[1]) < sum(sizes) // 10  # what both hold is written once, by either
     assert problems(Local(tmp_path / "step-00000002")) == []
