@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.errors import FullshardError, attempt
 from fullshard.on_jax.private import coordination_client
 from fullshard.plan import Mesh
 from fullshard.slurm import adopt_slurm
@@ -206,13 +206,3 @@ def all_or_none(make: Callable[[], T]) -> T:
         return result
     rank, sentence = min(failures.items())
     raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
-
-
-def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, result) or (False, error sentence). Catches bugs too: the other processes would wait forever otherwise."""
-    try:
-        return True, make()
-    except FullshardError as error:
-        return False, str(error)
-    except Exception as error:
-        return False, f"{type(error).__name__}: {first_line(error)}"

@@ -417,7 +417,7 @@ def test_the_host_bounds_what_may_be_there():
 def test_the_commands_json_has_what_programs_read(tmp_path):
     line = f"plan llama3-8b --cluster 8xh200 --sequence 4096 --global-batch 16 --json -o {tmp_path}/plan.json"
     found = json.loads(CliRunner().invoke(app, line.split()).stdout)
-    assert set(found) == {"plan", "estimate", "alternatives", "search_seconds"}
+    assert set(found) == {"plan", "estimate", "alternatives", "engine", "search_seconds"}
     assert {"device", "host", "disk", "step_seconds", "lanes", "tokens_per_second", "mfu", "bottleneck"} <= set(found["estimate"])
     assert {"allocated_bytes", "reserved_bytes", "terms"} == set(found["estimate"]["device"])
     assert sum(found["estimate"]["device"]["terms"].values()) == pytest.approx(
