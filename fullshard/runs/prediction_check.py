@@ -36,10 +36,11 @@ class IssuingHost(Protocol):
 
 
 class Verdict:
-    """Collects a few steps, then says once how good the prediction was."""
+    """Collects a few steps, then says once how good the prediction was. `of_torch`: False if another engine trains than the one
+    whose kernels and allocator are predicted."""
 
-    def __init__(self, expected: Estimate, host: IssuingHost):
-        self.expected, self.host = expected, host
+    def __init__(self, expected: Estimate, host: IssuingHost, *, of_torch: bool = True):
+        self.expected, self.host, self.of_torch = expected, host, of_torch
         self.seconds: list[float] = []
         self.shares: list[float] = []
         self.peak = 0
@@ -72,6 +73,8 @@ class Verdict:
             self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
             words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
             wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
+        if not self.of_torch:
+            return f"{words}: the prediction is of torch's kernels and allocator, XLA has its own"
         if not wrong:
             return words
         again = "times this machine anew" if self.host.measured else "makes a cluster file of this machine"

@@ -93,7 +93,8 @@ def _plan(
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora and causal else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, engine.describe(model, title=recipe.model.name, experts=recipe.plan.expert > 1), cluster.devices)
-        return plan, _expected(recipe, plan, shipped, cluster), shipped
+        fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
+        return plan, _expected(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
     if shipped is None or not _traced(shipped, recipe.plan.compute):
         shipped = _describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data)
     found = find_plan(

@@ -160,7 +160,11 @@ class Run:
         self.loss = self.engine.named_loss("call" if self.recipe.model.call and self.recipe.loss == "plain" else self.recipe.loss)
         self.flops = self.engine.flops_per_token(state.model, self.recipe.sequence)
         self.peak = self.engine.peak_flops(state) if self.recipe.unit == "tokens" else None
-        self.verdict = Verdict(prepared.estimate, ThisHost(prepared, state)) if prepared.estimate else None
+        self.verdict = (
+            Verdict(prepared.estimate, ThisHost(prepared, state), of_torch=self.engine.name == "torch")
+            if prepared.estimate
+            else None
+        )
         self.began = self.waited = 0.0  # the step under way: when it began, and seconds that it waited for data
         self.asked = False  # by a signal, on any rank
         self.skips = self.skips_in_a_row = 0
