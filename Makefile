@@ -5,14 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS_demo := torch
 EXTRAS_install := data,hf
-EXTRAS_dev := dev
-EXTRAS_jax := jax
+EXTRAS_dev := dev,jax
 HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
-HOLDS_jax := jax
 # Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=3 --dist=loadfile
+
+# What `make test` runs of the JAX engine: its losses are those of torch, in Python and in runs that change the engine.
+JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_run_goes_on_on_the_other_engine
 
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,13 +28,15 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu tests/fuzz
+	$(BIN)/python -m pytest $(WORKERS) $(JAX_FIRST)
 
 test-all: lint
 	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu tests/fuzz
-
-# The JAX engine. Its packages are not needed for anything else.
-test-jax: $(VENV)/.dev $(VENV)/.jax
 	$(BIN)/python -m pytest $(WORKERS) tests/jax
+
+# All that is quick of the JAX engine. By itself: a process that has used JAX must not fork, as loaders of torch do.
+test-jax: $(VENV)/.dev
+	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/jax
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

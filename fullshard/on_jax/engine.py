@@ -1,8 +1,6 @@
 """The JAX engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,6 +10,7 @@ import numpy as np
 
 from fullshard.callables import is_callable_name, load_callable
 from fullshard.cluster.cluster import Cluster
+from fullshard.data.seeding import seeded
 from fullshard.data.thread_loader import ThreadLoader
 from fullshard.errors import FullshardError, nearest
 from fullshard.hang_report import HangReporter, innermost_line, main_thread_frame, stack_of
@@ -237,20 +236,6 @@ def loader(workers: int, prefetch: int, *, seed: int = 0, threads: bool = True) 
 def collate(samples: Sequence[Any]) -> Any:
     """A tree of stacked arrays."""
     return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
-
-
-@contextmanager
-def seeded(seed: int, i: int) -> Iterator[None]:
-    """Inside, random numbers of Python and numpy depend on `seed` and `i` alone. Afterwards as before."""
-    state = int(np.random.SeedSequence([seed % 2**64, i]).generate_state(1, np.uint64)[0])
-    python, arrays = random.getstate(), np.random.get_state()
-    random.seed(state)
-    np.random.seed(state % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol

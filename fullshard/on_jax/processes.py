@@ -7,9 +7,8 @@ so that a background thread may agree on something while the devices compute. Al
 import json
 import os
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +16,12 @@ import jax
 from fullshard.errors import FullshardError, attempt
 from fullshard.on_jax.private import coordination_client
 from fullshard.plan import Mesh
+from fullshard.rank_messages import PolledMessages
 from fullshard.slurm import adopt_slurm
 
 T = TypeVar("T")
 TIMEOUT = 2 * 3600.0  # seconds: a process may have to wait for a slow disk
 START = 600  # seconds for processes that start late
-POLL = 0.05  # seconds between reads of the store
 _rounds: Counter[str] = Counter()  # calls of `gather` so far, by topic
 _alone: dict[str, str] = {}  # the store of a process without others
 
@@ -107,7 +106,7 @@ def data_share(mesh: Mesh) -> tuple[int, int]:
     return index() * each // max(each, mesh.tensor), mesh.devices // max(each, mesh.tensor)
 
 
-class CoordinatorMessages:
+class CoordinatorMessages(PolledMessages):
     """Messages through the key-value store: no process needs another to be there. Values are JSON."""
 
     def put(self, key: str, value: Any) -> None:
@@ -128,25 +127,6 @@ class CoordinatorMessages:
             if "NOT_FOUND" in str(error):
                 return None
             raise
-
-    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """The values under `key/RANK` of those processes that put one before the timeout."""
-        found: dict[int, Any] = {}
-        wanted, deadline = list(ranks), time.monotonic() + seconds
-        while wanted:
-            found |= {r: value for r in wanted if (value := self.get(f"{key}/{r}")) is not None}
-            wanted = [r for r in wanted if r not in found]
-            if not wanted or time.monotonic() > deadline:
-                break
-            time.sleep(POLL)
-        return found
-
-    def wait(self, look: Callable[[], Any], seconds: float) -> Any:
-        """Call `look` until it returns something other than None; None after the timeout."""
-        deadline = time.monotonic() + seconds
-        while (found := look()) is None and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return found
 
 
 _guard = threading.Lock()

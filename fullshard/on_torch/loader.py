@@ -5,17 +5,16 @@ The batches are the same as without: workers change only when a batch is made.
 
 import multiprocessing
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from fullshard.data import seeding
 from fullshard.data.thread_loader import in_thread
 from fullshard.errors import FullshardError, first_line
 from fullshard.on_torch.batch_tree import map_tensors
@@ -146,14 +145,10 @@ def collate(samples: Sequence[Any]) -> Any:
 @contextmanager
 def seeded(seed: int, i: int) -> Iterator[None]:
     """Inside, random numbers of Python, numpy and torch on the CPU depend on `seed` and `i` alone. Afterwards as before."""
-    state = int(np.random.SeedSequence([seed % 2**64, i]).generate_state(1, np.uint64)[0])
-    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(state)
-    np.random.seed(state % 2**32)
-    torch.default_generator.manual_seed(state % 2**63)
+    tensors = torch.get_rng_state()
+    torch.default_generator.manual_seed(seeding.sample_seed(seed, i) % 2**63)
     try:
-        yield
+        with seeding.seeded(seed, i):
+            yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
         torch.set_rng_state(tensors)

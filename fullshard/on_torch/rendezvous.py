@@ -14,7 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.store_messages import POLL, StoreClient
+from fullshard.on_torch.store_messages import StoreClient
+from fullshard.rank_messages import POLL
 
 START_TIMEOUT = timedelta(minutes=10)  # for ranks that start late
 

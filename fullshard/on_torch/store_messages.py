@@ -5,18 +5,15 @@ keys of the store instead.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 from fullshard.on_torch.private import default_store
+from fullshard.rank_messages import PolledMessages
 
-POLL = 0.05  # seconds between reads of the store
 
-
-class StoreClient:
+class StoreClient(PolledMessages):
     """One thread's own connection to the ranks' store. Values are JSON."""
 
     def __init__(self, store: dist.Store | None = None):
@@ -34,22 +31,3 @@ class StoreClient:
     def claim(self, key: str) -> bool:
         """True for the first caller on any rank that claims `key`."""
         return self.store.add(f"fullshard/{key}", 1) == 1
-
-    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """The values under `key/RANK` of those ranks that put one before the timeout."""
-        found: dict[int, Any] = {}
-        wanted, deadline = list(ranks), time.monotonic() + seconds
-        while wanted:
-            found |= {r: value for r in wanted if (value := self.get(f"{key}/{r}")) is not None}
-            wanted = [r for r in wanted if r not in found]
-            if not wanted or time.monotonic() > deadline:
-                break
-            time.sleep(POLL)
-        return found
-
-    def wait(self, read: Callable[[], Any], seconds: float) -> Any:
-        """Call `read` until it returns something other than None; None after the timeout."""
-        deadline = time.monotonic() + seconds
-        while (found := read()) is None and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return found

@@ -21,7 +21,18 @@ FACE = 4  # the package's own __init__: above what it shows, below the command l
 ROOMS = [
     {
         *("errors", "text", "reading", "plan", "plan_parts", "plan_json", "plan_text", "strategies", "optimizer", "engine"),
-        *("model", "cluster", "direct_io", "update_pieces", "slurm", "callables", "status", "loss_value", "hang_report"),
+        *(
+            "model",
+            "cluster",
+            "direct_io",
+            "update_pieces",
+            "slurm",
+            "callables",
+            "status",
+            "loss_value",
+            "hang_report",
+            "rank_messages",
+        ),
     },
     {"planner", "storage", "checkpoint", "data"},
     {"on_torch", "on_jax"},
