@@ -16,6 +16,7 @@ from fullshard.data.pack import pack
 from fullshard.on_jax import engine
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
+from tests.cpu.slurm import slurm  # noqa: F401 - a fixture
 
 RECIPE = """
 [model]
@@ -181,6 +182,36 @@ def together(here: Path, run: str, *arguments: str) -> list[subprocess.Completed
     ]
     said = [p.communicate(timeout=200) for p in started]
     return [subprocess.CompletedProcess(line, p.returncode, *text) for p, text in zip(started, said, strict=True)]
+
+
+def test_tasks_of_srun_are_processes(slurm, here, whole):  # noqa: F811
+    launcher = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable]
+    assert launched(here, "srun", launcher, **slurm) == pytest.approx(whole, abs=1e-6)
+
+
+def test_ranks_of_torchrun_are_processes(here, whole):
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+        "--",
+        sys.executable,
+    ]
+    assert launched(here, "torchrun", launcher) == pytest.approx(whole, abs=1e-6)
+
+
+def launched(here: Path, run: str, launcher: list[str], **more: str) -> list[float]:
+    """The losses of two processes of one device each, started by another launcher."""
+    line = [*launcher, "-m", "fullshard.cli", "train", "recipe.toml", "--engine", "jax", "--run", run]
+    given = environment(JAX_NUM_CPU_DEVICES="1", PYTHONPATH=str(Path(__file__).parents[2]), **more)
+    given = {k: v for k, v in given.items() if not k.startswith("SLURM") or k in more}
+    done = subprocess.run(line, cwd=here, env=given, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((here / run / "plan.json").read_text())["mesh"]["shard"] == 2
+    return losses(here, run)
 
 
 def test_torch_is_not_needed(here, tmp_path):
