@@ -252,6 +252,9 @@ class Engine(Protocol[ModelT, StateT]):
     def refuse(self, model: ModelT, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
         """Raise where the engine cannot carry the plan out. Allocates nothing."""
 
+    def refuse_batch(self, model: ModelT, loss: Any, batch: Any) -> None:
+        """Raise where the model cannot be called with such a batch, as far as that is known before ranks start."""
+
     # -- the machine ---------------------------------------------------------------------------------------
 
     def local_cluster(self, devices: int) -> Cluster:

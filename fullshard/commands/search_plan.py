@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.callables import is_callable_name
 from fullshard.commands.common import describe_costs, print_json
 from fullshard.errors import FullshardError
 from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
@@ -73,6 +74,11 @@ def search(
     from fullshard.text import parse_bytes
 
     assert options.cluster is not None
+    if engine == "jax" and is_callable_name(model):
+        raise FullshardError(
+            f"what a step of {model} costs is known of presets and Hugging Face directories alone; name a strategy: "
+            "fullshard plan MODEL --devices N --strategy zero3 --engine jax"
+        )
     failing = parse_mtbf(options.mtbf) if options.mtbf else None
     where, fixed = _priced(options.cluster, options.price), dict(_pin(text) for text in options.fix or [])
     limit = parse_bytes(options.limit) if options.limit else None

@@ -68,7 +68,7 @@ def torchrun(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
     if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
         os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
-    _start_again(lambda: _launch(arguments), restarts)
+    _start_again(lambda _: _launch(arguments), restarts)
 
 
 def one_process(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
@@ -80,19 +80,22 @@ def one_process(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if SIMULATED not in flag]
     environment = os.environ | ranks | {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
 
-    def launch() -> int:
+    def launch(seen: list[int]) -> int:
         killed = kills()
         code = subprocess.Popen([sys.executable, *target], env=environment, start_new_session=True).wait()
+        if seen and code == -signal.SIGTERM:
+            print("stopped before the first step; nothing was saved", file=sys.stderr)
+            return 128 + signal.SIGTERM
         return code if code >= 0 else _explain_signal(0, -code, killed)
 
     _start_again(launch, restarts)
 
 
-def _start_again(launch: Callable[[], int], restarts: int) -> NoReturn:
-    """Launch, again after a failure that a retry may cure, and exit."""
+def _start_again(launch: Callable[[list[int]], int], restarts: int) -> NoReturn:
+    """Launch, again after a failure that a retry may cure, and exit. `launch` gets the list of signals that came."""
     seen = _forward_signals()
     sys.stdout.flush()
-    while (code := launch()) not in FINAL and restarts and not seen:
+    while (code := launch(seen)) not in FINAL and restarts and not seen:
         restarts -= 1
         print(f"the ranks ended with exit code {code} and start again; restarts left: {restarts}", file=sys.stderr)
     sys.exit(128 + seen[-1] if seen else code)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
+from flax import nnx
 
 from fullshard.callables import is_callable_name, load_callable
 from fullshard.cluster.cluster import Cluster
 from fullshard.data.seeding import seeded
 from fullshard.data.thread_loader import ThreadLoader
-from fullshard.errors import FullshardError, nearest
+from fullshard.errors import FullshardError, first_line, nearest
 from fullshard.hang_report import HangReporter, innermost_line, main_thread_frame, stack_of
 from fullshard.model.description import Description
 from fullshard.on_jax.describe import Factory
@@ -22,7 +23,7 @@ from fullshard.on_jax.flops import flops_per_token
 from fullshard.on_jax.generate import generate
 from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
 from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.losses import LossFunction, called_loss, chunked_loss, summed_loss
+from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
 from fullshard.on_jax.model_call import accepts
 from fullshard.on_jax.model_loading import (
     built,
@@ -93,6 +94,7 @@ __all__ = [
     "rank_and_world",
     "ranks_here",
     "refuse",
+    "refuse_batch",
     "refuse_loss",
     "save_checkpoint",
     "seed_dropout",
@@ -162,8 +164,8 @@ def describe(
         raise FullshardError(f"experts as units: the JAX engine has no mixtures; {ONLY_TORCH}")
     if micro_batch or example is not None:
         raise FullshardError(
-            f"what a step of {title or 'this model'} costs is traced by torch alone; name a strategy, as in "
-            "plan.strategy = 'zero3', or plan it with the torch engine and write plan.file"
+            f"on JAX the costs of presets alone are known, not those of {title or 'this model'}; name a strategy, as in "
+            "plan.strategy = 'zero3'. A Hugging Face directory can be planned by `fullshard plan DIR --cluster C --engine jax`"
         )
     return describe_units(model, classes=classes, names=names, min_params=min_params, small=small, title=title)
 
@@ -190,7 +192,31 @@ def named_loss(name: str) -> LossFunction:
 def refuse_loss(model: Factory, name: str) -> None:
     """Raise where the loss is not for the model."""
     if named_loss(name) is chunked_loss and not accepts(built(model), "labels"):
-        raise FullshardError("train.loss = 'chunked' needs a model whose call takes labels and returns their loss; write 'plain'")
+        raise FullshardError(
+            "the loss is computed in chunks by default, which needs a model whose call takes labels and returns their loss; "
+            "write train.loss = 'plain'"
+        )
+
+
+def refuse_batch(model: Factory, loss: LossFunction, batch: Any) -> None:
+    """Raise where the model or the loss cannot be called with such a batch. Computes shapes alone."""
+    made = built(model)
+    graph, values = nnx.split(made)
+    arrays = jax.tree.map(np.asarray, batch)
+
+    def call(values: Any, batch: Any) -> Any:
+        found = as_loss(loss(nnx.merge(graph, values), batch), batch)
+        return found.sum, found.count, found.metrics
+
+    try:
+        jax.eval_shape(call, values, arrays)
+    except FullshardError:
+        raise
+    except Exception as error:
+        raise FullshardError(
+            f"the model or its loss fails with a batch of the data ({type(error).__name__}: {first_line(error)}); look at its "
+            "call, or write model.call = 'file.py:callable', a function (model, batch) -> logits"
+        ) from error
 
 
 # -- the machine ---------------------------------------------------------------------------------------------

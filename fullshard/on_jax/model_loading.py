@@ -53,7 +53,9 @@ class NnxFactory:
         except FullshardError as error:
             raise FullshardError(f"{self.title}: {error}") from None
         except Exception as error:
-            raise FullshardError(f"{self.title} could not be built: {type(error).__name__}: {first_line(error)}") from error
+            said = f"{self.title} could not be built: {type(error).__name__}: {first_line(error)}"
+            hint = "; on JAX the callable takes nnx.Rngs, and a torch model needs --engine torch"
+            raise FullshardError(said + (hint if isinstance(error, TypeError) else "")) from error
 
     @property
     def vocabulary(self) -> int | None:

@@ -6,13 +6,14 @@ from typing import Any
 import optax
 
 from fullshard.errors import FullshardError, a_kind
-from fullshard.optimizer import SGD, Adam, AdamW, Optimizer
+from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 
 
 def make_transformation(optimizer: Optimizer) -> optax.GradientTransformation:
     """The direction in which an optimizer moves parameters, before the learning rate."""
     if not isinstance(optimizer, Adam | SGD):
-        raise FullshardError(f"{a_kind(optimizer)} is of torch; on JAX use fullshard.AdamW, Adam or SGD")
+        what = f"the optimizer {optimizer.name}" if isinstance(optimizer, TorchOptimizer) else a_kind(optimizer)
+        raise FullshardError(f"{what} is of torch; JAX has adamw, adam and sgd")
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=None if optimizer.decay_all else _matrices)
     if isinstance(optimizer, SGD):
         momentum = optax.trace(optimizer.momentum, optimizer.nesterov) if optimizer.momentum else optax.identity()

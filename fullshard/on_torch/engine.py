@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -80,6 +80,7 @@ __all__ = [
     "rank_and_world",
     "ranks_here",
     "refuse",
+    "refuse_batch",
     "refuse_loss",
     "save_checkpoint",
     "seed_dropout",
@@ -140,6 +141,10 @@ def refuse_loss(model: nn.Module, name: str) -> None:
     """Raise where the loss is not for the model."""
     if fault := objective_fault(model, named_loss(name)):
         raise FullshardError(fault)
+
+
+def refuse_batch(model: nn.Module, loss: LossFunction, batch: Any) -> None:
+    """Nothing: `load_model` has looked at how the model is called, and the first step checks the rest."""
 
 
 def out_of_memory(error: BaseException) -> bool:

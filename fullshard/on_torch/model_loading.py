@@ -72,7 +72,8 @@ def _build(spec: str, build: Callable[[], object]) -> nn.Module:
     except FullshardError:
         raise
     except Exception as error:
-        raise FullshardError(f"{spec} could not be built: {type(error).__name__}: {first_line(error)}") from error
+        hint = "; an NNX model, whose callable takes rngs, needs --engine jax" if "rngs" in str(error) else ""
+        raise FullshardError(f"{spec} could not be built: {type(error).__name__}: {first_line(error)}{hint}") from error
     if not isinstance(model, nn.Module):
         raise FullshardError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module")
     return model

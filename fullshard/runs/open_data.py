@@ -255,8 +255,8 @@ def _refuse_labels(data: Columns, make: MakeSample) -> None:
                 raise FullshardError(f"{data.place(i)}: there is no image {file}; add it, or remove the row")
 
 
-def refuse_first_batch(recipe: Recipe, plan: Plan, data: TrainingData) -> None:
-    """Make one micro-batch, so that what is wrong with the data is found before ranks start."""
+def refuse_first_batch(recipe: Recipe, plan: Plan, data: TrainingData) -> Any:
+    """Make one micro-batch, so that what is wrong with the data is found before ranks start. Returns it."""
     found = data.batches(Share(plan.batch.micro_batch), seed=recipe.train.seed, shuffle=recipe.data.shuffle)
     batch = next(iter(found))[0]
     if recipe.data.objective == "causal" and not (isinstance(batch, Mapping) and {"input_ids", "labels"} <= set(batch)):
@@ -265,6 +265,7 @@ def refuse_first_batch(recipe: Recipe, plan: Plan, data: TrainingData) -> None:
             f"a batch of {data.path} has {has}, but data.objective = 'causal' trains on input_ids and labels; write "
             "data.objective = 'custom', or name the columns that hold them in data.columns"
         )
+    return batch
 
 
 def largest_batch(recipe: Recipe, data: TrainingData) -> Any:

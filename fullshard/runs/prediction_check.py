@@ -73,10 +73,10 @@ class Verdict:
             self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
             words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
             wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
-        if not self.of_torch:
-            return f"{words}: the prediction is of torch's kernels and allocator, XLA has its own"
         if not wrong:
             return words
+        if not self.of_torch:
+            return f"{words}: the prediction is of torch's kernels and allocator, and XLA has its own"
         again = "times this machine anew" if self.host.measured else "makes a cluster file of this machine"
         return f"{words}: the prediction is off; `fullshard measure` {again} for plan.cluster"
 

@@ -229,7 +229,7 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
     for changes, sentence in (
         (["lora.rank=4"], "lora: the JAX engine trains whole models; use --engine torch"),
         (["plan.strategy=hpz", "plan.reshard=2"], "on JAX parameters are kept or freed; write True or False"),
-        (["optim.name=Adagrad"], "of torch; on JAX use fullshard.AdamW, Adam or SGD"),
+        (["optim.name=Adagrad"], "the optimizer Adagrad is of torch; JAX has adamw, adam and sgd"),
         (["plan.compute=fp16"], "the JAX engine has no loss scaling; write 'bf16'"),
         (["home.optimizer=disk", "disk.path=."], "only the torch engine has it; write 'host'"),
         (["plan.prefetch=2"], "XLA schedules gathers itself; leave it out"),
