@@ -1,6 +1,8 @@
 """From a recipe to everything that a run needs. All errors that can be found before ranks start are found here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,9 +70,8 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     if weights:
         engine.check_weights(model, weights)
     cluster = _cluster(recipe, ranks, engine)
-    engine.named_loss(recipe.loss)  # a file without it
-    data, valid = open_data(recipe, model, engine)
-    plan, expected, known = _plan(recipe, model, cluster, engine, data)
+    opened = cache(lambda: open_data(recipe, model, engine))
+    plan, expected, known = _plan(recipe, model, cluster, engine, lambda: opened()[0])
     if recipe.plan.cluster and expected is None:
         raise FullshardError(
             f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
@@ -79,16 +80,19 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
-    for opened in (data, *([valid] if valid else [])):
-        refuse_first_batch(recipe, plan, opened)
+    engine.named_loss(recipe.loss)  # a file without it
+    data, valid = opened()
+    for part in (data, *([valid] if valid else [])):
+        refuse_first_batch(recipe, plan, part)
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
     return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
 
 def _plan(
-    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any], data: TrainingData
+    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any], data: Callable[[], TrainingData]
 ) -> tuple[Plan, Estimate | None, Description | None]:
-    """The plan; its estimate, if costs are known; and the description with those costs."""
+    """The plan; its estimate, if costs are known; and the description with those costs. `data`: opens the training data, of
+    which a batch is traced if the objective is not causal."""
     causal = recipe.data.objective == "causal"
     shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora and causal else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
@@ -96,7 +100,7 @@ def _plan(
         fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
         return plan, _expected(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
     if shipped is None or not _traced(shipped, recipe.plan.compute):
-        shipped = _describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data)
+        shipped = _describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data())
     found = find_plan(
         shipped,
         cluster,
