@@ -80,10 +80,10 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
-    engine.named_loss(recipe.loss)  # a file without it
     data, valid = opened()
     for part in (data, *([valid] if valid else [])):
-        refuse_first_batch(recipe, plan, part)
+        batch = refuse_first_batch(recipe, plan, part)
+        engine.refuse_batch(model, engine.named_loss(run_loss(recipe)), batch)
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
     return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
 
@@ -115,6 +115,11 @@ def _plan(
         engine=engine.name,
     )
     return found.plan, found.estimate, shipped
+
+
+def run_loss(recipe: Recipe) -> str:
+    """The name of the loss that a run computes, as `Engine.named_loss` knows it."""
+    return "call" if recipe.model.call and recipe.loss == "plain" else recipe.loss
 
 
 def _planned_loss(recipe: Recipe) -> Literal["chunked", "plain"]:

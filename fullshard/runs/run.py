@@ -22,7 +22,7 @@ from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
 from fullshard.runs.open_data import batches
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer
+from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer, run_loss
 from fullshard.runs.progress import Bar
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.signals import Signals
@@ -157,7 +157,7 @@ class Run:
         if isinstance(self.source, StreamBatches):
             self.source.say = bar.say
         self.steps: Iterator[Any] = iter(())
-        self.loss = self.engine.named_loss("call" if self.recipe.model.call and self.recipe.loss == "plain" else self.recipe.loss)
+        self.loss = self.engine.named_loss(run_loss(self.recipe))
         self.flops = self.engine.flops_per_token(state.model, self.recipe.sequence)
         self.peak = self.engine.peak_flops(state) if self.recipe.unit == "tokens" else None
         self.verdict = (

@@ -53,8 +53,18 @@ class Bigrams(nnx.Module):
     def __call__(self, ids):
         return self.table(ids)
 
+class Two(Bigrams):
+    def __call__(self, ids, mask):
+        return self.table(ids)
+
 def make(rngs):
     return Bigrams(rngs)
+
+def two(rngs):
+    return Two(rngs)
+
+def no_rngs():
+    return Bigrams(nnx.Rngs(0))
 """
 WEIGHTS = """
 import sys
@@ -235,6 +245,9 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
         (["plan.prefetch=2"], "XLA schedules gathers itself; leave it out"),
         (["model.init=modules"], "the model's own code sets its initial values"),
         (["model.name=model.py:make", "model.weights=draw"], "needs a model whose call takes labels"),
+        (["model.name=model.py:two", "model.weights=draw", "train.loss=plain"], "missing 1 required positional argument: 'mask'"),
+        (["model.name=model.py:no_rngs", "model.weights=draw", "train.loss=plain"], "on JAX the callable takes nnx.Rngs"),
+        (["model.name=model.py:make", "model.weights=draw", "train.loss=plain", "plan.strategy=auto"], "name a strategy"),
         (["data.boundaries=attention", "model.name=model.py:make", "model.weights=draw", "train.loss=plain"], "position_ids"),
     ):
         with pytest.raises(FullshardError) as caught:
