@@ -20,7 +20,7 @@ from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.module_tree import module_at, named_parameters
 from fullshard.on_jax.shardings import ParameterSharding, Shardings
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Home, Plan, Unit
 
 GATHERED = "gathered"  # the name of gathered parameters in policies
 # What backward does again rather than keep: the primitives of a gather, and those that only show a tensor in another way, since
@@ -43,6 +43,7 @@ class UnitCall:
     shardings: tuple[tuple[str, ParameterSharding], ...]
     compute: str
     reduce: str
+    ordered: bool = False  # its gradients are computed before backward goes on
 
     def __call__(self, module: nnx.Module, args: Any, kwargs: Any) -> Any:
         forward: Callable[..., Any] = type(module).__mro__[1].__call__
@@ -53,7 +54,9 @@ class UnitCall:
 
         def run(params: Any, rest: Any, traced: list[Any]) -> Any:
             with jax.named_scope(scope_of(self.unit.name)):
-                inner = nnx.merge(graph, self._gathered(params), rest)
+                whole = self._gathered(params)
+                whole, traced = _in_order((whole, traced)) if self.ordered else (whole, traced)
+                inner = nnx.merge(graph, whole, rest)
                 given = [leaf if t is None else t for t, leaf in zip(traced, leaves, strict=True)]
                 args, kwargs = jax.tree.unflatten(tree, given)
                 out = forward(inner, *args, **kwargs)
@@ -134,15 +137,34 @@ def _gather_backward(
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+@jax.custom_vjp
+def _in_order(both: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Gathered parameters and inputs of a unit, unchanged. In backward none of their gradients goes on before all are computed.
+    Otherwise XLA, in programs with copies between host and device, puts the matrix products that are gradients of weights after
+    the whole backward, and keeps the inputs of all of them until then."""
+    return both
+
+
+def _in_order_backward(_: None, grads: tuple[Any, Any]) -> tuple[tuple[Any, Any]]:
+    leaves, tree = jax.tree.flatten(grads)
+    floats = [x.dtype != jax.dtypes.float0 for x in leaves]
+    tied = iter(jax.lax.optimization_barrier([x for x, f in zip(leaves, floats, strict=True) if f]))
+    return (jax.tree.unflatten(tree, [next(tied) if f else x for x, f in zip(leaves, floats, strict=True)]),)
+
+
+_in_order.defvjp(lambda both: (both, None), _in_order_backward)
+
+
 def wrap_units(model: nnx.Module, plan: Plan, shardings: Shardings) -> None:
     """Give every module of a unit a call that gathers its parameters. `model` may be abstract."""
     names = {id(p): name for name, p in named_parameters(model).items()}  # a tied parameter has its first name everywhere
     paths = [(unit, path) for unit in plan.units for path in unit.modules]
+    ordered = any(unit.home != Home() for unit in plan.units)
     for unit, path in sorted(paths, key=lambda found: -len(found[1])):  # the inner ones first
         module: Any = module_at(model, path)
         own = [(name, shardings.parameters[names[id(p)]]) for name, p in named_parameters(module).items()]
         mine = tuple((name, sharding) for name, sharding in own if sharding.unit == unit)
-        module.fullshard_call = UnitCall(unit, mine, plan.precision.compute, plan.precision.reduce)
+        module.fullshard_call = UnitCall(unit, mine, plan.precision.compute, plan.precision.reduce, ordered)
         object.__setattr__(module, "__class__", _wrapped(type(module)))  # type: ignore[arg-type]
 
 

@@ -31,9 +31,12 @@ def update_units(
     done: list[tuple[Params, Any]] = []
     for i, names in enumerate(_groups(shardings, {n: p.shape for n, p in params.items()})):
         own = {n: params[n] for n in names}, _part(moments, names)
-        if i >= AHEAD and any(is_on_host(x) for x in jax.tree.leaves(own)):
-            # The copy of this unit's state to the device waits for an earlier unit's update.
-            own, done[i - AHEAD] = jax.lax.optimization_barrier((own, done[i - AHEAD]))
+        if any(is_on_host(x) for x in jax.tree.leaves(own)):
+            # The copy of this unit's state to the device waits for the end of backward, then for an earlier unit's update.
+            if i < AHEAD:
+                own, _ = jax.lax.optimization_barrier((own, skipped))
+            else:
+                own, done[i - AHEAD] = jax.lax.optimization_barrier((own, done[i - AHEAD]))
         old, state = _on_device(shardings, own)
         updates, changed = transformation.update({n: grads[n] for n in names}, state, old)
         stepped = {n: keep(p, (p - rate * updates[n]).astype(p.dtype)) for n, p in old.items()}
