@@ -57,7 +57,7 @@ def abstract(make: Factory) -> nnx.Module:
     orders: dict[str, list[str]] = {}
 
     def made() -> nnx.Module:
-        model = make(make_rngs(0))
+        model = make(_shape_rngs(0))
         if not isinstance(model, nnx.Module):
             raise FullshardError(f"the function that makes the model returned {a_kind(model)}; return a flax.nnx.Module")
         orders.update({path: list(vars(module)) for path, module in named_modules(model)})
@@ -74,9 +74,9 @@ def abstract(make: Factory) -> nnx.Module:
     return model
 
 
-def make_rngs(seed: int | jax.Array) -> nnx.Rngs:
-    """The random keys of `nnx.Rngs(seed)`, counted by NumPy. Inside a trace NNX's own count is traced, too, and adding to it
-    takes time that grows with the operations before: for 126 layers, 19 seconds in place of one."""
+def _shape_rngs(seed: int) -> nnx.Rngs:
+    """Random keys for shapes alone: counted by NumPy, all keys of a trace come out equal. NNX's own count is traced, too, and
+    adding to it takes time that grows with the operations before: for 126 layers, 19 seconds in place of one."""
     found = nnx.Rngs(seed)
     found.default.count = nnx.RngCount(np.zeros((), np.uint32), tag="default")  # type: ignore[arg-type]
     return found

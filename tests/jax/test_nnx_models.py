@@ -23,7 +23,6 @@ import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.model.presets import PRESETS
 from fullshard.on_jax import model_loading
-from fullshard.on_jax.describe import make_rngs
 from fullshard.on_jax.hf_config import FAMILIES, read_size
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
 from fullshard.on_jax.models.rope import frequencies
@@ -542,11 +541,6 @@ def test_a_call_that_returns_a_loss(file):
     few = on_jax.load_model(f"{file}:make", call=f"{file}:few")
     with pytest.raises(FullshardError, match="return logits of shape"):
         on_jax.called_loss(few(nnx.Rngs(0)), batch)
-
-
-def test_random_keys_are_those_of_nnx():
-    make = lambda rngs: [jax.random.key_data(key()) for key in (rngs.params, rngs.dropout, rngs.default.fork(), rngs.params)]
-    assert np.array_equal(make(make_rngs(7)), make(nnx.Rngs(7)))
 
 
 def test_plain_functions_are_models():
