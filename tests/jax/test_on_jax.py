@@ -280,7 +280,7 @@ def test_bad_input_is_a_sentence():
         "write True or False": lambda: on_jax.shard(llama, fs.hpz(described, devices=8, reshard=2)),
         "XLA schedules gathers itself": lambda: on_jax.shard(llama, make_plan(llama, "zero3", prefetch=fs.Prefetch(forward=2))),
         "after every micro-batch; write 'every'": lambda: on_jax.shard(llama, replace(plan, batch=late)),
-        "is of torch; on JAX use": lambda: on_jax.shard(llama, plan, fs.TorchOptimizer("RAdam", 1e-3)),
+        "is of torch; JAX has adamw, adam and sgd": lambda: on_jax.shard(llama, plan, fs.TorchOptimizer("RAdam", 1e-3)),
         "this state has no optimizer": lambda: on_jax.train_step(on_jax.shard(llama, plan), [batch(0)]),
         "2 micro-batches, but plan.batch.accumulate = 1": lambda: on_jax.train_step(state, [batch(0), batch(1)]),
         "a micro-batch of 3 rows cannot be spread over 8 devices": lambda: on_jax.train_step(state, [batch(0, rows=3)]),

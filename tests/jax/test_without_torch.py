@@ -17,6 +17,8 @@ path = "tokens"
 sequence = 32
 [plan]
 strategy = "zero3"
+[optim]
+lr = 1e-3
 [train]
 steps = 4
 global_batch = 4
