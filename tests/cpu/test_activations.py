@@ -42,6 +42,7 @@ def check(ranks, case: Case) -> None:
         assert spilled == fetched > 0
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_spilled_activations_change_no_bit(ranks, case):
     check(ranks, case)

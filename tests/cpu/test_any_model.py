@@ -9,6 +9,7 @@ from tests.cpu import any_model
 from tests.cpu.any_model import KINDS
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_is_unsharded(ranks, kind, strategy):
@@ -19,6 +20,7 @@ def test_sharded_is_unsharded(ranks, kind, strategy):
         assert found["moved"] > 1e-3
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_own_loop_is_unsharded(ranks, kind):
     for found in ranks(2).run(any_model.compared, kind, "zero3", own=True):

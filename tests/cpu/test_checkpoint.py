@@ -56,6 +56,7 @@ def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, origi
     assert found["next"] == saved[0]["next"]  # the same layout again: training goes on to the bit
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [

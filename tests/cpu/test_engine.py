@@ -43,6 +43,7 @@ def test_what_is_recomputed(ranks):
     assert selective["silu"] == full["silu"] == 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("remat", ["none", "full", "selective"])
 def test_compiled_equals_eager_and_blocks_compile_once(ranks, remat):
     found = ranks(2).run(engine.compiled, remat)[0]

@@ -71,6 +71,7 @@ def test_homes_on_a_hybrid_mesh(ranks):
     close(ranks, [Case((HOST, DISK), strategy="hybrid", arguments=(("replicate", 2),), steps=4)], world=4)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_homes_go_with_everything_else(ranks, case):
     close(ranks, [case])

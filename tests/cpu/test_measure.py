@@ -98,6 +98,7 @@ def test_it_is_a_cluster_file(alone, tmp_path):
     assert Cluster.load(tmp_path / "here.json") == alone[0]
 
 
+@pytest.mark.full
 def test_two_ranks_time_their_collectives_and_agree(ranks, tmp_path):
     first, second = ranks(2).run(measured_here, str(tmp_path))
     assert first == second

@@ -40,6 +40,7 @@ def test_parameters_and_state_in_host_memory_take_twelve_bytes_a_parameter(share
     assert memory.arena.used == memory.arena.nbytes < 12 * found.numel + buffers + 4096 * (3 * len(plan.units) + 6)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("share", "clip"), [(0.0, 1.0), (0.5, 1.0), (0.5, None), (1.0, 1.0)])
 @pytest.mark.parametrize("home", HOMES, ids=str)
 def test_the_engine_takes_what_the_planner_counts(home, share, clip, tmp_path):

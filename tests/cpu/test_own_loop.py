@@ -15,7 +15,7 @@ EVERY = [Home(p, o, a) for p, o, a in product(PLACES, PLACES, PLACES) if (p, o) 
 PLAIN = fs.AdamW(lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(ranks, world):
     """Clipping, accumulation, a scheduler; 24 homes."""
     cases = [Case((home,), optimizer=PLAIN, steps=own_loop.STEPS) for home in EVERY]
@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_own_loop_goes_with_everything_else(ranks, case):
     for found in ranks(2).run(own_loop.from_the_device, [case], to_none=False):
@@ -141,6 +142,7 @@ def test_state_dicts_without_dcp(ranks, homes):
         assert found == {"block": 0.0, "all": 0.0, "after": 0.0}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_own_steps_and_the_engines_in_turn(ranks, clip):
     case = Case((HOST, DISK, Home(), BESIDE), compute="bf16", clip=clip)

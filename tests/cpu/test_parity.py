@@ -97,6 +97,7 @@ VARIATIONS = [
 ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("world", "case"), VARIATIONS, ids=[f"{w}-{c}" for w, c in VARIATIONS])
 def test_deferred_sync_clipping_prefetch_and_the_tensor_axis(ranks, world, case):
     check(ranks, world, case)

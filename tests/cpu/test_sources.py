@@ -143,6 +143,7 @@ def by_hand(here: Path, order: Order, scale: float = 1.0) -> list[float]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "options", "shuffle", "scale"),
     [
@@ -160,6 +161,7 @@ def test_a_source_trains_as_plain_torch_does(here, ranks, name, options, shuffle
     assert "tokens" not in line
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("source", ["Rows", "stream", "kept"])
 def test_a_resumed_run_is_the_uninterrupted_one(here, ranks, source):
     options, name = [f"data.source=own.py:{source}", "data.workers=1"], f"again-{source}"
@@ -294,6 +296,7 @@ def auto_recipe(objective: str) -> Recipe:
     return load_recipe("auto.toml", own)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("objective", AUTO)
 def test_the_planner_plans_every_objective(here, monkeypatch, objective):
     monkeypatch.chdir(here)
