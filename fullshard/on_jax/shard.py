@@ -9,6 +9,7 @@ from flax import nnx
 
 from fullshard.errors import FullshardError
 from fullshard.on_jax.describe import Factory, abstract
+from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.memory_kinds import refuse_homes
@@ -27,8 +28,9 @@ def shard(
 ) -> JaxState:
     """Carry the plan out on the model that `make` returns.
 
-    Initial values are computed where they lie, so that no device ever holds the whole model. They depend on `seed` alone, not
-    on the sharding. `weights`: a directory of safetensors files to read instead, each process its own byte ranges.
+    Initial values are computed one array at a time, where they lie, so that no device or process ever holds the whole model.
+    They depend on `seed` alone, not on the sharding. `weights`: a directory of safetensors files to read instead, each process
+    its own byte ranges.
     """
     refuse(plan)
     _refuse_stateless(plan, optimizer)
@@ -37,11 +39,10 @@ def shard(
     files = None if weights is None else WeightFiles(Path(weights), shapes, parameter_names(model).values())
     shardings = plan_shardings(plan, shapes, make_mesh(plan.mesh))
     wrap_units(model, plan, shardings)
-    graph, params, *others = nnx.split(model, nnx.Param, ...)
-    (rest,) = others
+    graph, params, *_ = nnx.split(model, nnx.Param, ...)
     names = {id(p): name for name, p in named_parameters(model).items()}
     paths = {names[id(_at(model, path))]: path for path, _ in nnx.to_flat_state(params)}
-    values, rest = _initial_values(make, shardings, paths, rest, plan, seed, read=files is not None)
+    values, rest = _initial_values(make, shardings, paths, plan, seed, read=files is not None)
     if files is not None:
         values = files.arrays(shapes, shardings.at_rest(), JAX_DTYPES[plan.precision.master])
     found = JaxState(plan, optimizer, graph, paths, shardings, values, (), rest, notes=shardings.notes())
@@ -75,21 +76,20 @@ def _at(model: nnx.Module, path: tuple[Any, ...]) -> Any:
 
 
 def _initial_values(
-    make: Factory, shardings: Shardings, paths: dict[str, tuple[Any, ...]], rest: Any, plan: Plan, seed: int, read: bool
+    make: Factory, shardings: Shardings, paths: dict[str, tuple[Any, ...]], plan: Plan, seed: int, read: bool
 ) -> tuple[dict[str, jax.Array], Any]:
-    """The values of the model's own code, each computed on the devices that hold it. `read`: those of parameters are not needed,
-    since they come from files."""
+    """The values of the model's own code, one array at a time. `read`: those of parameters are not needed, since they come from
+    files."""
     master = JAX_DTYPES[plan.precision.master]
     names = {path: name for name, path in paths.items()}
 
     def init(key: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-        _, params, *others = nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)
-        flat = nnx.to_flat_state(params)
-        return {} if read else {names[path]: leaf[...].astype(master) for path, leaf in flat}, others[0]
+        _, params, *others = nnx.split(make(init_rngs(key)), nnx.Param, ...)
+        return {names[path]: leaf[...].astype(master) for path, leaf in nnx.to_flat_state(params)}, others[0]
 
-    everywhere = jax.tree.map(lambda _: shardings.everywhere(), rest)
-    made = jax.jit(init, out_shardings=({} if read else shardings.at_rest(), everywhere))
-    return made(jax.random.key(seed))
+    programs, (params, rest) = ArrayPrograms.of(init, jax.random.key(seed))
+    values = {} if read else {name: programs.array(params[name], p.rest) for name, p in shardings.parameters.items()}
+    return values, jax.tree.map(lambda output: programs.array(output, shardings.everywhere()), rest)
 
 
 def _add_moments(state: JaxState, optimizer: Optimizer) -> None:
