@@ -34,6 +34,11 @@ class LlamaSize:
     def head_dim(self) -> int:
         return self.dim // self.heads
 
+    def words(self, layers: int | None = None) -> str:
+        """The shape in words; `layers` in place of its own."""
+        heads = f"{self.heads} heads" + (f", {self.kv_heads} for keys and values" if self.kv_heads != self.heads else "")
+        return f"{layers or self.layers} layers, dim {self.dim}, {heads}, ffn {self.ffn}, vocabulary {self.vocab}"
+
 
 @dataclass(frozen=True)
 class GPTSize:
@@ -52,6 +57,10 @@ class GPTSize:
     def ffn(self) -> int:
         return 4 * self.dim
 
+    def words(self, layers: int | None = None) -> str:
+        """The shape in words; `layers` in place of its own."""
+        return f"{layers or self.layers} layers, dim {self.dim}, {self.heads} heads, ffn {self.ffn}, vocabulary {self.vocab}"
+
 
 PRESETS: dict[str, LlamaSize | GPTSize] = {
     "llama-nano": LlamaSize(16, 2, 4, 2, 32, 64, 128),  # 7 thousand parameters: for tests
@@ -59,6 +68,8 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
     "llama-125m": LlamaSize(768, 12, 12, 4, 2048, 32_000, 2048),
     "llama-1.5b": LlamaSize(2048, 16, 32, 8, 8192, 128_256),
     "llama-3.6b": LlamaSize(3072, 28, 24, 8, 8192, 128_256),
+    "llama-33b": LlamaSize(6656, 60, 52, 52, 17_920, 32_000, 2048, theta=10_000.0, eps=1e-6),
+    "llama-65b": LlamaSize(8192, 80, 64, 64, 22_016, 32_000, 2048, theta=10_000.0),
     "llama2-7b": LlamaSize(4096, 32, 32, 32, 11_008, 32_000, 4096, theta=10_000.0),
     "llama2-13b": LlamaSize(5120, 40, 40, 40, 13_824, 32_000, 4096, theta=10_000.0),
     "llama2-70b": LlamaSize(8192, 80, 64, 8, 28_672, 32_000, 4096, theta=10_000.0),
@@ -73,6 +84,7 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
     "gpt2-medium": GPTSize(1024, 24, 16, 50_257),
     "gpt2-large": GPTSize(1280, 36, 20, 50_257),
     "gpt2-xl": GPTSize(1600, 48, 25, 50_257),
+    "gpt3-175b": GPTSize(12_288, 96, 96, 50_257, 2048),  # attention is dense in every layer; published: in every other
 }
 
 
@@ -90,6 +102,12 @@ def describe(name: str) -> Description:
     """The description of a preset: tensors from its size, and the costs that are shipped with the package."""
     size = preset(name)
     return replace(_describe(name, size), costs=_costs(name, size.vocab))
+
+
+@lru_cache
+def parameters(name: str) -> int:
+    """The number of parameters of a preset."""
+    return _describe(name, preset(name)).numel
 
 
 @lru_cache

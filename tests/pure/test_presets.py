@@ -6,6 +6,8 @@ from fullshard.model import presets
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,

@@ -1,10 +1,13 @@
 """Write the traced costs of the built-in presets to the package, so that planning them needs no torch.
 
-python -m fullshard.on_torch.tracing.write_presets
+python -m fullshard.on_torch.tracing.write_presets [PRESET …]
+
+With names, only those presets are traced, and the costs of the others stay as they are.
 """
 
 import json
 import lzma
+import sys
 
 import torch
 
@@ -28,7 +31,9 @@ def traces(name: str) -> dict[tuple[str, str, str], Trace]:
 
 
 def main() -> None:
-    rows = {name: to_json(traces(name)) for name in PRESETS}
+    names = sys.argv[1:]
+    kept = {} if not names else json.loads(lzma.decompress(SHIPPED.read_bytes()))
+    rows = kept | {name: to_json(traces(name)) for name in names or PRESETS}
     SHIPPED.write_bytes(lzma.compress(json.dumps(rows, separators=(",", ":"), sort_keys=True).encode()))
     print(f"{SHIPPED}: {SHIPPED.stat().st_size} bytes")
 
