@@ -9,9 +9,10 @@ import pytest
 
 import fullshard as fs
 import fullshard.model.presets
+from fullshard.model.reduced_description import reduced_description
 from fullshard.planner.memory.allocator import Allocator, replay
 from fullshard.planner.memory.peak import peak_bytes, predict
-from fullshard.planner.search.reduced_model import ReducedModel, reduced_description
+from fullshard.planner.search.reduced_model import ReducedModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20

@@ -11,7 +11,7 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.model import presets
 from fullshard.model.costs import Calls
 from fullshard.model.presets import preset
-from fullshard.planner.search.reduced_model import reduced_description
+from fullshard.model.reduced_description import reduced_description
 from fullshard.planner.time.collectives import collective_seconds
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.timeline import timeline

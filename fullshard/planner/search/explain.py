@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from fullshard.model.reduced_description import blocks_of
 from fullshard.plan import Plan
 from fullshard.planner.estimate import WAIT_WORDS, disk_available, host_available
 from fullshard.planner.memory.peak import predict
@@ -12,7 +13,7 @@ from fullshard.planner.search.full_model import FullModel
 from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.offload import OffloadLevels
 from fullshard.planner.search.pick import exact_result, offload_modes, offloaded_candidates, pick, reduced_model, with_slack
-from fullshard.planner.search.reduced_model import ReducedModel, blocks_of
+from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.search.space import PlanRequest, precision_of
 from fullshard.strategies import choose
 from fullshard.text import bytes_text, seconds_text
