@@ -14,6 +14,7 @@ import typer
 
 import fullshard
 from fullshard.commands import checkpoint, data, plan
+from fullshard.commands.compare import compare
 from fullshard.commands.measure import measure
 from fullshard.commands.train import train
 from fullshard.errors import REFUSED, FullshardError
@@ -36,7 +37,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.explain, measure, train):
+for command in (plan.models, plan.units, plan.explain, compare, measure, train):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")

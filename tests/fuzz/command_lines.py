@@ -55,6 +55,15 @@ COMMANDS: dict[str, tuple[list[str], list[list[str]], dict[str, list[str]]]] = {
             "--fix": ["remat=full", "home.optimizer=disk", "micro_batch=2", "cpu_share=2", "tensor=2", "staging=0", "=", *T],
         },
     ),
+    "compare --cluster": (
+        [],
+        [C, ["llama-nano", "7Q", "7000K", "1.67M", *T]],
+        {
+            "--sequence": N, "--global-batch": N, "--micro-batch": N, "--replicate": N, "--limit": ["1GiB", "0", "9" * 20, *T],
+            "--remat": ["full", "x"], "--compute": ["fp32", "fp16", "x"], "--reduce": ["bf16"], "--master": ["bf16", "fp16"],
+            "--sync": ["last", "x"], "--no-compile": ON,
+        },
+    ),
     "train": (["--dry-run"], [["recipe.toml", *F]], {"--run": F, "--ranks": N, "--resume": ["auto", *F]}),
     "measure": (["-o", "no/such/directory/x.json"], [], {"--disk": F, "--quick": ON}),
     "data pack": (

@@ -92,6 +92,16 @@ def test_units_of_a_file_by_hand(fullshard, tmp_path):
     assert [(u["name"], u["parameters"]) for u in units] == [("0", 25), ("1", 25)]
 
 
+def test_compare(fullshard):
+    data = json.loads(told(fullshard("compare", "llama-125m", "--cluster", "16xh100", "--sequence", "16", "--json")))
+    assert [p["name"] for p in data["plans"]] == ["ddp", "zero1", "zero2", "zero3", "hybrid", "offload", "offload all"]
+    assert (data["parameters"], data["batch"]["sequence"]) == (presets.parameters("llama-125m"), 16)
+    hybrid = data["plans"][4]
+    assert (hybrid["mesh"]["replicate"], hybrid["mesh"]["shard"], hybrid["fits"]) == (2, 8, True)
+    assert hybrid["wire_bytes"]["total"] == sum(n for purpose, n in hybrid["wire_bytes"].items() if purpose != "total")
+    assert 0 < hybrid["saving"] < 1
+
+
 # -- plans, written and read back ---------------------------------------------------------------------
 
 
@@ -232,6 +242,7 @@ def without(tmp_path_factory) -> str:
         "units llama3-8b",
         "plan llama3-8b --devices 8",
         "plan gpt2 --devices 8 --strategy ddp --json",
+        "compare 7B --cluster 8xh100",
     ],
 )
 def test_presets_need_neither_torch_nor_jax(fullshard, without, line):

@@ -99,6 +99,31 @@ def peak_bytes(
     return PeakBytes(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
 
 
+def most_by_term(
+    plan: Plan,
+    description: Description,
+    groups: dict[Term, str],
+    *,
+    loss: str = "chunked",
+    optimizer: Optimizer | None = None,
+    clip: bool = True,
+    cpu_share: float = SHARE,
+) -> dict[str, int]:
+    """The most bytes of each group of terms during a steady step. Groups peak at different times, so the sum is above the peak.
+
+    `groups`: the name of a term's group.
+    """
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
+    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
+    tape = _steady(player, description, operations).tape
+    now, most = dict.fromkeys(groups.values(), 0), dict.fromkeys(groups.values(), 0)
+    for delta, term in zip(tape.deltas, tape.terms, strict=True):
+        name = groups[term]
+        now[name] += delta
+        most[name] = max(most[name], now[name])
+    return most
+
+
 def _different(plan: Plan) -> tuple[int, ...]:
     """Indices of the micro-batches that can differ in their peak: the first, the second and the last."""
     last = plan.batch.accumulate - 1

@@ -1,0 +1,93 @@
+"""`fullshard compare`: the strategies side by side for one model and cluster, without a run."""
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.commands.common import AsJson, describe_costs, print_json
+from fullshard.commands.strategy_plan import DType, Remat, Sync
+from fullshard.model import presets
+from fullshard.model.size_alone import looks_like_size, model_of_size
+from fullshard.plan import Precision
+from fullshard.reading import is_directory
+
+if TYPE_CHECKING:
+    from fullshard.model.description import Description
+
+Master = StrEnum("Master", {name: name for name in ("fp32", "bf16")})  # type: ignore[misc]
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable."),
+    ],
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="8xh100, or a file of `measure`.")],
+    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sequences in a step, over all devices.", show_default="a micro-batch a device"),
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences a rank computes at a time.")] = 1,
+    sync: Annotated[
+        Sync, typer.Option(help="Reduce gradients after every micro-batch, or the last only; zero1 always the last.")
+    ] = Sync.every,  # type: ignore[attr-defined]
+    remat: Annotated[Remat, typer.Option(help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
+    compute: Annotated[
+        DType | None,
+        typer.Option(help="Dtype of gathered parameters and activations.", show_default="bf16; fp32 on CPUs"),
+    ] = None,
+    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
+    master: Annotated[Master, typer.Option(help="Dtype of parameters and optimizer state at rest.")] = Master.fp32,  # type: ignore[attr-defined]
+    replicate: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="hybrid: copies of the sharded model.", show_default="one a node, if there are several"),
+    ] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Do not compile blocks.")] = False,
+    limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of a device to use, such as 24GiB.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare DDP, ZeRO-1, ZeRO-2, ZeRO-3, hybrid and offload for MODEL on a cluster; nothing runs.
+
+    Shows what a rank holds by term, what it sends, the time of a step, and what fits. Every column has the same batch,
+    precision and remat. `plan` finds the best plan and may vary them.
+
+    Example: fullshard compare 7B --cluster 8xh100 --sequence 4096
+    """
+    from fullshard.cluster.cluster import Cluster
+    from fullshard.planner import comparison
+    from fullshard.planner.comparison_text import comparison_text
+    from fullshard.text import parse_bytes
+
+    where = Cluster.load(cluster)
+    dtype = str(compute or ("fp32" if where.device.kind == "cpu" else "bf16"))
+    precision = Precision(dtype, str(reduce), str(master))  # type: ignore[arg-type]
+    described, shape = _described(model, sequence, dtype)
+    found = comparison.compare(
+        described,
+        where,
+        sequence=sequence,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        sync=str(sync),  # type: ignore[arg-type]
+        precision=precision,
+        remat=str(remat),  # type: ignore[arg-type]
+        compile=False if no_compile else None,
+        replicate=replicate,
+        limit=parse_bytes(limit) if limit else None,
+    )
+    if as_json:
+        print_json(found.to_dict() | ({"shape": shape} if shape else {}))
+    else:
+        typer.echo(comparison_text(found, shape))
+
+
+def _described(model: str, sequence: int, compute: str) -> tuple["Description", str]:
+    """The model with its costs, and its shape in words if that is known. A size alone is a preset near it, or part of one."""
+    if model in presets.PRESETS or is_directory(model) or not looks_like_size(model):
+        known = presets.PRESETS.get(model)
+        return describe_costs(model, sequence, compute), known.words() if known else ""  # type: ignore[arg-type]
+    sized = model_of_size(model)
+    return replace(sized.description, model=f"{model}, taken as {sized.description.model}"), sized.shape

@@ -1,0 +1,179 @@
+"""One model on one cluster under each strategy: bytes by term, bytes on the wire, seconds. Nothing runs.
+
+Every column has the same batch, precision, remat and compile choice, so only the strategy differs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fullshard.cluster.cluster import Cluster
+from fullshard.errors import FullshardError
+from fullshard.model.description import Description
+from fullshard.plan import Batch, Home, Plan, Precision, Remat, Sync
+from fullshard.planner.estimate import Estimate, cores_share, estimate
+from fullshard.planner.memory.peak import most_by_term
+from fullshard.planner.memory.tape import Term
+from fullshard.planner.search.space import engine_for
+from fullshard.planner.wire_bytes import WireBytes, wire_bytes
+from fullshard.strategies import choose
+
+# The terms of memory as a comparison shows them.
+GROUPS: dict[Term, str] = {
+    "params": "params",
+    "gradients": "gradients",
+    "whole gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered",
+    "fetched": "gathered",
+    "activations": "activations",
+    "loss": "other",
+    "reduce": "other",
+    "workspace": "other",
+    "batch": "other",
+    "staging": "other",
+    "buffers": "other",
+}
+OFFLOADED = {
+    "offload": ("zero3, optimizer state in host memory", Home(optimizer="host")),
+    "offload all": ("zero3, parameters and optimizer state in host memory", Home("host", "host")),
+}
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """A strategy and what it costs. `most`: the most bytes of each term during a step, which do not all occur at once."""
+
+    name: str
+    words: str
+    plan: Plan
+    estimate: Estimate
+    most: dict[str, int]
+    wire: WireBytes
+
+    def to_dict(self) -> dict[str, Any]:
+        e = self.estimate
+        return {
+            "name": self.name,
+            "what": self.words,
+            "mesh": asdict(self.plan.mesh),
+            "bytes": self.most,
+            "peak_bytes": e.device.allocated_bytes,
+            "needed_bytes": e.needed,
+            "available_bytes": e.available,
+            "host_bytes": e.host.allocated_bytes,
+            "host_available_bytes": e.host_available,
+            "fits": e.fits,
+            "wire_bytes": asdict(self.wire) | {"total": self.wire.total},
+            "step_seconds": e.step_seconds,
+            "tokens_per_second": e.tokens_per_second,
+            "mfu": e.mfu,
+            "bottleneck": e.bottleneck,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model under several strategies on one cluster. The first is `ddp`, which the others are compared with."""
+
+    description: Description
+    cluster: Cluster
+    batch: Batch
+    precision: Precision
+    remat: Remat
+    compile: bool
+    engine: str
+    plans: tuple[ComparedPlan, ...]
+
+    @property
+    def fastest(self) -> ComparedPlan | None:
+        """The fastest that fits; None if none does."""
+        return min((p for p in self.plans if p.estimate.fits), key=lambda p: p.estimate.step_seconds, default=None)
+
+    def saving(self, other: ComparedPlan) -> float:
+        """The share of the memory of `ddp` that a plan does not need on the device."""
+        return 1 - other.estimate.needed / self.plans[0].estimate.needed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.description.model,
+            "parameters": self.description.numel,
+            "cluster": self.cluster.name,
+            "batch": asdict(self.batch),
+            "precision": asdict(self.precision),
+            "remat": self.remat,
+            "compile": self.compile,
+            "engine": self.engine,
+            "calibrated_for_device": self.plans[0].estimate.calibrated_for_device,
+            "plans": [p.to_dict() | {"saving": self.saving(p)} for p in self.plans],
+            "fastest": self.fastest.name if self.fastest else None,
+        }
+
+
+def compare(
+    description: Description,
+    cluster: Cluster,
+    *,
+    sequence: int = 1024,
+    global_batch: int | None = None,
+    micro_batch: int = 1,
+    sync: Sync = "every",
+    precision: Precision | None = None,
+    remat: Remat = "none",
+    compile: bool | None = None,
+    replicate: int | None = None,
+    limit: int | None = None,
+    clip: bool = True,
+) -> Comparison:
+    """Compare the strategies for `description` on `cluster`.
+
+    `global_batch`: sequences in a step, by default a micro-batch for each device. `sync`: when gradients are reduced, as in a
+    `Batch`; `zero1` always reduces after the last micro-batch. `compile`: by default on GPUs, for models
+    with repeated blocks. `replicate`: copies of `hybrid`, by default one for each node. `limit`: bytes of a device to use.
+    """
+    on_cpu, blocks = cluster.device.kind == "cpu", any(u.kind == "block" for u in description.units)
+    batch = _batch(cluster.devices, sequence, global_batch, micro_batch, sync)
+    chosen = precision or Precision(compute="fp32" if on_cpu else "bf16")
+    compiled = (blocks and not on_cpu) if compile is None else compile
+    engine = engine_for(cluster, None)
+    made = []
+    for name, words, strategy, own in _strategies(cluster, replicate, engine):
+        its = replace(batch, sync="every") if strategy == "zero1" else batch  # it reduces after the last anyway
+        common: dict[str, Any] = {"batch": its, "precision": chosen, "remat": remat, "compile": compiled}
+        plan = choose(strategy, description, devices=cluster.devices, **own, **common)
+        made.append(_compared(name, words, plan, description, cluster, limit, clip))
+    return Comparison(description, cluster, batch, chosen, remat, compiled, engine, tuple(made))
+
+
+def _batch(devices: int, sequence: int, global_batch: int | None, micro_batch: int, sync: Sync) -> Batch:
+    if micro_batch < 1:
+        raise FullshardError(f"the micro-batch must be at least 1, not {micro_batch}")
+    at_once = devices * micro_batch
+    wanted = at_once if global_batch is None else global_batch
+    if wanted < 1 or wanted % at_once:
+        raise FullshardError(
+            f"a global batch of {wanted} cannot be cut into micro-batches of {micro_batch} for {devices} ranks; "
+            f"give a multiple of {at_once}"
+        )
+    return Batch(micro_batch, sequence, wanted // at_once, sync)
+
+
+def _strategies(cluster: Cluster, replicate: int | None, engine: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Name, words, strategy and its own arguments of each column."""
+    # On JAX, zero1 and zero2 gather in the master's dtype, which the estimate does not know.
+    for name in ("ddp", "zero1", "zero2", "zero3") if engine == "torch" else ("ddp", "zero3"):
+        yield name, name, name, {}
+    copies = (cluster.nodes if cluster.devices % cluster.nodes == 0 else 1) if replicate is None else replicate
+    if copies > 1 or replicate is not None:  # copies that cannot be are refused when the plan is made
+        words = f"{copies} copies, each sharded over {cluster.devices // max(1, copies)} devices"
+        yield "hybrid", words, "hybrid", {"replicate": copies}
+    for name, (words, home) in OFFLOADED.items() if cluster.device.kind != "cpu" else ():
+        yield name, words, "zero3", {"home": home}
+
+
+def _compared(
+    name: str, words: str, plan: Plan, description: Description, cluster: Cluster, limit: int | None, clip: bool
+) -> ComparedPlan:
+    found = estimate(plan, description, cluster, limit=limit, clip=clip)
+    most = most_by_term(plan, description, GROUPS, clip=clip, cpu_share=cores_share(plan, cluster))
+    return ComparedPlan(name, words, plan, found, most, wire_bytes(plan, description, clip=clip))
