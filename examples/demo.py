@@ -47,7 +47,8 @@ def main() -> None:
     with Bar(args.steps, visible=first) as bar:
         rate = lambda i: PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / args.steps)
         for step in fs.train(state, batches, steps=args.steps, clip=1.0, lr=rate):
-            bar.update(step.index, step.loss.item(), step.count.item(), sum(state.held_bytes().values()))
+            loss, held = step.loss.item(), sum(state.held_bytes().values())
+            bar.update(step.index, loss, step.count.item(), held, sum(step.seconds().values()))
 
     for prompt in ("def ", "import "):
         sample = on_torch.generate(state.model, list(prompt.encode()), max_new_tokens=args.sample, temperature=0.6, seed=SEED)

@@ -77,6 +77,8 @@ class PendingSave(Protocol):
     not_finite: bool  # failed because a weight was not finite
     lease_lost: bool  # failed because another process holds the directory
     messages: list[str]  # warnings about other checkpoints
+    seconds: float  # that it took until it was durable
+    nbytes: int  # of its files
 
     def done(self) -> bool: ...
 

@@ -1,11 +1,12 @@
 """A plan as text: its choices as a table, and the differences between two plans in sentences."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fullshard.plan_parts import Home, Unit
-from fullshard.text import spans, table
+from fullshard.text import labelled, spans, table
 
 if TYPE_CHECKING:
     from fullshard.plan import Plan
@@ -30,6 +31,24 @@ def plan_text(plan: "Plan") -> str:
         alike.setdefault(_choices(unit), []).append(unit.name)
     rows = [[span, *choices] for choices, names in alike.items() for span in spans(names)]
     return "\n".join(head) + "\n\n" + table(["units", "layout", "gathered until", "remat", "home"], rows)
+
+
+def plan_summary(plan: "Plan") -> str:
+    """The plan in a few lines: its parts, and how many units are laid out alike."""
+    kinds = Counter(_choices(unit) for unit in plan.units)
+    alike = [
+        f"{count} {layout} (gathered until {until})" if until.startswith("end") else f"{count} {layout}"
+        for (layout, until), count in Counter(choices[:2] for choices in kinds.elements()).items()
+    ]
+    remat = [f"remat {remat}" for remat in dict.fromkeys(choices[2] for choices in kinds)]
+    homes = [f"home {home}" for home in dict.fromkeys(choices[3] for choices in kinds)]
+    lines = [
+        labelled("mesh", [f"{plan.mesh} = {plan.mesh.devices} devices (replicate × shard × tensor)"]),
+        labelled("precision", str(plan.precision).split(", ")),
+        labelled("batch", str(plan.batch).split(", ")),
+        labelled("units", [*alike, *remat, *homes, *(["compiled"] if plan.compile else [])]),
+    ]
+    return "\n".join(line for part in lines for line in part)
 
 
 def plan_differences(first: "Plan", second: "Plan") -> list[str]:

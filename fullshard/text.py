@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from fullshard.errors import FullshardError
 
+WIDTH, LABEL = 80, 12  # columns of a line of text, and of its label
+
 
 def bytes_text(n: float) -> str:
     """`1.50 GiB`."""
@@ -33,6 +35,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     lines = ["  ".join(_align(c, w, i in right) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
     lines.insert(1, "  ".join("─" * w for w in widths))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def labelled(label: str, items: Sequence[str]) -> list[str]:
+    """`label      item, item`; a line that would be too long is broken between items."""
+    lines = [f"{label:<{LABEL - 1}}"]
+    for i, item in enumerate(items):
+        item += "," if i < len(items) - 1 else ""
+        if lines[-1].strip() not in ("", label) and len(lines[-1]) + 1 + len(item) > WIDTH:
+            lines.append(" " * (LABEL - 1))
+        lines[-1] += f" {item}"
+    return lines
 
 
 def _align(cell: str, width: int, right: bool) -> str:

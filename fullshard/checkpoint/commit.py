@@ -24,7 +24,7 @@ from fullshard.errors import FullshardError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")
-_PARTIAL = re.compile(r"\.(recipe\.json|plan\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
+_PARTIAL = re.compile(r"\.((recipe|plan|run)\.json|(metrics|samples)\.jsonl|export\.[0-9a-f]+)\.partial")  # in a run's directory
 _LEASE = re.compile(r"\.lease-\d{6,}\.[0-9a-f]+\.partial")
 PROBE = ".probe-"  # prefix of the files by which ranks find out who shares a disk
 _RENAME_EXCHANGE = 2  # of renameat2

@@ -62,8 +62,8 @@ class Saving:
     """A save under way. `result` waits for it, and returns where the checkpoint is or raises the same error on all ranks.
 
     `note` is a sentence about the save for the user, if there is one. `messages` are sentences of retention about other
-    checkpoints. After a failure `not_finite` or `lease_lost` may say why: a weight was not finite, or another process has
-    taken the directory.
+    checkpoints. `seconds` and `nbytes`: from the call until the checkpoint was durable, and of its files. After a failure
+    `not_finite` or `lease_lost` may say why: a weight was not finite, or another process has taken the directory.
     """
 
     step: int
@@ -77,6 +77,9 @@ class Saving:
     not_finite: bool = False
     lease_lost: bool = False
     messages: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    nbytes: int = 0
 
     def staged(self) -> None:
         """Wait until the state may be changed by any means."""
@@ -164,6 +167,8 @@ class CheckpointSaver(ABC):
         """Write, commit and prune. An error is stored in `saving`, the same sentence on all ranks."""
         try:
             saving.where = self._write_and_commit(saving, fields, copied)
+            saving.seconds = time.monotonic() - saving.began
+            saving.nbytes = sum(file.nbytes for file in self.staging.shards.files)
             if saving.prunes:
                 self._prune(saving, fields)
         except FullshardError as error:

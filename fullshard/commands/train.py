@@ -1,5 +1,9 @@
 """`fullshard train`."""
 
+import os
+import shlex
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,9 +13,9 @@ import typer
 from fullshard.commands.common import EngineName
 from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
-from fullshard.launch.local import inside_ranks
+from fullshard.launch.local import inside_ranks, launched
 from fullshard.slurm import adopt_slurm
-from fullshard.status import say, shown
+from fullshard.status import phases, say, tell, unsaid
 
 if TYPE_CHECKING:
     from fullshard.runs.prepare import Prepared
@@ -73,35 +77,62 @@ class Given:
         options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
         return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
 
+    def resuming(self) -> str:
+        """The command that resumes the run."""
+        options = ["--ranks", str(self.ranks)] if self.ranks else []
+        options += ["--engine", self.engine] if self.engine != "torch" else []
+        options += ["--max-restarts", str(self.max_restarts)] if self.max_restarts else []
+        run = ["--run", str(self.run), *options, "--resume", "auto"]
+        return shlex.join(["fullshard", "train", str(self.recipe), *self.overrides, *run])
+
 
 def _launch(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
-    with shown("reading the recipe"):
+    with phases("reading the recipe"):
         prepared = _prepare(given, None)
-    recipe = prepared.recipe
-    weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
-    about = f"{recipe.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{weights}; {recipe.steps} steps into {given.run}"
-    typer.echo(about, err=True)
-    if not given.dry:
-        from fullshard.launch.local import become_ranks
+    from fullshard.launch.local import become_ranks
+    from fullshard.runs.announce import announcement, dry_run_text
 
-        become_ranks(prepared.plan.mesh.devices, given.for_ranks(), given.max_restarts, engine=given.engine)
+    if given.dry:
+        typer.echo(dry_run_text(prepared, given.run, given.resume), err=True)
+        return
+    typer.echo(announcement(prepared, given.run, given.resume), err=True)
+    devices, arguments = prepared.plan.mesh.devices, given.for_ranks()
+    become_ranks(devices, arguments, given.max_restarts, engine=given.engine, command=given.resuming())
 
 
 def _join(given: Given) -> None:
-    """Run as one of the ranks that torchrun or srun started. If one rank cannot, all refuse."""
+    """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse."""
+    launch = launched()
+    first = "reading the recipe" if launch is None else f"starting {launch.what}"
+    seconds = time.time() - launch.since if launch else 0.0
+    with phases(first, seconds, announced=launch is not None) if os.environ.get("RANK") == "0" else nullcontext():
+        with unsaid() if launch else nullcontext():
+            prepared = _prepare_together(given)
+        if launch is None and prepared.engine.is_first():
+            from fullshard.runs.announce import announcement
+
+            tell(announcement(prepared, given.run, given.resume))
+        from fullshard.runs.run import execute
+
+        execute(prepared, given.run, given.resume, accept=given.accept, again=launch.command if launch else None)
+    prepared.engine.finish()
+
+
+def _prepare_together(given: Given) -> "Prepared":
+    """As `_prepare`, on all ranks, which must come to the same. Collective."""
+    say(f"importing {given.engine}")
     engine = load_engine(given.engine)
+    say("joining the other ranks")
     engine.start()
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices()))
     from fullshard.runs.agreement import identity, refuse_disagreement
-    from fullshard.runs.run import execute
 
     refuse_disagreement(identity(prepared, given.run, given.resume), engine)
-    execute(prepared, given.run, given.resume, accept=given.accept)
-    engine.finish()
+    return prepared
 
 
 def _prepare(given: Given, ranks: int | None) -> "Prepared":

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,10 +18,21 @@ from fullshard.errors import DIVERGED, LOST, REFUSED
 from fullshard.storage.memory_limits import explain_kill, kills
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
+LAUNCH = "FULLSHARD_LAUNCH"
 DEVICES = "FULLSHARD_DEVICES"  # how many of a JAX process's devices are used
 SIMULATED = "xla_force_host_platform_device_count"  # an older way to ask for devices on the CPU
 STRAGGLE = 10.0  # seconds that ranks may end apart after a signal
 FINAL = (0, REFUSED, DIVERGED)  # exit codes that another start would have again
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a rank knows of the `become_ranks` that started it: how many ranks, when by `time.time()`, and the command with which
+    a person resumes the run."""
+
+    what: str
+    since: float
+    command: str
 
 
 def inside_ranks() -> bool:
@@ -28,12 +40,15 @@ def inside_ranks() -> bool:
     return "RANK" in os.environ
 
 
-def become_ranks(devices: int, arguments: list[str], restarts: int = 0, *, engine: str = "torch") -> NoReturn:
-    """Run `fullshard arguments` on every rank, then exit.
+def become_ranks(devices: int, arguments: list[str], restarts: int = 0, *, engine: str = "torch", command: str = "") -> NoReturn:
+    """Run `fullshard arguments` on every rank, then exit. `command`: the one that resumes the run.
 
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
+    what = f"{devices} {'device' if engine == 'jax' else 'rank'}{'s' if devices > 1 else ''}"
+    os.environ[LAUNCH] = json.dumps(asdict(Launch(what, time.time(), command)))
+    print(f"starting {what} …", file=sys.stderr, flush=True)
     if engine == "jax":
         one_process(devices, ["-m", "fullshard.cli"], restarts)
     torchrun(devices, ["-m", "fullshard.cli"], restarts)
@@ -45,6 +60,11 @@ def given_arguments() -> list[str] | None:
         return None
     _die_with_launcher()
     return json.loads(os.environ[ARGUMENTS])
+
+
+def launched() -> Launch | None:
+    """What `become_ranks` told this rank; None if another launcher started it."""
+    return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None
 
 
 def _die_with_launcher() -> None:

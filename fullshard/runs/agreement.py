@@ -33,8 +33,12 @@ def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any
     found |= {f"the {prepared.recipe.unit} of data.valid": prepared.valid.identity} if prepared.valid else {}
     found |= {"the files of model.weights": weights_identity(prepared.weights)} if prepared.weights else {}
     found |= {"--run": str(run), "--resume": resume}
-    versions = {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__}
-    return found | versions | prepared.engine.versions()
+    return found | versions_of(prepared.engine)
+
+
+def versions_of(engine: Engine[Any, Any]) -> dict[str, str]:
+    """The versions of Python, fullshard and what the engine needs."""
+    return {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__, **engine.versions()}
 
 
 def weights_identity(directory: Path) -> str:

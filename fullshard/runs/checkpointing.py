@@ -14,12 +14,14 @@ from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.engine import PendingSave, RunState
 from fullshard.errors import FullshardError
-from fullshard.model.presets import PRESETS, LlamaSize
 from fullshard.runs.metrics import Metrics
+from fullshard.runs.outcome import exportable
 from fullshard.runs.prepare import Prepared, checkpoint_dir_of
 from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.resuming import Change, refuse_changes, refuse_other_data
+from fullshard.status import say
+from fullshard.text import bytes_text
 
 
 class Checkpoints:
@@ -63,6 +65,7 @@ class Checkpoints:
 
     def _resume(self, resume: str) -> Manifest | None:
         if resume == "auto":
+            say("looking for the newest whole checkpoint")
             place, damaged = self.writer.newest()
             for sentence in damaged:
                 self.bar.say(f"passed over: {sentence}")
@@ -84,6 +87,7 @@ class Checkpoints:
                 )
         refuse_other_data(manifest, self.prepared)
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
+        say(f"loading {place}")
         self.prepared.engine.load_checkpoint(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
         if manifest.state.get("engine", "torch") != self.state.engine:
@@ -149,8 +153,9 @@ class Checkpoints:
             return
         saving, self.saving = self.saving, None
         try:
-            saving.result()
+            where = saving.result()
             self.failures = 0
+            self.bar.say(f"step {saving.step}: saved {where}, {bytes_text(saving.nbytes)} in {saving.seconds:.1f} s")
         except FullshardError as error:
             self.why, self.failed = str(error), saving.step
             self.metrics.write(event="checkpoint failed", step=saving.step, why=self.why)
@@ -232,8 +237,8 @@ def refuse_export(recipe: Recipe, directory: Path) -> None:
         return
     if target.exists():
         raise FullshardError(f"checkpoint.export: {target} exists already; remove it, or write another directory")
-    name = recipe.model.name
-    if not recipe.lora and not Path(name).is_dir() and not isinstance(PRESETS.get(name), LlamaSize):
+    if not exportable(recipe):
+        name = recipe.model.name
         raise FullshardError(f"checkpoint.export needs a model with a Hugging Face config, which {name} has not; leave it out")
 
 

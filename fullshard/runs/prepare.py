@@ -70,7 +70,8 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     if weights:
         engine.check_weights(model, weights)
     cluster = _cluster(recipe, ranks, engine)
-    opened = cache(lambda: open_data(recipe, model, engine))
+    opened = cache(lambda: _open_data(recipe, model, engine))
+    say("planning")
     plan, expected, known = _plan(recipe, model, cluster, engine, lambda: opened()[0])
     if recipe.plan.cluster and expected is None:
         raise FullshardError(
@@ -86,6 +87,11 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
         engine.refuse_batch(model, engine.named_loss(run_loss(recipe)), batch)
     rest = _without_disk(recipe, plan, known, cluster) if known and expected else None
     return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
+
+
+def _open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TrainingData, TrainingData | None]:
+    say("opening the data")
+    return open_data(recipe, model, engine)
 
 
 def _plan(

@@ -10,46 +10,66 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from fullshard.status import settle, tell
 from fullshard.text import bytes_text, count_text
+
+MINUTE = 60.0  # seconds between lines of a log, at most
+WINDOW = 0.5  # seconds of steps that a rate is taken over, at least
 
 
 class Bar:
-    """A progress bar over steps. On other ranks than 0, and where stderr is no terminal, it does not draw;
-    then a line is printed every tenth of the way."""
+    """A progress bar over steps, drawn from the first one on. On other ranks than 0, and where stderr is no terminal, it does not
+    draw; then a line is printed every tenth of the way, and every minute."""
 
     def __init__(self, steps: int, *, visible: bool, unit: str = "tokens"):
         self.console = Console(file=sys.stderr, quiet=not visible)
         self.live = visible and self.console.is_terminal
         self.steps, self.visible, self.unit = steps, visible, unit
-        columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (BarColumn(16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, disable=not self.live)
         self.task = self.progress.add_task("", total=steps)
-        self.since, self.count, self.rate = time.perf_counter(), 0.0, 0.0
+        self.updates, self.printed = 0, time.perf_counter()
+        self.count, self.seconds, self.rate = 0.0, 0.0, 0.0
 
     def __enter__(self) -> Self:
-        self.progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.progress.stop()
 
-    def update(self, index: int, loss: float, count: float, held: int) -> None:
-        """After a step: `count` tokens or samples of all ranks, `held` bytes of this one."""
-        self.count += count
-        elapsed = time.perf_counter() - self.since
-        if elapsed > 0.5 or index <= 1:
-            self.rate, self.since, self.count = self.count / elapsed, time.perf_counter(), 0.0
-        text = f"loss {loss:.3f}  {count_text(self.rate)} {self.unit}/s  {bytes_text(held)} a rank"
+    def update(self, index: int, loss: float, count: float, held: int, seconds: float) -> None:
+        """After a step: `count` tokens or samples of all ranks, `held` bytes of this one, `seconds` of the step."""
+        self._measure(count, seconds)
+        rate = f"{count_text(self.rate)} {self.unit}/s  " if self.rate else ""
+        text = f"loss {loss:.3f}  {rate}{bytes_text(held)} a rank"
         with suppress(OSError):  # stderr may go to a disk that is full
+            if self.updates == 1:
+                settle()  # what was said until now
+                self.progress.start()
             self.progress.update(self.task, completed=index, description=text)
-            if self.visible and not self.live and index % max(1, self.steps // 10) == 0:
+            now = time.perf_counter()
+            if self.visible and not self.live and (index % max(1, self.steps // 10) == 0 or now - self.printed >= MINUTE):
+                self.printed = now
                 self.console.print(f"step {index}/{self.steps}  {text}", highlight=False)
+
+    def _measure(self, count: float, seconds: float) -> None:
+        """The rate of whole steps: neither of the first, which compiles and checks, nor of what is done between steps."""
+        self.updates += 1
+        if self.updates == 1:
+            return
+        self.count, self.seconds = self.count + count, self.seconds + seconds
+        if self.seconds > WINDOW or not self.rate:
+            self.rate, self.count, self.seconds = self.count / max(self.seconds, 1e-9), 0.0, 0.0
 
     def say(self, line: str) -> None:
         """A line above the bar."""
         with suppress(OSError):
-            if self.visible:
+            if not self.visible:
+                return
+            if self.updates:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            else:
+                tell(line)
 
 
 @contextmanager

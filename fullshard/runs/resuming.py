@@ -12,12 +12,14 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
+from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.agreement import flat
 from fullshard.runs.lr_schedule import factor
 from fullshard.runs.prepare import Prepared, checkpoint_dir_of, prepare
 from fullshard.runs.recipe import Recipe, make_recipe
+from fullshard.runs.run_directory import engine_of_run, holds_run
 
 ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples
 SAMPLES = ("objective", "boundaries", "columns", "target_sequence", "mask", "image_size", "resize", "mean", "std")
@@ -102,7 +104,7 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
     refuse_other_data(manifest, prepared)
     refuse_changes(manifest, prepared, accept=accept)
     inside = str(place).startswith(f"{checkpoint_dir_of(prepared.recipe, directory)}/")
-    if not inside and (directory / "metrics.jsonl").exists():
+    if not inside and holds_run(directory):
         raise FullshardError(f"{directory} holds another run already; give another directory with --run")
 
 
@@ -112,7 +114,8 @@ def resumable(directory: Path, ranks: int | None) -> str:
         tree = parse_json(read_text(directory / "recipe.json", "recipe"))
     except FullshardError:
         raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
-    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks)
+    engine = load_engine(engine_of_run(directory))
+    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks, engine)
     checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
     names = commit.committed(checkpoint_dir)
     whole = next((n for n in reversed(names) if not problems(checkpoint_dir.child(n))), None)

@@ -1,7 +1,6 @@
 """One run, carried out on all ranks."""
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -14,41 +13,42 @@ from fullshard.checkpoint.place import Local
 from fullshard.data.sample_batches import StreamBatches
 from fullshard.data.step_batches import close
 from fullshard.engine import RunState, Step
-from fullshard.errors import DIVERGED, FullshardError
+from fullshard.errors import FullshardError
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
 from fullshard.runs.loop import train
 from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
 from fullshard.runs.open_data import batches
+from fullshard.runs.outcome import Outcome, outcome_lines
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
 from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer, run_loss
 from fullshard.runs.progress import Bar
+from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.signals import Signals
 from fullshard.runs.watchdog import Watchdog
-
-LOWER = "lower optim.lr, or look at the data"
-
-
-class DivergedError(FullshardError):
-    """A run whose weights or losses are not finite, and that cannot or shall not roll back."""
-
-    exit_code = DIVERGED
+from fullshard.status import say, tell
+from fullshard.storage.memory_limits import resident_bytes
 
 
-def execute(prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False) -> None:
+def execute(
+    prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False, again: str | None = None
+) -> None:
     """Train. Collective: every rank calls it.
 
-    `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come.
+    `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come. `again`: the command that resumes the
+    run, for the user.
     """
     engine = prepared.engine
     engine.start()
     with ExitStack() as held:
         engine.first_decides(lambda: _take(directory, prepared, held))
-        ended = _execute(prepared, directory, resume, accept)
-        if ended and engine.is_first():
-            export_end(prepared.recipe, directory)
+        outcome = _execute(prepared, directory, resume, accept)
+        if engine.is_first():
+            exported = export_end(prepared.recipe, directory) if outcome.step == prepared.recipe.steps else None
+            lines = outcome_lines(outcome, prepared.recipe, directory, engine=engine.name, exported=exported, again=again)
+            tell("\n".join(lines))
 
 
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
@@ -58,23 +58,26 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     refuse_export(prepared.recipe, directory)
 
 
-def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> bool:
-    """Train. Returns True if the run reached its last step."""
+def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> Outcome:
+    """Train, and return how the run ended. Raises if it failed."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = (
         None if resume and (resume != "auto" or commit.committed(checkpoint_dir_of(recipe, directory))) else prepared.weights
     )
     disk = disk_of(recipe, prepared.plan)
+    if disk:
+        say("timing the disk")
     for line in judge_disk(prepared, disk) if disk else ():
         if first:
-            print(line, file=sys.stderr, flush=True)
+            tell(line)
+    say(f"sharding the model, with weights from {weights}" if weights else "sharding the model")
     state = engine.shard(
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
     engine.seed_dropout(state, recipe.train.seed)
     for line in state.notes if first else ():
-        print(line, file=sys.stderr, flush=True)
+        tell(line)
     metrics = open_metrics(None, recipe)
     watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=state.compiles)
     with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals, watched as watchdog:
@@ -89,15 +92,17 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
             run.restore(found, expected)
             run.tell_changes()
             run.tell_kernels()
-            failure = _train_on(run)
-            ended = state.step == recipe.steps
+            began, start = time.perf_counter(), state.step
+            say("first step" if not state.compiles else "compiling, and the first step")
+            failure, why = _train_on(run)
+            seconds, newest = time.perf_counter() - began, checkpoints.newest_name() if first else None
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
         finally:
             metrics.close()
             checkpoints.release()
     if failure:
         raise failure
-    return ended
+    return Outcome(state.step, why, state.step - start, seconds, checkpoints.numbers, newest)
 
 
 def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, float | None]:
@@ -112,17 +117,18 @@ def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, 
         ) from None
 
 
-def _train_on(run: "Run") -> FullshardError | None:
-    """Train to the end, rolling back if needed. Returns the error that ended the run, if any; the same on all ranks."""
+def _train_on(run: "Run") -> tuple[FullshardError | None, str | None]:
+    """Train to the end, rolling back if needed. Returns the error that ended the run, if any, the same on all ranks; and why it
+    ended before its last step."""
     try:
         while (why := _train_until(run)) == "diverged":
             with run.watchdog.saving():
-                run.roll_back()
+                roll_back(run)
     except (DivergedError, SaveFailedError) as error:
         why = "diverged" if isinstance(error, DivergedError) else "not saved"
         run.metrics.write(event=why, step=run.state.step)
-        return error
-    return None
+        return error, why
+    return None, why
 
 
 def _train_until(run: "Run") -> str | None:
@@ -209,41 +215,6 @@ class Run:
             if text.startswith("torch: "):
                 self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
 
-    def roll_back(self) -> None:
-        """Go back to the last good checkpoint and skip the batches since. Raises if that cannot help."""
-        self.checkpoints.wait()  # a save in flight may turn out to be where it began
-        poisoned = self.checkpoints.poisoned
-        at = self.checkpoints.failed if poisoned else self.state.step
-        cursor = self.checkpoints.cursor if poisoned else self.source.cursor
-        count, said = self.rollbacks + 1, self._diverged(at)
-        self._refuse_rollback(said)
-        place, helpless = self.checkpoints.last_good(), None
-        if place and at <= self.rolled_from and commit.read_manifest(place).step == self.rolled_to:
-            helpless = self.rolled_to  # the run was there before, and came no further: an older one
-            place = self.checkpoints.last_good(helpless)
-        if place is None:
-            earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {self.rolled_to}"
-            raise DivergedError(f"{said}, {earlier}; {LOWER}")
-        found = self.checkpoints.roll_back(place, helpless)
-        self.restore(found, None)
-        skipped, self.source.cursor = cursor - self.source.cursor, cursor
-        self.rollbacks, self.rolled_from, self.rolled_to = count, at, found.step
-        self.metrics.rewind(found.step)
-        self.metrics.write(event="rolled back", step=found.step, diverged_at=at, skipped_samples=skipped, rollbacks=count)
-        self.bar.say(f"diverged at step {at}: rolled back to step {found.step}, {skipped} samples are skipped")
-
-    def _refuse_rollback(self, said: str) -> None:
-        wanted, last = self.recipe.train, self.checkpoints.newest_name()
-        good = f"the last good checkpoint is {last}" if last else "there is no checkpoint"
-        if wanted.on_divergence == "stop" or self.asked:
-            raise DivergedError(f"{said}; {good}: lower optim.lr, or write train.on_divergence = 'rollback'")
-        if self.rollbacks >= wanted.max_rollbacks:
-            raise DivergedError(f"{said}, after train.max_rollbacks = {wanted.max_rollbacks}; {good}: {LOWER}")
-
-    def _diverged(self, at: int) -> str:
-        why = self.checkpoints.why if self.checkpoints.poisoned else f"{self.skips_in_a_row} steps in a row were not finite"
-        return f"the run diverged at step {at} ({why})"
-
     def train(self) -> str | None:
         """Train to the last step. Returns why the run ends before it, if it does."""
         try:
@@ -313,7 +284,7 @@ class Run:
         self.asked = bool(asked)
         self.skips += int(skipped)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped or not math.isfinite(loss) else 0
-        memory = self.engine.memory(self.state)
+        memory = self.engine.memory(self.state) | resident_bytes()
         self.metrics.write(
             step=result.index,
             loss=loss,
@@ -328,7 +299,7 @@ class Run:
             **dict(zip(result.metrics, means, strict=True)),
             **memory,
         )
-        self.bar.update(result.index, loss, count, memory["memory_allocated"])
+        self.bar.update(result.index, loss, count, memory["memory_allocated"], seconds)
         if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
             self.metrics.write(event="predicted", step=result.index, **self.verdict.numbers)
             self.bar.say(line)

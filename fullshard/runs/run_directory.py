@@ -2,6 +2,7 @@
 
 RUN/recipe.json     the resolved recipe
 RUN/plan.json       the plan
+RUN/run.json        the engine, the number of devices and the versions
 RUN/classes.json    the names of the classes by number, if the data names them
 RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
@@ -15,8 +16,11 @@ import os
 from pathlib import Path
 
 from fullshard.errors import FullshardError
-from fullshard.reading import is_directory, is_plain_file
+from fullshard.reading import is_directory, is_plain_file, parse_json, read_text
+from fullshard.runs.agreement import versions_of
 from fullshard.runs.prepare import Prepared
+
+EARLY = ("kernels", "recipe changed")  # events that are written before the first step
 
 
 def refuse_path(directory: Path) -> None:
@@ -32,12 +36,36 @@ def refuse_path(directory: Path) -> None:
 
 def refuse_run(directory: Path) -> None:
     """A run's directory is made once; two runs in one would mix their numbers."""
-    if (directory / "metrics.jsonl").exists():
+    if holds_run(directory):
         raise FullshardError(f"{directory} holds a run already; go on with --resume auto, or give another --run")
 
 
+def holds_run(directory: Path) -> bool:
+    """True if a run came to its first step there: an attempt that failed before may be made again."""
+    path = directory / "metrics.jsonl"
+    return path.exists() and any(line.strip() and not _before_first_step(line) for line in path.open("rb"))
+
+
+def _before_first_step(line: bytes) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("event") in EARLY
+
+
+def engine_of_run(directory: Path) -> str:
+    """The engine that a run was last trained with."""
+    path = directory / "run.json"
+    found = parse_json(read_text(path, "run"), str(path)) if is_plain_file(path) else {}
+    return str(found.get("engine", "torch")) if isinstance(found, dict) else "torch"
+
+
 def write_run(directory: Path, prepared: Prepared) -> None:
+    engine = prepared.engine
+    about = {"engine": engine.name, "devices": prepared.plan.mesh.devices, "versions": versions_of(engine)}
     texts = {"recipe.json": prepared.recipe.model_dump_json(indent=1) + "\n", "plan.json": prepared.plan.to_json()}
+    texts["run.json"] = json.dumps(about, indent=1) + "\n"
     if classes := prepared.data.about().get("classes"):
         texts["classes.json"] = json.dumps(classes, indent=1, ensure_ascii=False) + "\n"
     for name, text in texts.items():

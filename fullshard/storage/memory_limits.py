@@ -4,6 +4,7 @@ A container sees the machine's memory but may use only that of its cgroup, so bo
 Imports no torch: the launcher needs it, too.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def _limit_of(group: Path) -> Limit | None:
     cached = next((names for names in CACHES if names[0] in stat), ())
     total = min(allowed)
     return Limit(total, total - used + sum(stat.get(name, 0) for name in cached), f"the cgroup {group}")
+
+
+def resident_bytes(root: Path = ROOT) -> dict[str, int]:
+    """`host_rss`: the bytes of host memory that this process has. Empty where the kernel does not tell."""
+    pages = "".join(_lines(root / "proc/self/statm")).split()
+    return {"host_rss": int(pages[1]) * os.sysconf("SC_PAGE_SIZE")} if len(pages) > 1 else {}
 
 
 def kills(root: Path = ROOT) -> dict[str, int]:

@@ -164,7 +164,12 @@ def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     assert last == {"event": "stopped", "step": last_step["step"]}
     assert process.returncode == code
     assert "Traceback" not in said
-    assert said.splitlines()[-1] == f"ended after step {last['step']}: stopped"
+    ended = said.splitlines()[-6:]
+    assert ended[0] == f"ended after step {last['step']}: stopped"
+    assert ended[1].startswith(f"step {last['step']}: saved {run}/checkpoints/step-{last['step']:08d}, ")
+    assert ended[2].startswith(f"trained     {last['step']} steps in ")
+    assert ended[4] == f"checkpoint  {run}/checkpoints/step-{last['step']:08d}"
+    assert ended[5] == f"resume      fullshard train recipe.toml train.steps=100000 --run {run} --resume auto"
 
 
 @full
@@ -203,15 +208,19 @@ def children(pid: int) -> list[str]:
 def test_dry_run_shows_the_plan_and_writes_nothing(here):
     done = train(here, "--dry-run", "--run", "runs/dry")
     assert done.returncode == 0, done.stderr
-    assert "6 steps into runs/dry" in done.stderr
+    assert '"decay_all": false' in done.stderr  # all keys, and the table of units
+    assert "model.layers.0 … model.layers.1 (2)  sharded" in done.stderr
+    said = "dry run, nothing is started or written; it would be: 6 steps into runs/dry, weights drawn"
+    assert done.stderr.splitlines()[-1] == said
     assert not (here / "runs/dry").exists()
 
 
 def test_bad_input_exits_2_with_one_line(here):
     done = train(here, "optim.lrr=1", "--run", "runs/bad")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: recipe.toml: unknown key optim.lrr")
-    assert done.stderr.count("\n") == 1
+    said = [line for line in done.stderr.splitlines() if not line.endswith(" …")]  # without what it was doing
+    assert len(said) == 1
+    assert said[0].startswith("error: recipe.toml: unknown key optim.lrr")
     assert not (here / "runs/bad").exists()
 
 
