@@ -15,6 +15,7 @@ from fullshard.model import presets
 from fullshard.planner.estimate import estimate
 from fullshard.planner.remedies import remedies
 from fullshard.planner.search import full_model
+from fullshard.planner.search.explain import NothingFitsError
 from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.search import find_plan
 from fullshard.text import bytes_text, parse_bytes
@@ -220,6 +221,27 @@ def test_nothing_fits_says_what_would():
     pinned = {"home.optimizer": "device", "home.params": "device", "home.activations": "device"}
     with pytest.raises(FullshardError, match=r"; optimizer.* on host .*\(.* of the host\) or 32 devices"):
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
+
+
+def test_nothing_fits_carries_the_plans_of_its_figures():
+    with pytest.raises(NothingFitsError) as caught:
+        find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
+    assert caught.value.shortages
+    for shortage in caught.value.shortages:
+        assert f"{bytes_text(shortage.needed)} of {bytes_text(shortage.room)} a device" in str(caught.value)
+        assert sum(shortage.peak.terms.values()) <= shortage.needed
+
+
+def test_a_search_can_be_ended():
+    calls = []
+
+    def check() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        find_plan(presets.describe("gpt2"), Cluster.named("8xh100"), sequence=1024, check=check)
 
 
 def test_if_no_change_alone_helps_the_message_names_one_that_does_with_offload():

@@ -4,10 +4,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from fullshard.errors import FullshardError
 from fullshard.model.reduced_description import blocks_of
 from fullshard.plan import Plan
-from fullshard.planner.estimate import WAIT_WORDS, disk_available, host_available
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.estimate import WAIT_WORDS, cores_share, disk_available, host_available
+from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.search.bounds import Candidate, CandidatePool
 from fullshard.planner.search.full_model import FullModel
 from fullshard.planner.search.labels import home_words
@@ -32,6 +33,25 @@ class Alternative:
     needed: int  # bytes
     step_seconds: float | None  # None if it does not fit
     reason: str
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A plan that does not fit. `needed`: bytes of a device: allocated ones, and what the allocator is likely to add."""
+
+    label: str
+    plan: Plan
+    peak: PeakMemory
+    needed: int
+    room: int
+
+
+class NothingFitsError(FullshardError):
+    """No plan fits. `shortages`: the leanest plan, and the same with everything that may leave the device on the host."""
+
+    def __init__(self, message: str, shortages: tuple[Shortage, ...]):
+        super().__init__(message)
+        self.shortages = shortages
 
 
 def alternatives(best: Candidate, pool: CandidatePool, offloaded: list[Candidate], room: int) -> list[Alternative]:
@@ -71,7 +91,7 @@ def _strategy(candidate: Candidate) -> str:
 # -- nothing fits --------------------------------------------------------------------------------------------
 
 
-def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Candidate], room: int) -> str:
+def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Candidate], room: int) -> NothingFitsError:
     """What the leanest plan lacks, and the smallest change that would do."""
     leanest = CandidatePool.leanest(failing)
     larger, shorter = _more_devices(request), _shorter_sequences(request, leanest)
@@ -88,39 +108,41 @@ def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Cand
         helps = f"{' or '.join(w for w in ways if w)} should fit with offload to {there}"
     if not any(ways):
         helps = "nothing small helps: take devices with more memory"
-    return f"nothing fits: the leanest plan ({leanest.label}) needs {_leanest_needs(request, reduced, leanest, room)}; {helps}"
+    found = _shortages(request, reduced, leanest, room)
+    needs = [f"{f'with {s.label} ' if i else ''}{_needs(request, s)}" for i, s in enumerate(found)]
+    return NothingFitsError(f"nothing fits: the leanest plan ({leanest.label}) needs {', and '.join(needs)}; {helps}", found)
 
 
-def _leanest_needs(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> str:
-    """The bytes that the leanest plan needs, as it is and with everything that may leave the device on the host."""
+def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> tuple[Shortage, ...]:
+    """The leanest plan as it is, and with everything that may leave the device on the host."""
     fixed = "cpu_share" in request.fix
     offload = OffloadLevels.of(leanest.plan, request.description, request.fixed_homes, all_cores=not fixed)
     if not offload.top or request.fix.get("tensor", 1) > 1:
-        return _needs(request, reduced, leanest.plan, leanest.needed, room)
+        return (_shortage(request, reduced, leanest.label, leanest.plan, room),)
     top = offload.at(offload.top)
-    needs_at_top = _needs(request, reduced, top, reduced.reserved(top), room)
     if leanest.offload is not None:
-        return needs_at_top
-    return f"{_needs(request, reduced, leanest.plan, leanest.needed, room)}, and with {home_words(top)} {needs_at_top}"
+        return (_shortage(request, reduced, leanest.label, top, room),)
+    plans = {leanest.label: leanest.plan, home_words(top): top}
+    return tuple(_shortage(request, reduced, label, plan, room) for label, plan in plans.items())
 
 
-def _needs(request: PlanRequest, reduced: ReducedModel, plan: Plan, needed: int, room: int) -> str:
+def _shortage(request: PlanRequest, reduced: ReducedModel, label: str, plan: Plan, room: int) -> Shortage:
+    arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip}
+    share = cores_share(plan, request.cluster, request.optimizer)
+    peak = predict(plan, request.description, **arguments, cpu_share=share, reserved=False)  # type: ignore[arg-type]
+    return Shortage(label, plan, peak, peak.allocated + reduced.slack(plan), room)
+
+
+def _needs(request: PlanRequest, s: Shortage) -> str:
     """Bytes of device, host and disk that a plan needs, of those that there are."""
-    there, on_disk, most = host_available(request.cluster, needed), _on_disk(request, plan), disk_available(request.cluster)
-    shortage = max(0, reduced.host(plan) - there) if request.to_disk else 0
-    parts = [f"{bytes_text(needed)} of {bytes_text(room)} a device"]
-    parts += [f"{bytes_text(reduced.host(plan))} of {bytes_text(there)} of the host"] if reduced.host(plan) else []
+    on_host, on_disk = sum(s.peak.host.values()), sum(s.peak.disk.values())
+    there, most = host_available(request.cluster, s.needed), disk_available(request.cluster)
+    shortage = max(0, on_host - there) if request.to_disk else 0
+    parts = [f"{bytes_text(s.needed)} of {bytes_text(s.room)} a device"]
+    parts += [f"{bytes_text(on_host)} of {bytes_text(there)} of the host"] if on_host else []
     parts += [f"{bytes_text(on_disk)} of {bytes_text(most)} of the disk"] if on_disk else []
     parts += [f"at least {bytes_text(shortage)} of {bytes_text(most)} of the disk"] if shortage else []
     return " and ".join(parts)
-
-
-def _on_disk(request: PlanRequest, plan: Plan) -> int:
-    """Bytes of a plan's files."""
-    if not any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units):
-        return 0
-    found = predict(plan, request.description, loss=request.loss, optimizer=request.optimizer, reserved=False, clip=request.clip)
-    return sum(found.disk.values())
 
 
 # -- changes that would help ---------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class FullModel:
         return available(self.request.cluster, self.request.limit)
 
     def peak(self, plan: Plan) -> PeakBytes:
+        self.request.check()
         return peak_bytes(plan, self.request.description, **self._arguments(plan))
 
     def peak_after_move(self, plan: Plan, before: PeakBytes) -> PeakBytes:
@@ -62,6 +63,7 @@ class FullModel:
 
     def judge(self, plan: Plan, peak: PeakBytes | None = None, slack: int = 0) -> FullResult:
         """Estimate a plan if it fits. `peak`: if it is known; `slack`: bytes that the allocator is likely to add to it."""
+        self.request.check()
         if peak is not None and (peak.device > self.room or self.host_shortage(peak) > 0):
             return FullResult(plan, peak.device + slack, fits_host=self.host_shortage(peak) <= 0)
         r, arguments = self.request, self._arguments(plan)

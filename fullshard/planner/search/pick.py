@@ -70,6 +70,7 @@ def offloaded_candidates(
     if reduced.needed(leanest.at(leanest.top)) > room:
         return
     for label, plan in family:
+        request.check()
         level = float("inf")
         for backlog in _backlogs(request, plan):
             offload = _levels(request, plan, all_cores, backlog)
@@ -98,6 +99,7 @@ def _best_on_device(request: PlanRequest, reduced: ReducedModel, pool: Candidate
     best: Final | None = None
     tried: list[Candidate] = []
     while candidate := pool.fastest([c for c in pool.left if c not in tried]):
+        request.check()
         if best is not None and candidate.seconds >= GAIN * best[1].step_seconds:
             break
         likely = reduced.reserved(candidate.plan)

@@ -5,12 +5,12 @@ Candidates are compared by reduced models, with a few of the equal blocks. The f
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError, checked_call
+from fullshard.errors import checked_call
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
@@ -58,24 +58,25 @@ def find_plan(
     clip: bool = True,
     disk: bool = True,
     engine: str | None = None,
+    check: Callable[[], None] | None = None,
 ) -> SearchResult:
     """Find the fastest plan for `description` on `cluster` that fits, with its estimate and why others lost.
 
     `fix` pins any choice (`{"strategy": "zero3", "remat": "full"}`). `limit`: bytes of a device to use. `sequence` and
     `global_batch`: by default those the model was described with, one micro-batch a rank. `clip`: whether gradients are
     clipped. `disk`: whether bytes may go to disk if nothing else fits. `engine`: which shall carry the plan out; by default
-    torch, but JAX for TPUs.
+    torch, but JAX for TPUs. `check`: called between estimates; what it raises ends the search.
     """
     began = time.perf_counter()
     refuse_uncosted(description)
     request = plan_request(description, cluster, sequence, global_batch, fix or {}, limit, loss, optimizer or AdamW())
     chosen = engine_for(cluster, engine)
-    request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen)
+    request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen, check=check or request.check)
     refuse_idle_backlog(request)
     room, reduced = available(cluster, limit), reduced_model(request)
     final, pool, offloaded = pick(request, reduced, room)
     if final is None:
-        raise FullshardError(nothing_fits(request, reduced, [*pool.all, *offloaded], room))
+        raise nothing_fits(request, reduced, [*pool.all, *offloaded], room)
     best, exact = with_staging(request, reduced, *final) if chosen == "torch" else final
     others = alternatives(best, pool, offloaded, room)
     return SearchResult(best.plan, exact, others, time.perf_counter() - began, len(pool.all) + len(offloaded), chosen)

@@ -3,7 +3,7 @@
 Only makes plans: what they cost is found elsewhere, and so are homes away from the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class PlanRequest:
     disk: bool = True  # whether optimizer state and parameters may go to disk
     disk_activations: bool = False  # whether activations may, too
     engine: str = "torch"  # which shall carry the plan out
+    check: Callable[[], None] = lambda: None  # called between estimates; what it raises ends the search
 
     def batch(self, micro_batch: int, accumulate: int = 1, sync: Any = "every") -> Batch:
         """The batch of a plan with so many rows."""

@@ -11,8 +11,8 @@ from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.phases import phase_sections
-from fullshard.planner.step.schedule import chunks, costs_of, schedule
-from fullshard.planner.step.unit_sizes import unit_sizes
+from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
+from fullshard.planner.step.unit_sizes import UnitSizes, unit_sizes
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.step_lanes import BACKWARD, StepLanes, Timeline
@@ -41,28 +41,52 @@ def timeline(
     On a shared host cores differ from step to step, and a step takes as long as the slower of device and host. So the
     result is the mean of three steps: at the pace of a quiet core, at the mean pace, and as much above it.
     """
-    last = plan.batch.accumulate - 1
-    shown = tuple(sorted({0, min(1, last), last}))  # micro-batches between the second and the last are like the second
-    slots = slots_of(optimizer or AdamW())
-    share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
-    units = unit_sizes(plan, description)
-    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
-    operations = schedule(plan, description, loss=loss, micros=shown, clip=clip)
+    shown = different_micro_batches(plan)
+    units, away, operations = step_operations(plan, description, cluster, shown, loss, optimizer, clip, cpu_share)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
     steps = []
     for host in hosts:
         lanes = StepLanes(plan, units, host, away)
-        for _ in range(STEPS if away else 1):
-            lanes.begin()
-            for operation in operations:
-                lanes.run(operation)
+        play(lanes, operations)
         steps.append(
             lanes.finish(
                 repeats=plan.batch.accumulate - len(shown), spread=cluster.calibration.rank_spread if spread is None else spread
             )
         )
     return _mean(steps)
+
+
+def different_micro_batches(plan: Plan) -> tuple[int, ...]:
+    """Indices of the first micro-batch, the second and the last: those between are like the second."""
+    last = plan.batch.accumulate - 1
+    return tuple(sorted({0, min(1, last), last}))
+
+
+def step_operations(
+    plan: Plan,
+    description: Description,
+    cluster: Cluster,
+    micros: tuple[int, ...],
+    loss: str,
+    optimizer: Optimizer | None,
+    clip: bool,
+    cpu_share: float | None,
+) -> tuple[dict[str, UnitSizes], OffloadBytes, tuple[Operation, ...]]:
+    """What is laid onto lanes: the units' sizes, what is offloaded, and the operations of these micro-batches."""
+    slots = slots_of(optimizer or AdamW())
+    share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
+    units = unit_sizes(plan, description)
+    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
+    return units, away, schedule(plan, description, loss=loss, micros=micros, clip=clip)
+
+
+def play(lanes: StepLanes, operations: tuple[Operation, ...]) -> None:
+    """Lay the operations onto the lanes: once, or with offload until one step is like the next."""
+    for _ in range(STEPS if lanes.away else 1):
+        lanes.begin()
+        for operation in operations:
+            lanes.run(operation)
 
 
 def _mean(steps: list[Timeline]) -> Timeline:
