@@ -16,6 +16,7 @@ from fullshard.engine import RunState, Step
 from fullshard.errors import FullshardError
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
+from fullshard.runs.heartbeat import Heartbeat
 from fullshard.runs.loop import train
 from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
@@ -79,7 +80,9 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
     for line in state.notes if first else ():
         tell(line)
     metrics = open_metrics(None, recipe)
-    watched = Watchdog(engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=state.compiles)
+    ranks = engine.watched_ranks()
+    told = Heartbeat(directory / "ranks", ranks.rank, ranks.world)
+    watched = Watchdog(ranks, recipe.train.hang_seconds, directory / "hang", compiles=state.compiles, heartbeat=told)
     with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals, watched as watchdog:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:

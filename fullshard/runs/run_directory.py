@@ -7,6 +7,7 @@ RUN/classes.json    the names of the classes by number, if the data names them
 RUN/metrics.jsonl   a line a step, an evaluation and an event
 RUN/samples.jsonl   what the model wrote, if it was asked to
 RUN/wandb-id        which run of Weights & Biases this is, if it is one
+RUN/ranks/          what each rank does, replaced every few seconds
 RUN/checkpoints/    see docs/guides/checkpoints.md
 RUN/hang/           the stacks of each rank, if the run was ended because it hung
 """

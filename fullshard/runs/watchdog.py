@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 
 from fullshard.engine import WatchedRanks, Where
 from fullshard.errors import HUNG
+from fullshard.runs.heartbeat import Heartbeat
 
 T = TypeVar("T")
 TICK = 0.25  # seconds between looks
@@ -44,12 +45,16 @@ class Progress:
 
 
 class Watchdog:
-    """Watches one rank. `seconds`: see `train.hang_seconds`; with 0 it only handles signals."""
+    """Watches one rank. `seconds`: see `train.hang_seconds`; with 0 it only handles signals. `heartbeat`: tells about the
+    rank meanwhile."""
 
-    def __init__(self, ranks: WatchedRanks, seconds: float, directory: Path, *, compiles: bool):
+    def __init__(
+        self, ranks: WatchedRanks, seconds: float, directory: Path, *, compiles: bool, heartbeat: Heartbeat | None = None
+    ):
         self.ranks, self.seconds, self.directory = ranks, seconds, directory
         self.first = (COMPILING if compiles else FIRST) * seconds
         self.progress = Progress("the start", SAVING, 2 * AT_ONCE)
+        self.heartbeat, self.step = heartbeat, 0  # the step under way
         self.took: deque[float] = deque(maxlen=16)  # seconds of the newest steps
         self.signals: list[int] = []
         self.ending = threading.Event()
@@ -64,6 +69,7 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.ending.set()
         self.thread.join()
+        self._tell(ended=True)
         signal.set_wakeup_fd(self.wakeup)
         faulthandler.cancel_dump_traceback_later()
         os.close(self.read)
@@ -72,6 +78,7 @@ class Watchdog:
     # -- told by the main thread -----------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
+        self.step = step
         self.progress = Progress(f"step {step}")
         if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
             faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
@@ -105,11 +112,18 @@ class Watchdog:
             self.progress.idle += min(now - last, GAP)
             last = now
             self._hear()
+            self._tell()
             limit = self._limit()
             if self.signals and self.progress.idle > self._patience():
                 self._end(128 + self.signals[0])
             elif limit and self.progress.idle > limit:
                 self._end(HUNG)
+
+    def _tell(self, *, ended: bool = False) -> None:
+        if self.heartbeat:
+            took = self.took[-1] if self.took else None
+            now = self.progress
+            self.heartbeat.beat(step=self.step, doing=now.doing, idle=now.idle, step_seconds=took, ended=ended)
 
     def _hear(self) -> None:
         try:

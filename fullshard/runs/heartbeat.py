@@ -1,0 +1,54 @@
+"""What a rank tells about itself while it runs: RUN/ranks/00000.json and so on, replaced every few seconds.
+
+Written by the watchdog's thread, so that a rank that waits in a collective still tells. Nothing in a run reads it.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+EVERY = 5.0  # seconds between two writes of a rank, at least
+WRITES = 20.0  # a second of all ranks together, at most: they may share a file system
+
+
+class Heartbeat:
+    """Writes the file of one rank. What cannot be written is said once; the run goes on."""
+
+    def __init__(self, directory: Path, rank: int, world: int):
+        self.path = directory / f"{rank:05d}.json"
+        self.every = max(EVERY, world / WRITES)
+        self.about: dict[str, Any] = {"rank": rank, "world": world, "host": socket.gethostname(), "pid": os.getpid()}
+        self.next = 0.0
+        self.failed = False
+
+    def beat(self, *, step: int, doing: str, idle: float, step_seconds: float | None, ended: bool = False) -> None:
+        """Write, unless the last time was just now. `ended`: the rank is done, and this is its last word."""
+        now = time.monotonic()
+        if now < self.next and not ended:
+            return
+        self.next = now + self.every
+        told = {"step": step, "doing": doing, "idle_seconds": round(idle, 1), "step_seconds": step_seconds, "ended": ended}
+        self._write(self.about | told | {"rss": _resident_bytes(), "every": self.every, "time": time.time()})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        fresh = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(record) + "\n")
+            fresh.replace(self.path)  # a reader sees the old one or the new one
+        except OSError as error:
+            if not self.failed:
+                print(f"cannot write {self.path}: {error.strerror}; the run goes on without it", file=sys.stderr, flush=True)
+            self.failed = True
+
+
+def _resident_bytes() -> int | None:
+    """Bytes of memory that this process holds; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
