@@ -16,6 +16,7 @@ import fullshard
 from fullshard.commands import checkpoint, data, plan
 from fullshard.commands.compare import compare
 from fullshard.commands.measure import measure
+from fullshard.commands.page import page
 from fullshard.commands.train import train
 from fullshard.errors import REFUSED, FullshardError
 from fullshard.launch.local import given_arguments, inside_ranks
@@ -37,7 +38,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.explain, compare, measure, train):
+for command in (plan.models, plan.units, plan.explain, compare, measure, train, page):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")

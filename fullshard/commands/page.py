@@ -1,0 +1,52 @@
+"""`fullshard page`: plans and runs in the browser."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard.commands.common import describe_costs
+from fullshard.errors import FullshardError
+
+PACKAGES = ("starlette", "uvicorn", "plotly")
+
+
+def page(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs to show; several are drawn together.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="The Plan view begins with it: a preset, or a Hugging Face directory.")
+    ] = "llama3-8b",
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="The same: 64xh100, or a file of `measure`.")] = "8xh100",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="An address of this machine that no other can reach.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: any that is free.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Only print the address; open no browser.")] = False,
+) -> None:
+    """Show plans and runs in the browser: what a plan costs as you change it, and how runs go.
+
+    The page is for this machine alone. It needs no network, and it only reads. Ctrl-C ends it.
+
+    Example: fullshard page runs/first runs/second
+    """
+    if any(find_spec(name) is None for name in PACKAGES):
+        raise FullshardError("the page needs a web server and a charting library; write pip install 'fullshard[page]'")
+    from fullshard.cluster.cluster import Cluster
+    from fullshard.observe.page.plan_request import refuse_cluster, refuse_model
+    from fullshard.observe.page.server import listen, open_runs, serve
+
+    refuse_model(model)
+    refuse_cluster(cluster)
+    Cluster.load(cluster)
+    shown = open_runs(runs or [])
+    address = listen(host, port)
+    typer.echo(address.url)
+    typer.echo("Ctrl-C ends it", err=True)
+    if not no_open:
+        import webbrowser
+
+        webbrowser.open(address.url)  # the socket listens already: the browser's request waits for the server
+    serve(address, shown, describe_costs, {"model": model, "cluster": cluster})

@@ -1,0 +1,1 @@
+"""Looking at runs: benchmarks, profiles, the page."""

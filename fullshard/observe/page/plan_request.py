@@ -1,0 +1,99 @@
+"""What the page asks about a plan: the controls as text, checked, and the command line that asks the same."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError, nearest
+from fullshard.model import presets
+from fullshard.reading import is_directory, is_plain_file
+
+WORDS = ("strategy", "remat", "home.params", "home.optimizer", "home.activations", "compute")  # choices that are words
+NUMBERS = ("replicate", "tensor", "micro_batch")  # choices that are numbers
+AUTO = "auto"  # of any choice: the search decides
+LONGEST = 4096  # characters of a value
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """The question of the Plan view. `fix`: choices that are not left to the search, by name."""
+
+    model: str
+    cluster: str
+    sequence: int = 1024
+    global_batch: int | None = None
+    price: float | None = None
+    fix: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> "PlanQuestion":
+        """The question in a query string. Raises a sentence for what is none."""
+        known = {"model", "cluster", "sequence", "global_batch", "price", *WORDS, *NUMBERS}
+        for name, value in given.items():
+            if name not in known:
+                raise FullshardError(f"unknown question {name!r}{nearest(name, sorted(known))}")
+            if len(value) > LONGEST or "\0" in value:
+                raise FullshardError(f"{name} is no name: it has {len(value)} characters; write a shorter one")
+        text = {name: value.strip() for name, value in given.items() if value.strip() not in ("", AUTO)}
+        for name in ("model", "cluster"):
+            if name not in text:
+                raise FullshardError(f"give a {name}")
+        fix: list[tuple[str, Any]] = [(name, text[name]) for name in WORDS if name in text]
+        fix += [(name, _integer(name, text[name])) for name in NUMBERS if name in text]
+        return cls(
+            text["model"],
+            text["cluster"],
+            _integer("sequence", text.get("sequence", "1024")),
+            _integer("global batch", text["global_batch"]) if "global_batch" in text else None,
+            _price(text["price"]) if "price" in text else None,
+            tuple(fix),
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that gives the same plan."""
+        words = ["fullshard", "plan", self.model, "--cluster", self.cluster, "--sequence", str(self.sequence)]
+        words += [] if self.global_batch is None else ["--global-batch", str(self.global_batch)]
+        words += [] if self.price is None else ["--price", f"{self.price:g}"]
+        return shlex.join(words + (["--fix", *[f"{name}={value}" for name, value in self.fix]] if self.fix else []))
+
+
+def _integer(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise FullshardError(f"{name} must be a whole number above 0, not {text[:40]!r}")
+    return int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise FullshardError(f"the price is what a device costs an hour, a number above 0, not {text[:40]!r}")
+    return found
+
+
+def refuse_model(model: str) -> None:
+    """Raise unless a model is a preset or a Hugging Face config. The page runs no code and reads no other kind of file."""
+    if model in presets.PRESETS:
+        return
+    if ":" in model or model.endswith(".py"):
+        raise FullshardError(f"the page runs no code, so it cannot build {model}; write fullshard plan {model} --cluster …")
+    path = Path(model)
+    if is_directory(path):
+        path = path / "config.json"
+        if not is_plain_file(path):
+            raise FullshardError(f"{model} has no config.json; write the directory of a Hugging Face model")
+    elif "/" not in model and not model.endswith(".json"):
+        presets.preset(model)  # raises, and names the nearest
+    if path.name != "config.json" or not is_plain_file(path):
+        raise FullshardError(f"{model} is no preset and no config.json; write a preset, or the directory of a Hugging Face model")
+
+
+def refuse_cluster(cluster: str) -> None:
+    """Raise for a path that is no JSON file: cluster files are read, and nothing else."""
+    if ("/" in cluster or is_plain_file(cluster)) and not cluster.endswith(".json"):
+        raise FullshardError(f"{cluster} is no cluster; write a name such as 8xh100, or a file.json of `fullshard measure`")

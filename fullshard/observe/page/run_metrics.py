@@ -1,0 +1,105 @@
+"""Reads a run's metrics.jsonl as it grows, and thins it out for a chart."""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "samples_per_second",
+    "mfu",
+    "seconds",
+    "data_wait_seconds",
+    "memory_allocated",
+    "memory_reserved",
+)
+MOST_ROWS = 1200  # that a chart is drawn of
+MOST_READ = 16 << 20  # bytes of one look: a long file takes several
+MOST_EVENTS = 200
+
+Row = dict[str, float | None]
+
+
+@dataclass
+class MetricsReader:
+    """The numbers of one file so far. `version` changes when they do."""
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)  # a step each
+    evaluations: list[Row] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    offset: int = 0
+    file: int = -1  # its inode: a resumed run replaces the file
+    version: int = 0
+
+    def look(self) -> None:
+        """Read what was appended since the last look. A file that was cut back or replaced is read again from its start."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self.file or found.st_size < self.offset:
+                    self._begin(found.st_ino)
+                file.seek(self.offset)
+                data = file.read(MOST_READ)
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may still be written
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            self._take(line)
+
+    def _begin(self, inode: int) -> None:
+        self.rows, self.evaluations, self.events = [], [], []
+        self.offset, self.file = 0, inode
+        self.version += 1
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return  # a line that a kill cut off
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            return
+        self.version += 1
+        if "event" in record:
+            self.events = [*self.events, record][-MOST_EVENTS:]
+        elif "loss" in record:
+            self.rows.append({"step": record["step"], **{name: _number(record.get(name)) for name in COLUMNS}})
+        elif (found := _number(record.get("eval_loss"))) is not None:
+            self.evaluations.append({"step": record["step"], "loss": found})
+
+    def series(self) -> dict[str, list[float | None]]:
+        """The columns that have numbers, thinned out; with `step`."""
+        rows = thinned(self.rows, MOST_ROWS)
+        names = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+        return {name: [row[name] for row in rows] for name in ("step", *names)}
+
+    def last_event(self, name: str) -> dict[str, Any] | None:
+        return next((event for event in reversed(self.events) if event["event"] == name), None)
+
+
+def thinned(rows: list[Row], most: int) -> list[Row]:
+    """At most `most` rows: of each stretch of steps those with the lowest and the highest loss, so that no spike is lost."""
+    if len(rows) <= most:
+        return rows
+    stretches = most // 2 - 1
+    kept = {0, len(rows) - 1}
+    for i in range(stretches):
+        stretch = range(i * len(rows) // stretches, (i + 1) * len(rows) // stretches)
+        kept |= {min(stretch, key=lambda n: _loss(rows[n])), max(stretch, key=lambda n: _loss(rows[n]))}
+    return [rows[n] for n in sorted(kept)]
+
+
+def _loss(row: Row) -> float:
+    found = row["loss"]
+    return float("inf") if found is None else found  # not finite: worth to be seen
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
