@@ -9,7 +9,7 @@ import typer
 from fullshard.commands.common import describe_costs
 from fullshard.errors import FullshardError
 
-PACKAGES = ("starlette", "uvicorn", "plotly")
+PACKAGES = ("starlette", "uvicorn", "plotly", "xxhash")
 
 
 def page(
@@ -33,7 +33,7 @@ def page(
     Example: fullshard page runs/first runs/second
     """
     if any(find_spec(name) is None for name in PACKAGES):
-        raise FullshardError("the page needs a web server and a charting library; write pip install 'fullshard[page]'")
+        raise FullshardError("the page needs a web server and a charting library: pip install 'fullshard[page]'")
     from fullshard.cluster.cluster import Cluster
     from fullshard.observe.page.plan_request import refuse_cluster, refuse_model
     from fullshard.observe.page.server import listen, open_runs, serve

@@ -1,17 +1,19 @@
 """Serves the page on this machine's own address until it is interrupted."""
 
+import errno
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvicorn
+
 from fullshard.errors import FullshardError
+from fullshard.observe.page.app import make_app
+from fullshard.observe.page.guard import Guard
 from fullshard.observe.page.plan_answer import Describe
 from fullshard.observe.page.run_view import RunView
-
-NEEDED = "fullshard page needs a web server and a charting library; write pip install 'fullshard[page]'"
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> PageAddress:
         found.listen(128)
     except OSError as error:
         found.close()
-        why = "in use by another program" if error.errno == 98 else (error.strerror or str(error)).lower()
-        raise FullshardError(f"port {port} of {address} is {why}; give another --port, or leave it out") from None
+        why = "is in use by another program" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise FullshardError(f"port {port} of {address} {why}; give another --port, or leave it out") from None
     return PageAddress(found, address, found.getsockname()[1], secrets.token_urlsafe(24))
 
 
@@ -74,22 +76,12 @@ def open_runs(directories: list[Path]) -> list[RunView]:
     return [RunView(directory) for directory in directories]
 
 
-def serve(
-    address: PageAddress, runs: list[RunView], describe: Describe, first: dict[str, str], ready: Callable[[], None] = lambda: None
-) -> None:
-    """Serve until Ctrl-C or SIGTERM. `ready` is called once requests are answered."""
-    try:
-        import uvicorn
-
-        from fullshard.observe.page.app import make_app
-        from fullshard.observe.page.guard import Guard
-    except ImportError:
-        raise FullshardError(NEEDED) from None
+def serve(address: PageAddress, runs: list[RunView], describe: Describe, first: dict[str, str]) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
     guarded = Guard(make_app(runs, describe, first), address.token, address.hosts, address.port)
     settings = {"log_level": "warning", "access_log": False, "server_header": False, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(guarded, lifespan="off", ws="none", **settings)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
-    ready()
     try:
         server.run(sockets=[address.socket])
     except KeyboardInterrupt:  # uvicorn ends in order, and raises the signal again
