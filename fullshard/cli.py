@@ -14,6 +14,7 @@ import typer
 
 import fullshard
 from fullshard.commands import checkpoint, data, plan
+from fullshard.commands.bench import bench
 from fullshard.commands.compare import compare
 from fullshard.commands.measure import measure
 from fullshard.commands.page import page
@@ -38,7 +39,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.explain, compare, measure, train, page):
+for command in (plan.models, plan.units, plan.explain, compare, measure, train, bench, page):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")

@@ -40,8 +40,17 @@ def inside_ranks() -> bool:
     return "RANK" in os.environ
 
 
-def become_ranks(devices: int, arguments: list[str], restarts: int = 0, *, engine: str = "torch", command: str = "") -> NoReturn:
-    """Run `fullshard arguments` on every rank, then exit. `command`: the one that resumes the run.
+def become_ranks(
+    devices: int,
+    arguments: list[str],
+    restarts: int = 0,
+    *,
+    engine: str = "torch",
+    command: str = "",
+    module: str = "fullshard.cli",
+) -> NoReturn:
+    """Run `fullshard arguments` on every rank, then exit. `command`: the one that resumes the run. `module`: another one to run,
+    which reads `given_arguments`.
 
     The arguments travel in the environment: torchrun takes options such as --run for its own.
     """
@@ -50,15 +59,15 @@ def become_ranks(devices: int, arguments: list[str], restarts: int = 0, *, engin
     os.environ[LAUNCH] = json.dumps(asdict(Launch(what, time.time(), command)))
     print(f"starting {what} …", file=sys.stderr, flush=True)
     if engine == "jax":
-        one_process(devices, ["-m", "fullshard.cli"], restarts)
-    torchrun(devices, ["-m", "fullshard.cli"], restarts)
+        one_process(devices, ["-m", module], restarts)
+    torchrun(devices, ["-m", module], restarts)
 
 
 def given_arguments() -> list[str] | None:
     """The arguments that `become_ranks` passed to this rank, or None."""
     if not (inside_ranks() and ARGUMENTS in os.environ):
         return None
-    _die_with_launcher()
+    die_with_parent()
     return json.loads(os.environ[ARGUMENTS])
 
 
@@ -67,8 +76,8 @@ def launched() -> Launch | None:
     return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None
 
 
-def _die_with_launcher() -> None:
-    """Ask the kernel to end this rank with its launcher. Otherwise it would train on beside a resumed run."""
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with the one that started it. A rank would otherwise train on beside a resumed run."""
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fullshard.on_torch.private import TorchDispatchMode, group_size
 
-CollectiveName = Literal["gather", "reduce", "all_reduce", "all_to_all"]
+CollectiveName = Literal["gather", "reduce", "all_reduce", "all_to_all", "broadcast"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,16 @@ def _read(func: Any, args: Any) -> LoggedCollective | None:
             return _make("reduce", args[1], _size(args[2]))
         case "c10d::allreduce_":
             return _make("all_reduce", args[0][0], _size(args[1]))
+        case "c10d::broadcast_":  # of buffers by DDP
+            return _make("broadcast", args[0][0], _size(args[1]))
+        case "c10d::allgather_":  # this and the next two: with a tensor for each rank, as other systems call them
+            return _listed("gather", args[0][0], _size(args[2]))
+        case "c10d::reduce_scatter_":
+            return _listed("reduce", args[1][0], _size(args[2]))
+        case "c10d::allgather_into_tensor_coalesced_":
+            return _listed("gather", args[0], _size(args[2]))
+        case "c10d::alltoall_base_":
+            return _make("all_to_all", args[1], _size(args[2]))
         case "_c10d_functional::all_gather_into_tensor":
             return LoggedCollective("gather", args[0].nbytes * args[1], args[1], args[0].dtype)
         case "_c10d_functional::reduce_scatter_tensor":
@@ -78,6 +88,10 @@ def _read(func: Any, args: Any) -> LoggedCollective | None:
 
 def _make(kind: CollectiveName, tensor: torch.Tensor, ranks: int) -> LoggedCollective:
     return LoggedCollective(kind, tensor.nbytes, ranks, tensor.dtype)
+
+
+def _listed(kind: CollectiveName, tensors: list[torch.Tensor], ranks: int) -> LoggedCollective:
+    return LoggedCollective(kind, sum(t.nbytes for t in tensors), ranks, tensors[0].dtype)
 
 
 def _size(boxed: Any) -> int:

@@ -148,7 +148,9 @@ def refuse_batch(model: nn.Module, loss: LossFunction, batch: Any) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError)
+    """The CPU's allocator has no exception of its own."""
+    refused = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return refused or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def checkpointer(checkpoint_dir: str | Path, state: State, *, keep: Retention | None, overlap: bool, run: str) -> Checkpointer:

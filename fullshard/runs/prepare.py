@@ -104,9 +104,9 @@ def _plan(
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, engine.describe(model, title=recipe.model.name, experts=recipe.plan.expert > 1), cluster.devices)
         fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
-        return plan, _expected(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
+        return plan, expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
     if shipped is None or not _traced(shipped, recipe.plan.compute):
-        shipped = _describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data())
+        shipped = describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data())
     found = find_plan(
         shipped,
         cluster,
@@ -114,7 +114,7 @@ def _plan(
         global_batch=recipe.train.global_batch,
         fix=_pinned(recipe) | _only_rows(recipe, shipped),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
-        loss=_planned_loss(recipe),
+        loss=planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
         disk=recipe.disk.path is not None,
@@ -128,12 +128,12 @@ def run_loss(recipe: Recipe) -> str:
     return "call" if recipe.model.call and recipe.loss == "plain" else recipe.loss
 
 
-def _planned_loss(recipe: Recipe) -> Literal["chunked", "plain"]:
+def planned_loss(recipe: Recipe) -> Literal["chunked", "plain"]:
     """The loss as the planner knows it."""
     return "chunked" if recipe.loss == "chunked" else "plain"
 
 
-def _describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description:
+def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description:
     """The model with its costs, which are kept on disk unless adapters change the model."""
     name, sequence, compute = recipe.model.name, recipe.sequence, recipe.plan.compute
 
@@ -166,14 +166,14 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
-def _expected(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
+def expected_of(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
     if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
         return None
     return estimate(
         plan,
         description,
         cluster,
-        loss=_planned_loss(recipe),
+        loss=planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
     )
@@ -192,7 +192,7 @@ def _without_disk(recipe: Recipe, plan: Plan, description: Description, cluster:
 def step_seconds(recipe: Recipe, plan: Plan, description: Description, cluster: Cluster) -> float:
     """The predicted step time."""
     clip = recipe.optim.clip is not None
-    return timeline(plan, description, cluster, loss=_planned_loss(recipe), optimizer=make_optimizer(recipe), clip=clip).seconds
+    return timeline(plan, description, cluster, loss=planned_loss(recipe), optimizer=make_optimizer(recipe), clip=clip).seconds
 
 
 def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None, engine: Engine[Any, Any]) -> int:

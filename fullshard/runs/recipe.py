@@ -168,10 +168,10 @@ def _override(tree: dict[str, Any], text: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise FullshardError(f"{text!r}: {section} is a value, not a section")
-    table[last] = _value(text, value)
+    table[last] = parse_value(text, value)
 
 
-def _value(override: str, text: str) -> Any:
+def parse_value(override: str, text: str) -> Any:
     """A value as TOML writes it, or a bare word, which is a string."""
     try:
         tomllib.loads(f"x = {text}")

@@ -32,6 +32,7 @@ ROOMS = [
             "loss_value",
             "hang_report",
             "rank_messages",
+            "bench_engine",
         ),
     },
     {"planner", "storage", "checkpoint", "data"},
@@ -49,6 +50,8 @@ HEAVY = {
     "transformers",
     "peft",
     "accelerate",
+    "deepspeed",
+    "megatron_fsdp",
     "lightning_fabric",
     "lightning",
     "jax",
@@ -58,7 +61,7 @@ HEAVY = {
     "orbax",
 }
 MAY = {
-    "on_torch": {"torch", "transformers", "peft", "accelerate", "lightning_fabric", "lightning"},
+    "on_torch": {"torch", "transformers", "peft", "accelerate", "deepspeed", "megatron_fsdp", "lightning_fabric", "lightning"},
     "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
     "storage": {"torch"},  # pinned memory
 }
@@ -155,7 +158,7 @@ def inside_objection(source: Source, target: str, top: bool) -> str:
         return "the package imports only L0 at its top"
     if source.room in ("on_torch", "on_jax") and target.startswith("fullshard.planner.search"):
         return "engines carry plans out, they do not search"
-    if source.room in ("runs", "commands") and room(target) in ("on_torch", "on_jax"):
+    if source.room in ("runs", "observe", "commands") and room(target) in ("on_torch", "on_jax"):
         return "ask load_engine or engine_of for an engine"
     same = source.room == room(target) or mine == theirs == 0
     return "" if same or theirs < mine else "imports point downward"

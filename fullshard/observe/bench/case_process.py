@@ -1,0 +1,147 @@
+"""One case, carried out in fresh ranks: `python -m fullshard.observe.bench.case_process SPEC` starts them, and each runs this
+module again. A rank writes what it measured, or why it could not, to a file of its own beside SPEC.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.bench_engine import BenchEngine, Contestant, PeerRequest, load_bench_engine
+from fullshard.data.step_batches import close
+from fullshard.engine import Engine, load_engine
+from fullshard.errors import FullshardError
+from fullshard.launch.local import become_ranks, die_with_parent, given_arguments
+from fullshard.launch.rank_end import end_rank
+from fullshard.observe.bench.resident_memory import Resident
+from fullshard.planner.wire_bytes import sent_bytes
+from fullshard.runs.open_data import batches
+from fullshard.runs.prepare import Prepared, disk_of, make_optimizer, prepare, run_loss
+from fullshard.runs.recipe import make_recipe
+
+MODULE = "fullshard.observe.bench.case_process"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the ranks of a case do. `peer`: a system other than fullshard. `limit`: bytes of a device that they may use.
+    `versions`: of the libraries, so that a result of others is not taken for one of these."""
+
+    engine: str
+    ranks: int
+    recipe: dict[str, Any]
+    peer: str | None
+    steps: int
+    warmup: int
+    limit: int | None
+    versions: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "Spec":
+        return cls(**json.loads(path.read_text()))
+
+
+def main() -> None:
+    """In the process that the benchmark started: become the ranks. In a rank: measure."""
+    arguments = given_arguments()
+    path = Path((arguments or sys.argv[1:])[0])
+    spec = Spec.load(path)
+    if arguments is None:
+        die_with_parent()
+        become_ranks(spec.ranks, [str(path)], engine=spec.engine, module=MODULE)
+    engine = load_engine(spec.engine)
+    try:
+        found: dict[str, Any] = {"outcome": "ok", **measure(spec, engine)}
+    except Exception as error:
+        load_bench_engine(spec.engine).limit_memory(None)  # what follows needs some
+        memory = engine.out_of_memory(error)
+        _write(path, {"outcome": "out of memory" if memory else "failed", "why": _sentence(error), "time": time.time()})
+        end_rank(error)
+    _write(path, found)
+    engine.finish()
+
+
+def measure(spec: Spec, engine: Engine[Any, Any]) -> dict[str, Any]:
+    """What this rank measures of the case. Collective."""
+    engine.start()
+    recipe = make_recipe(spec.recipe, "the case")
+    prepared = engine.all_or_none(lambda: prepare(recipe, engine.all_devices(), engine))
+    bench = load_bench_engine(spec.engine)
+    resident = Resident.begin()
+    if spec.limit is not None:
+        bench.limit_memory(spec.limit)
+    flops, peak = bench.flops(prepared.model, recipe.sequence, prepared.plan.precision.compute)
+    steps = iter(batches(recipe, prepared.plan, prepared.data, engine.data_share(prepared.plan.mesh), engine))
+    began = time.perf_counter()
+    try:
+        contestant = _contestant(spec, prepared, bench)
+        ready = time.perf_counter() - began
+        found = _timed(contestant, steps, spec, resident)
+    finally:
+        close(steps)
+    about = {"ready_seconds": ready, "hardware": bench.hardware()}
+    about |= {"rank": engine.rank_and_world()[0], "devices_here": max(1, engine.all_devices() // engine.rank_and_world()[1])}
+    counts = recipe.unit == "tokens"
+    return about | found | {"flops_per_token": flops if counts else None, "peak_flops": peak if counts else None}
+
+
+def _contestant(spec: Spec, prepared: Prepared, bench: BenchEngine) -> Contestant:
+    engine, recipe, plan = prepared.engine, prepared.recipe, prepared.plan
+    optimizer, clip, seed = make_optimizer(recipe), recipe.optim.clip, recipe.train.seed
+    if spec.peer is not None:
+        return bench.make_peer(spec.peer, PeerRequest(prepared.model, plan, optimizer, clip, seed))
+    disk = disk_of(recipe, plan)
+    state = engine.shard(prepared.model, plan, optimizer, seed=seed, weights=prepared.weights, disk=disk)
+    engine.seed_dropout(state, seed)
+    return bench.make_contestant(state, engine.named_loss(run_loss(recipe)), clip)
+
+
+def _timed(contestant: Contestant, data: Iterator[Any], spec: Spec, resident: Resident) -> dict[str, Any]:
+    """Warm up, time steps, then count the collectives of one more. The first step compiles, checks and allocates: memory is
+    counted from the end of it on."""
+    first = time.perf_counter()
+    losses = [contestant.step(next(data))]
+    first = time.perf_counter() - first
+    contestant.settle()
+    resident.reset()
+    for _ in range(spec.warmup - 1):
+        losses.append(contestant.step(next(data)))
+    seconds, waited = [], []
+    for _ in range(spec.steps):
+        asked = time.perf_counter()
+        micro_batches = next(data)
+        start = time.perf_counter()
+        losses.append(contestant.step(micro_batches))
+        seconds.append(time.perf_counter() - start)
+        waited.append(start - asked)
+    memory = contestant.memory() | {"resident": resident.peak()}
+    collectives = contestant.collectives(next(data))
+    sent: dict[str, float] = {}
+    for c in collectives:
+        sent[c.kind] = sent.get(c.kind, 0.0) + c.times * sent_bytes(c.kind, c.nbytes, c.ranks)
+    numbers = {"seconds": seconds, "first_step_seconds": first, "data_wait_seconds": statistics.median(waited), "losses": losses}
+    return numbers | {"memory": memory, "sent": sent, "collectives": sum(c.times for c in collectives)}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    file = path.with_name(f"rank-{os.environ.get('RANK', 0)}.json")
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.replace(file)
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, FullshardError) else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    main()

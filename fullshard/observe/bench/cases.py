@@ -1,0 +1,166 @@
+"""The cases of a benchmark: fullshard's own, and those of its peers, each a recipe that is checked and predicted."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.bench_engine import BenchEngine
+from fullshard.engine import Engine
+from fullshard.errors import FullshardError
+from fullshard.observe.bench.axes import Axis, Choices, product
+from fullshard.observe.bench.base_recipe import Base, Tree, with_choices
+from fullshard.observe.bench.case_process import Spec
+from fullshard.planner.wire_bytes import wire_bytes
+from fullshard.runs.prepare import Prepared, describe_costs, expected_of, planned_loss, prepare
+from fullshard.runs.recipe import make_recipe
+from fullshard.status import say
+
+OWN = "fullshard"
+TITLES = {  # of peers, for tables
+    "fully_shard": "bare fully_shard",
+    "ddp": "torch DDP",
+    "fsdp1": "FSDP1",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "megatron-fsdp": "Megatron-FSDP",
+    "plain": "plain JAX",
+}
+# What a peer takes over of a case. How it shards and where it keeps bytes is its own.
+PEER_KEYS = (
+    *("model.name", "data.sequence", "train.micro_batch", "train.global_batch"),
+    *("plan.compute", "plan.reduce", "plan.remat", "plan.remat_every", "plan.compile"),
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the planner says of a case: bytes and seconds of a rank, and bytes that it sends in a step."""
+
+    allocated: int
+    reserved: int | None
+    seconds: float
+    sent: float | None
+    mfu: float | None
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """`choices`: what it tries, by `section.key`. `refused`: why it cannot run, in a sentence."""
+
+    system: str
+    choices: Choices
+    spec: Spec
+    predicted: Predicted | None = None
+    refused: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The same for the same case, whatever else a benchmark tries."""
+        text = json.dumps(asdict(self.spec), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def label(self, shown: Sequence[Axis]) -> str:
+        """Its values of the axes that differ between cases, in a few words."""
+        return label(self.system, self.choices, shown)
+
+
+def label(system: str, choices: Choices, shown: Sequence[Axis]) -> str:
+    """A system's name, unless it is fullshard itself, and the values of these axes."""
+    words = [value_text(axis, choices[axis.key]) for axis in shown if axis.key in choices]
+    own = [] if system == OWN and words else [TITLES.get(system, system)]
+    return " ".join([*own, *words])
+
+
+def value_text(axis: Axis, value: Any) -> str:
+    """A value as a word. Numbers, switches and homes say what they are of."""
+    if isinstance(value, bool):
+        return axis.name if value else f"no {axis.name}"
+    bare = axis.key in ("plan.strategy", "model.name", "plan.compute")
+    return str(value) if bare else f"{axis.name}={value}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cases share."""
+
+    engine: str
+    ranks: int
+    steps: int
+    warmup: int
+    limit: int | None
+    versions: dict[str, str]
+
+
+def make_cases(base: Base, axes: list[Axis], peers: Sequence[str], settings: Settings, directory: Path) -> list[Case]:
+    """All cases, unchecked: fullshard's first, then each peer's."""
+    shared = [axis for axis in axes if axis.key in PEER_KEYS]
+    found = [_case(OWN, base, choices, settings, directory) for choices in product(axes, base.choices())]
+    for peer in peers:
+        found += [_case(peer, base, choices, settings, directory) for choices in product(shared, base.choices())]
+    return found
+
+
+def _case(system: str, base: Base, choices: Choices, settings: Settings, directory: Path) -> Case:
+    tree = with_choices(base.tree, choices, directory / "disk")
+    peer = None if system == OWN else system
+    if peer:
+        tree = _for_peer(tree)
+    s = settings
+    spec = Spec(s.engine, s.ranks, tree, peer, s.steps, s.warmup, s.limit, s.versions)
+    return Case(system, choices, spec)
+
+
+def _for_peer(tree: Tree) -> Tree:
+    """The recipe of a peer: units, precision, remat and batch of the case, nothing that only fullshard has."""
+    kept = {key.partition(".")[2] for key in PEER_KEYS if key.startswith("plan.")}
+    plan = {key: value for key, value in tree.get("plan", {}).items() if key in kept}
+    others = {name: table for name, table in tree.items() if name not in ("home", "disk", "plan")}
+    return others | {"plan": plan | {"strategy": "zero3"}}
+
+
+# -- before any starts -----------------------------------------------------------------------------------------
+
+
+def checked(cases: list[Case], engine: Engine[Any, Any], bench: BenchEngine) -> list[Case]:
+    """Every case with its prediction, or with the reason why it cannot run."""
+    say(f"checking {len(cases)} cases")
+    return [_checked(case, engine, bench) for case in cases]
+
+
+def _checked(case: Case, engine: Engine[Any, Any], bench: BenchEngine) -> Case:
+    try:
+        if case.spec.peer and (fault := bench.peer_fault(case.spec.peer) or _peer_refusal(case.spec.recipe)):
+            return replace(case, refused=fault)
+        prepared = prepare(make_recipe(case.spec.recipe, "the case"), case.spec.ranks, engine)
+    except FullshardError as error:
+        return replace(case, refused=str(error).removeprefix("the case: "))
+    return replace(case, predicted=None if case.spec.peer else predict(prepared, engine))
+
+
+def _peer_refusal(tree: Tree) -> str | None:
+    """Why no peer trains this recipe."""
+    data, model = tree.get("data", {}), tree.get("model", {})
+    if data.get("objective", "causal") != "causal" or data.get("boundaries") == "attention":
+        return "peers are measured on causal language models whose batches hold tokens alone"
+    if tree.get("lora") or model.get("call"):
+        return "peers are measured on whole models that are called with their tokens; leave lora and model.call out"
+    return None
+
+
+def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
+    """The planner's numbers; None for a model whose costs are not known."""
+    recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
+    if found is None and engine.name == "torch" and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
+        description = describe_costs(recipe, prepared.model, engine)
+        found = expected_of(recipe, plan, description, prepared.cluster)
+    if found is None or description is None:
+        return None
+    allocated = found.device.allocated_bytes
+    if prepared.cluster.device.kind == "cpu":
+        allocated -= found.device.terms.get("workspace", 0)  # cuBLAS's
+    sent = wire_bytes(plan, description, loss=planned_loss(recipe), clip=recipe.optim.clip is not None).total
+    return Predicted(allocated, found.device.reserved_bytes, found.step_seconds, sent, found.mfu, found.fits)

@@ -1,0 +1,126 @@
+"""The JAX engine behind `fullshard.bench_engine.BenchEngine`: its functions are this module's."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from fullshard.bench_engine import CountedCollective, PeerRequest, refuse_peer
+from fullshard.cluster.hardware import DEVICES
+from fullshard.errors import FullshardError
+from fullshard.on_jax.describe import Factory
+from fullshard.on_jax.flops import flops_per_token
+from fullshard.on_jax.hlo_collectives import collectives_of
+from fullshard.on_jax.jax_devices import preset_of
+from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.losses import LossFunction
+from fullshard.on_jax.model_loading import built
+from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
+from fullshard.on_jax.step import lowered_step, train_step
+from fullshard.plan import DType, Mesh
+
+PEERS: tuple[str, ...] = ("plain",)
+KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all_reduce", "other": "all_to_all"}
+
+
+@dataclass
+class JaxStateContestant:
+    """The steps of a state of fullshard."""
+
+    state: JaxState
+    loss: LossFunction
+    clip: float | None
+
+    def step(self, micro_batches: Sequence[Any]) -> float:
+        return train_step(self.state, micro_batches, loss=self.loss, clip=self.clip).numbers()[0]
+
+    def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
+        text = lowered_step(self.state, micro_batches, loss=self.loss).compile().as_text()
+        return _counted(text, self.state.plan.mesh)
+
+    def settle(self) -> None:
+        """Nothing: a step ends with its updates, and JAX counts the peak since the process began."""
+
+    def memory(self) -> dict[str, int]:
+        return _peak()
+
+
+@dataclass
+class JaxPeer:
+    """The plain step."""
+
+    plain: PlainStep
+
+    def step(self, micro_batches: Sequence[Any]) -> float:
+        return self.plain.step(micro_batches)
+
+    def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
+        return _counted(self.plain.text(micro_batches), Mesh(replicate=self.plain.mesh.size))
+
+    def settle(self) -> None:
+        """Nothing, as above."""
+
+    def memory(self) -> dict[str, int]:
+        return _peak()
+
+
+def _counted(text: str, mesh: Mesh) -> list[CountedCollective]:
+    """The collectives of a compiled program, as its text has them."""
+    sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
+    found = []
+    for c in collectives_of(text, mesh):
+        ranks = 1
+        for axis in c.axes:
+            ranks *= sizes[axis]
+        if ranks > 1:
+            found.append(CountedCollective(KINDS[c.kind], c.nbytes, ranks, c.times))
+    return found
+
+
+def _peak() -> dict[str, int]:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" not in stats:
+        return {}
+    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
+    return {"allocated": stats["peak_bytes_in_use"], "reserved": reserved}
+
+
+def make_contestant(state: JaxState, loss: LossFunction, clip: float | None) -> JaxStateContestant:
+    return JaxStateContestant(state, loss, clip)
+
+
+def peer_fault(name: str) -> str | None:
+    refuse_peer(name, "jax", PEERS)
+    return None
+
+
+def make_peer(name: str, request: PeerRequest) -> JaxPeer:
+    return JaxPeer(plain_step(request))
+
+
+def flops(model: Factory, sequence: int, compute: DType) -> tuple[float, float | None]:
+    device = jax.local_devices()[0]
+    known = None if device.platform == "cpu" else preset_of(device.device_kind)
+    peaks = DEVICES[known].peak if known else None
+    peak = None if peaks is None else peaks.fp32 if compute == "fp32" else peaks.bf16
+    return flops_per_token(built(model), sequence), peak
+
+
+def limit_memory(nbytes: int | None) -> None:
+    if nbytes is not None:
+        raise FullshardError("--limit: JAX reserves a device's memory when it starts; set XLA_PYTHON_CLIENT_MEM_FRACTION instead")
+
+
+def hardware() -> str:
+    kind = jax.local_devices()[0].device_kind
+    return f"CPU ({os.cpu_count()} cores, {platform.machine()})" if kind == "cpu" else kind
+
+
+if TYPE_CHECKING:  # mypy holds this module against the Protocol
+    from fullshard.bench_engine import BenchEngine
+    from fullshard.on_jax import bench_engine
+
+    _: BenchEngine = bench_engine
