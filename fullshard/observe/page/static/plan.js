@@ -5,6 +5,7 @@ import { bytes, count, percent, seconds } from "./format.js";
 import { drawMemory, drawTime, drawTimeline } from "./plan_charts.js";
 
 const PAUSE = 150; // milliseconds without a change before the server is asked
+const LONG = 3000; // milliseconds after which the page says why it takes so long
 const TAB = crypto.randomUUID(); // by which the server knows that a question replaces an earlier one
 const HOMES = ["auto", "device", "host", "disk"];
 const form = document.getElementById("question");
@@ -12,6 +13,7 @@ const answer = document.getElementById("answer");
 const verdict = document.getElementById("verdict");
 let waiting = null;
 let timer = 0;
+let slow = 0;
 let shown = null; // the answer on the page
 
 export function startPlan(choices) {
@@ -75,13 +77,17 @@ async function askNow() {
   waiting?.abort();
   waiting = new AbortController();
   answer.setAttribute("aria-busy", "true");
+  clearTimeout(slow);
+  slow = setTimeout(() => say("Still searching. A model that is no preset, and a tensor axis, are traced first.", ""), LONG);
   try {
     show(await ask(`/api/plan?${asked}&tab=${TAB}`, { signal: waiting.signal }));
   } catch (error) {
     if (error instanceof Superseded) return;
+    clearTimeout(slow);
     say(error.message, "bad");
     showNothing();
   }
+  clearTimeout(slow);
   answer.setAttribute("aria-busy", "false");
 }
 

@@ -91,17 +91,18 @@ function events(found) {
   return [make("details", {}, make("summary", {}, `Events (${found.length})`), table(["Step", "Event", ""], rows, [0]))];
 }
 
-// The lanes of each rank, as the profile of `fullshard profile` broke them down.
+// The lanes of each rank, as `fullshard profile` broke the step down, with those that the planner predicted.
 function drawProfile(figure, found) {
-  const ranks = found?.breakdown?.ranks?.filter((rank) => rank.lanes);
-  if (!ranks?.length) return clear(figure);
-  const lanes = Object.keys(ranks[0].lanes);
-  const label = (rank) => `rank ${rank.rank}`;
-  const { slowest, recommendation, overlap } = found.breakdown;
+  const measured = found?.breakdown?.ranks?.filter((rank) => rank.lanes);
+  if (!measured?.length) return clear(figure);
+  const { predicted, overlap, slowest, recommendation } = found.breakdown;
+  const rows = measured.map((rank) => ({ ...rank, label: `rank ${rank.rank}` }));
+  if (predicted?.lanes) rows.push({ ...predicted, label: "predicted" });
+  const lanes = Object.keys(measured[0].lanes);
   const notes = [
-    overlap === null || overlap === undefined ? "" : `${percent(overlap)} of communication is overlapped.`,
+    Number.isFinite(overlap) ? `${percent(overlap)} of communication is overlapped.` : "",
     slowest?.slow ? `Rank ${slowest.rank} is the slowest, in ${slowest.lane}.` : "",
-    typeof recommendation === "string" ? recommendation : (recommendation?.words ?? recommendation?.text ?? ""),
+    recommendation?.change ? `${recommendation.change} would save ${percent(recommendation.saves_share)} of a step: ${recommendation.why}.` : "",
   ];
   return draw(figure, {
     title: `Profile of step ${found.step}`,
@@ -110,8 +111,8 @@ function drawProfile(figure, found) {
       type: "bar",
       orientation: "h",
       name: lane,
-      y: ranks.map(label),
-      x: ranks.map((rank) => 1000 * rank.lanes[lane]),
+      y: rows.map((row) => row.label),
+      x: rows.map((row) => 1000 * (row.lanes[lane] ?? 0)),
       marker: { color: COLOURS[i % COLOURS.length] },
       hovertemplate: `${lane}: %{x:.2f} ms<extra></extra>`,
     })),
@@ -121,9 +122,9 @@ function drawProfile(figure, found) {
       yaxis: { autorange: "reversed" },
       legend: { orientation: "h", y: 1, x: 0, yanchor: "bottom", traceorder: "normal" },
     },
-    height: 110 + 28 * Math.min(ranks.length, 32),
+    height: 110 + 28 * Math.min(rows.length, 32),
     head: ["Rank", ...lanes, "A step"],
-    rows: ranks.map((rank) => [label(rank), ...lanes.map((lane) => seconds(rank.lanes[lane])), seconds(rank.step_seconds)]),
+    rows: rows.map((row) => [row.label, ...lanes.map((lane) => seconds(row.lanes[lane])), seconds(row.step_seconds)]),
     numbers: [...lanes.map((_, i) => i + 1), lanes.length + 1],
   });
 }
