@@ -17,6 +17,7 @@ from fullshard.commands import checkpoint, data, plan
 from fullshard.commands.bench import bench
 from fullshard.commands.compare import compare
 from fullshard.commands.measure import measure
+from fullshard.commands.migrate import migrate
 from fullshard.commands.page import page
 from fullshard.commands.train import train
 from fullshard.errors import REFUSED, FullshardError
@@ -39,7 +40,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.explain, compare, measure, train, bench, page):
+for command in (plan.models, plan.units, plan.explain, compare, measure, train, bench, page, migrate):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")

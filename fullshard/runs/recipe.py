@@ -27,6 +27,7 @@ from fullshard.runs.recipe_sections import (
 )
 
 MOST_BYTES = 1 << 20  # of a recipe
+FILL_IN = "FILL-IN"  # a value that `fullshard migrate` could not know
 
 
 class Recipe(RecipeSection):
@@ -144,9 +145,18 @@ class Recipe(RecipeSection):
 def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
     """The recipe of a file, with `section.key=value` overrides applied."""
     tree = parse_toml(read_text(path, "recipe", MOST_BYTES), str(path))
-    for override in overrides:
-        _override(tree, override)
+    for text in overrides:
+        override(tree, text)
+    _refuse_gaps(tree, str(path))
     return make_recipe(tree, str(path))
+
+
+def _refuse_gaps(tree: dict[str, Any], where: str) -> None:
+    for section, table in tree.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            if value == FILL_IN:
+                key = f"{section}.{key}"
+                raise FullshardError(f"{where}: {key} is still {FILL_IN}; write its value there, or {key}=VALUE after the recipe")
 
 
 def make_recipe(tree: dict[str, Any], where: str) -> Recipe:
@@ -156,11 +166,12 @@ def make_recipe(tree: dict[str, Any], where: str) -> Recipe:
         raise FullshardError(f"{where}: {_sentence(error)}") from None
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def override(tree: dict[str, Any], text: str) -> None:
+    """Put `section.key=value` into the tables of a recipe."""
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if equals and not sections and last == "plan":  # short for its one key, as in a file
-        return _override(tree, f"plan.{'file' if value.endswith('.json') else 'strategy'}={value}")
+        return override(tree, f"plan.{'file' if value.endswith('.json') else 'strategy'}={value}")
     if not equals or not sections:
         raise FullshardError(f"{text!r} is no override; write section.key=value, for example optim.lr=1e-4")
     table = tree
