@@ -55,7 +55,8 @@ def describe_costs(
         raise FullshardError(f"--call {call} names no callable; write --call file.py:callable")
     if model in presets.PRESETS and tensor == 1 and call is None:
         described = presets.describe(model)
-        if described.costs is not None and any(key[0] == compute for key in described.costs.traces):
+        traced = "bf16" if compute == "fp16" else compute  # traced as one
+        if described.costs is not None and any(key[0] == traced for key in described.costs.traces):
             return described
     axes = (tensor,) if tensor > 1 else ()
 

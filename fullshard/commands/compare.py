@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,25 +63,21 @@ def compare(
 
     where = Cluster.load(cluster)
     dtype = str(compute or ("fp32" if where.device.kind == "cpu" else "bf16"))
-    precision = Precision(dtype, str(reduce), str(master))  # type: ignore[arg-type]
-    described, shape = _described(model, sequence, dtype)
-    found = comparison.compare(
-        described,
-        where,
-        sequence=sequence,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        sync=str(sync),  # type: ignore[arg-type]
-        precision=precision,
-        remat=str(remat),  # type: ignore[arg-type]
-        compile=False if no_compile else None,
-        replicate=replicate,
-        limit=parse_bytes(limit) if limit else None,
-    )
+    shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch, "micro_batch": micro_batch, "sync": str(sync)}
+    batch = comparison.cut_batch(where, **shape)
+    choices: dict[str, Any] = {
+        "precision": Precision(dtype, str(reduce), str(master)),  # type: ignore[arg-type]
+        "remat": str(remat),
+        "compile": False if no_compile else None,
+        "replicate": None if replicate is None else comparison.hybrid_copies(where, replicate),
+        "limit": parse_bytes(limit) if limit else None,
+    }
+    described, words = _described(model, sequence, dtype)  # last: it may take a minute
+    found = comparison.compare(described, where, batch, **choices)
     if as_json:
-        print_json(found.to_dict() | ({"shape": shape} if shape else {}))
+        print_json(found.to_dict() | ({"shape": words} if words else {}))
     else:
-        typer.echo(comparison_text(found, shape))
+        typer.echo(comparison_text(found, words))
 
 
 def _described(model: str, sequence: int, compute: str) -> tuple["Description", str]:

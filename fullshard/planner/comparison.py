@@ -34,6 +34,8 @@ GROUPS: dict[Term, str] = {
     "staging": "other",
     "buffers": "other",
 }
+# A prediction looks at every chunk of the loss and at every micro-batch's tokens: larger batches would take minutes.
+MOST_TOKENS, MOST_ACCUMULATED = 1 << 24, 1 << 13
 OFFLOADED = {
     "offload": ("zero3, optimizer state in host memory", Home(optimizer="host")),
     "offload all": ("zero3, parameters and optimizer state in host memory", Home("host", "host")),
@@ -113,11 +115,8 @@ class Comparison:
 def compare(
     description: Description,
     cluster: Cluster,
+    batch: Batch,
     *,
-    sequence: int = 1024,
-    global_batch: int | None = None,
-    micro_batch: int = 1,
-    sync: Sync = "every",
     precision: Precision | None = None,
     remat: Remat = "none",
     compile: bool | None = None,
@@ -127,17 +126,15 @@ def compare(
 ) -> Comparison:
     """Compare the strategies for `description` on `cluster`.
 
-    `global_batch`: sequences in a step, by default a micro-batch for each device. `sync`: when gradients are reduced, as in a
-    `Batch`; `zero1` always reduces after the last micro-batch. `compile`: by default on GPUs, for models
-    with repeated blocks. `replicate`: copies of `hybrid`, by default one for each node. `limit`: bytes of a device to use.
+    `batch`: of each rank, as `cut_batch` makes it. `compile`: by default on GPUs, for models with repeated blocks.
+    `replicate`: copies of `hybrid`, by default one for each node. `limit`: bytes of a device to use.
     """
     on_cpu, blocks = cluster.device.kind == "cpu", any(u.kind == "block" for u in description.units)
-    batch = _batch(cluster.devices, sequence, global_batch, micro_batch, sync)
     chosen = precision or Precision(compute="fp32" if on_cpu else "bf16")
     compiled = (blocks and not on_cpu) if compile is None else compile
     engine = engine_for(cluster, None)
     made = []
-    for name, words, strategy, own in _strategies(cluster, replicate, engine):
+    for name, words, strategy, own in _strategies(cluster, hybrid_copies(cluster, replicate), engine):
         its = replace(batch, sync="every") if strategy == "zero1" else batch  # it reduces after the last anyway
         common: dict[str, Any] = {"batch": its, "precision": chosen, "remat": remat, "compile": compiled}
         plan = choose(strategy, description, devices=cluster.devices, **own, **common)
@@ -145,27 +142,47 @@ def compare(
     return Comparison(description, cluster, batch, chosen, remat, compiled, engine, tuple(made))
 
 
-def _batch(devices: int, sequence: int, global_batch: int | None, micro_batch: int, sync: Sync) -> Batch:
+def cut_batch(
+    cluster: Cluster, *, sequence: int = 1024, global_batch: int | None = None, micro_batch: int = 1, sync: Sync = "every"
+) -> Batch:
+    """The batch of each rank. `global_batch`: sequences in a step, by default a micro-batch for each device.
+
+    `sync`: when gradients are reduced; `zero1` always reduces after the last micro-batch.
+    """
     if micro_batch < 1:
         raise FullshardError(f"the micro-batch must be at least 1, not {micro_batch}")
-    at_once = devices * micro_batch
+    at_once = cluster.devices * micro_batch
     wanted = at_once if global_batch is None else global_batch
     if wanted < 1 or wanted % at_once:
         raise FullshardError(
-            f"a global batch of {wanted} cannot be cut into micro-batches of {micro_batch} for {devices} ranks; "
+            f"a global batch of {wanted} cannot be cut into micro-batches of {micro_batch} for {cluster.devices} ranks; "
             f"give a multiple of {at_once}"
         )
+    if micro_batch * sequence > MOST_TOKENS:
+        raise FullshardError(f"a micro-batch of {micro_batch} × {sequence} tokens is too large to predict; give fewer")
+    if wanted // at_once > MOST_ACCUMULATED:
+        raise FullshardError(f"{wanted // at_once} micro-batches in a step are too many to predict; give a smaller global batch")
     return Batch(micro_batch, sequence, wanted // at_once, sync)
 
 
-def _strategies(cluster: Cluster, replicate: int | None, engine: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def hybrid_copies(cluster: Cluster, replicate: int | None) -> int:
+    """Copies of the model that `hybrid` keeps: those asked for, else one for each node; 1 if there is no hybrid to show."""
+    if replicate is None:
+        return cluster.nodes if cluster.devices % cluster.nodes == 0 else 1
+    if replicate < 2 or cluster.devices % replicate:
+        raise FullshardError(
+            f"hybrid cannot keep {replicate} copies on {cluster.devices} devices; give a divisor of {cluster.devices} above 1"
+        )
+    return replicate
+
+
+def _strategies(cluster: Cluster, copies: int, engine: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Name, words, strategy and its own arguments of each column."""
     # On JAX, zero1 and zero2 gather in the master's dtype, which the estimate does not know.
     for name in ("ddp", "zero1", "zero2", "zero3") if engine == "torch" else ("ddp", "zero3"):
         yield name, name, name, {}
-    copies = (cluster.nodes if cluster.devices % cluster.nodes == 0 else 1) if replicate is None else replicate
-    if copies > 1 or replicate is not None:  # copies that cannot be are refused when the plan is made
-        words = f"{copies} copies, each sharded over {cluster.devices // max(1, copies)} devices"
+    if copies > 1:
+        words = f"{copies} copies, each sharded over {cluster.devices // copies} devices"
         yield "hybrid", words, "hybrid", {"replicate": copies}
     for name, (words, home) in OFFLOADED.items() if cluster.device.kind != "cpu" else ():
         yield name, words, "zero3", {"home": home}

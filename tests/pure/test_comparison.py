@@ -2,9 +2,9 @@
 
 import pytest
 
-from fullshard import Batch, Cluster, FullshardError, Precision, ddp, presets, zero3
+from fullshard import Batch, Cluster, Description, FullshardError, Precision, ddp, presets, zero3
 from fullshard.model.size_alone import model_of_size, parse_size
-from fullshard.planner.comparison import GROUPS, ComparedPlan, Comparison, compare
+from fullshard.planner.comparison import GROUPS, ComparedPlan, Comparison, compare, cut_batch
 from fullshard.planner.comparison_text import comparison_text
 from fullshard.planner.estimate import estimate
 from fullshard.planner.memory.peak import most_by_term
@@ -12,8 +12,12 @@ from fullshard.planner.memory.peak import most_by_term
 NANO = presets.describe("llama-nano")
 
 
-def compared(name: str = "llama2-7b", cluster: str = "8xh100", **choices) -> Comparison:
-    return compare(presets.describe(name), Cluster.load(cluster), **choices)
+def compared(model: Description | str, cluster: str = "8xh100", **choices) -> Comparison:
+    """`choices`: of the batch, and of the comparison."""
+    where = Cluster.load(cluster)
+    shape = {key: choices.pop(key) for key in ("sequence", "global_batch", "micro_batch", "sync") if key in choices}
+    description = presets.describe(model) if isinstance(model, str) else model
+    return compare(description, where, cut_batch(where, **shape), **choices)
 
 
 def by_name(found: Comparison) -> dict[str, ComparedPlan]:
@@ -22,7 +26,7 @@ def by_name(found: Comparison) -> dict[str, ComparedPlan]:
 
 @pytest.fixture(scope="module")
 def seven() -> Comparison:
-    return compared(sequence=4096)
+    return compared("llama2-7b", sequence=4096)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -96,29 +100,29 @@ def test_which_fit_and_what_is_saved(seven):
     ("cluster", "replicate", "shape"), [("16xh100", None, (2, 8)), ("8xh100", 2, (2, 4)), ("16xh100", 4, (4, 4))]
 )
 def test_hybrid_on_several_nodes_or_if_asked(cluster, replicate, shape):
-    mesh = by_name(compare(NANO, Cluster.load(cluster), sequence=16, replicate=replicate))["hybrid"].plan.mesh
+    mesh = by_name(compared(NANO, cluster, sequence=16, replicate=replicate))["hybrid"].plan.mesh
     assert (mesh.replicate, mesh.shard) == shape
 
 
 def test_cpus_have_no_other_home_and_tpus_no_zero2():
-    on_cpu = compare(NANO, Cluster.load("4xcpu"), sequence=16)
+    on_cpu = compared(NANO, "4xcpu", sequence=16)
     assert [p.name for p in on_cpu.plans] == ["ddp", "zero1", "zero2", "zero3"]
     assert (on_cpu.precision.compute, on_cpu.compile) == ("fp32", False)
     assert "in MiB" in comparison_text(on_cpu)
-    on_tpu = compare(NANO, Cluster.load("8xv5p"), sequence=16)
+    on_tpu = compared(NANO, "8xv5p", sequence=16)
     assert "zero2" not in by_name(on_tpu)
     assert "JAX engine" in comparison_text(on_tpu)
 
 
 def test_sync_last_is_for_those_that_have_a_choice():
-    every, late = (by_name(compare(NANO, Cluster.load("4xcpu"), sequence=16, global_batch=8, sync=s)) for s in ("every", "last"))
+    every, late = (by_name(compared(NANO, "4xcpu", sequence=16, global_batch=8, sync=s)) for s in ("every", "last"))
     assert late["ddp"].wire.copies == every["ddp"].wire.copies / 2
     assert late["zero3"].wire.reduce == every["zero3"].wire.reduce / 2
     assert late["zero1"].wire == every["zero1"].wire
 
 
 def test_the_table_is_narrow_and_complete():
-    found = compare(model_of_size("65B").description, Cluster.load("64xh100"), sequence=4096, remat="full")
+    found = compared(model_of_size("65B").description, "64xh100", sequence=4096, remat="full")
     text = comparison_text(found, "80 layers")
     assert max(map(len, text.splitlines())) <= 100
     rows = {line[:21].strip(): line[21:].split() for line in text.splitlines()}
@@ -178,14 +182,16 @@ def test_sizes_without_a_model(text, words):
         ({"global_batch": 0}, "a global batch of 0 cannot be cut"),
         ({"micro_batch": 3, "global_batch": 8}, "micro-batches of 3 for 8 ranks; give a multiple of 24"),
         ({"micro_batch": 0}, "the micro-batch must be at least 1, not 0"),
+        ({"global_batch": 2**31}, "268435456 micro-batches in a step are too many to predict; give a smaller global batch"),
+        ({"micro_batch": 10**12}, "a micro-batch of 1000000000000 × 1024 tokens is too large to predict; give fewer"),
         ({"sequence": 0}, "batch.sequence must be a positive integer"),
         ({"sync": "last"}, "has no effect with batch.accumulate = 1"),
-        ({"replicate": 3}, "must divide the 8 devices"),
-        ({"replicate": 0}, "must divide the 8 devices"),
-        ({"replicate": 1}, "without copies write zero3"),
+        ({"replicate": 3}, "hybrid cannot keep 3 copies on 8 devices; give a divisor of 8 above 1"),
+        ({"replicate": 0}, "hybrid cannot keep 0 copies on 8 devices; give a divisor of 8 above 1"),
+        ({"replicate": 1}, "hybrid cannot keep 1 copies on 8 devices; give a divisor of 8 above 1"),
     ],
 )
 def test_refused(choices, words):
     with pytest.raises(FullshardError) as caught:
-        compare(NANO, Cluster.load("8xh100"), **choices)
+        compared(NANO, "8xh100", **choices)
     assert words in str(caught.value)
