@@ -1,0 +1,1 @@
+"""Profiles of a run: traces to a breakdown, its report and its recommendation."""

@@ -1,0 +1,102 @@
+"""The files of a profile, RUN/profile/step-N: traces, `breakdown.json`, `report.txt` and the picture of memory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError
+from fullshard.observe.profile.memory_picture import draw_memory
+from fullshard.observe.profile.profile_report import recommendation_text, report
+from fullshard.observe.profile.profile_summary import VERSION, summarize
+from fullshard.observe.profile.recommend import PlannedStep, predicted_lanes, recommend
+from fullshard.observe.profile.trace_file import AGAIN, read_trace, trace_files
+from fullshard.reading import parse_json, read_text
+from fullshard.runs.prepare import Prepared, make_optimizer
+
+BREAKDOWN, REPORT = "breakdown.json", "report.txt"
+MOST_BYTES = 1 << 26  # of a breakdown
+
+
+def write_profile(prepared: Prepared, directory: Path) -> str:
+    """Read the traces of a profile and write its other files. Returns the end of a sentence about it."""
+    found = complete(summarize([read_trace(path) for path in trace_files(directory)]), planned(prepared))
+    _write(directory / BREAKDOWN, json.dumps(found, indent=1) + "\n")
+    text = report(found)
+    note = draw_memory(found, directory)
+    _write(directory / REPORT, text + (f"\n{note}\n" if note else ""))
+    return f"{directory / REPORT}; {recommendation_text(found)}"
+
+
+def planned(prepared: Prepared) -> PlannedStep:
+    """What the planner knows of a run."""
+    recipe = prepared.recipe
+    return PlannedStep(
+        plan=prepared.plan,
+        description=prepared.description,
+        cluster=prepared.cluster,
+        estimate=prepared.estimate,
+        loss="chunked" if recipe.loss == "chunked" else "plain",
+        optimizer=make_optimizer(recipe),
+        clip=recipe.optim.clip is not None,
+        workers=recipe.data.workers,
+    )
+
+
+def complete(found: dict[str, Any], step: PlannedStep | None) -> dict[str, Any]:
+    """A summary with what the planner predicts and recommends."""
+    if step is not None and (estimate := step.estimate) is not None:
+        found["predicted"] = predicted_lanes(estimate)
+        if found["memory"]:
+            found["memory"]["estimated_bytes"] = estimate.device.allocated_bytes
+            found["memory"]["estimated_kinds"] = dict(sorted(estimate.device.terms.items(), key=lambda item: -item[1]))
+    found["recommendation"] = recommend(found, step)
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.partial")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def last_profile(directory: Path) -> Path:
+    """The newest profile of a run, or the directory itself if it is a profile."""
+    if not directory.is_dir():
+        raise FullshardError(f"{directory} is no directory; name a run, or a recipe to profile")
+    if (directory / BREAKDOWN).is_file() or list(directory.glob("rank-*.trace.json.gz")):
+        return directory
+    if not (directory / "plan.json").is_file():
+        raise FullshardError(f"{directory} is no run: it has no plan.json; name a directory that `fullshard train --run` made")
+    found = [p for p in (directory / "profile").glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+    if not found:
+        raise FullshardError(
+            f"{directory} has no profile; write profile.at = 100 in its recipe, or `fullshard profile RECIPE` for a new run"
+        )
+    return max(found, key=lambda p: p.stat().st_mtime_ns)
+
+
+def read_profile(directory: Path, *, traces: bool = False) -> dict[str, Any]:
+    """The breakdown of a profile, from its file; with `traces`, computed again from its traces."""
+    path = directory / BREAKDOWN
+    if not traces and not path.is_file():
+        raise FullshardError(
+            f"{directory} has no {BREAKDOWN}, as a run that was killed leaves it; add --traces to read its traces"
+        )
+    found = parse_json(read_text(path, "breakdown", MOST_BYTES), str(path)) if path.is_file() else {}
+    if path.is_file() and (not isinstance(found, dict) or found.get("version") != VERSION):
+        raise FullshardError(f"{path} is no breakdown of version {VERSION}; {AGAIN}")
+    if not traces:
+        return found
+    again = summarize([read_trace(p) for p in trace_files(directory)])
+    for key in ("predicted", "recommendation"):
+        again[key] = found.get(key)
+    return again
+
+
+def profile_text(directory: Path, *, traces: bool = False) -> tuple[str, dict[str, Any]]:
+    """The report of a profile and its breakdown."""
+    found = read_profile(directory, traces=traces)
+    try:
+        return report(found), found
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise FullshardError(f"{directory / BREAKDOWN} is damaged ({type(error).__name__}: {error}); add --traces") from None

@@ -1,0 +1,48 @@
+"""Trace files of a profile: reads one, whichever engine wrote it."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import FullshardError
+from fullshard.observe.profile.rank_trace import RankTrace
+from fullshard.observe.profile.torch_trace import STEP, read_torch
+
+NAME = "rank-{:05d}.trace.json.gz"
+AGAIN = "profile again with `fullshard profile RECIPE`"
+
+
+def read_trace(path: Path) -> RankTrace:
+    """The trace of a rank."""
+    document = _document(path)
+    events = document.get("traceEvents")
+    if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
+        raise FullshardError(f"{path} is no trace: it has no list of traceEvents; {AGAIN}")
+    if not any(STEP.fullmatch(str(e.get("name"))) for e in events):
+        raise FullshardError(f"{path} is a trace without a step of fullshard; {AGAIN}")
+    try:
+        return read_torch(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FullshardError(f"{path} is damaged: {type(error).__name__} in its events ({error}); {AGAIN}") from None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+            found = json.load(file)
+    except (EOFError, gzip.BadGzipFile, ValueError) as error:
+        raise FullshardError(f"the trace {path} is damaged ({error}); {AGAIN}") from None
+    except OSError as error:
+        raise FullshardError(f"the trace {path} cannot be read: {error.strerror or error}") from None
+    if not isinstance(found, dict):
+        raise FullshardError(f"{path} is no trace: it is not a JSON object; {AGAIN}")
+    return found
+
+
+def trace_files(directory: Path) -> list[Path]:
+    """The traces of a profile, in the order of ranks."""
+    found = sorted(directory.glob("rank-*.trace.json.gz"))
+    if not found:
+        raise FullshardError(f"{directory} holds no traces; {AGAIN}")
+    return found
