@@ -31,6 +31,7 @@ from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.runs.checkpointing import Checkpoints
 from fullshard.runs.metrics import open_metrics
 from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.profiling import Profiling
 from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe, make_recipe
 from fullshard.runs.run import Run
@@ -107,7 +108,9 @@ def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path)
     metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
     bar = Bar(recipe.steps, visible=False)
     watchdog = Watchdog(on_torch.engine.watched_ranks(), recipe.train.hang_seconds, directory / "hang", compiles=False)
-    run = Run(prepared, state, metrics, bar, Signals(), Checkpoints(prepared, state, directory, metrics, bar), watchdog)
+    checkpoints = Checkpoints(prepared, state, directory, metrics, bar)
+    profiling = Profiling(prepared, state, directory, bar.say)
+    run = Run(prepared, state, metrics, bar, Signals(), checkpoints, watchdog, profiling)
     run.restore(None, None)
     steps = run.trained_steps()
     return lambda index: next(steps)

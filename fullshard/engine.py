@@ -141,6 +141,21 @@ class Messages(Protocol):
         """What `look` returns once it is not None; None if that takes longer."""
 
 
+class StepProfiler(Protocol):
+    """Records steps on this rank, from its making on."""
+
+    def begin(self, step: int) -> None:
+        """A step begins: its data is asked for."""
+
+    def data_here(self) -> None: ...
+
+    def end(self) -> None:
+        """The step's numbers are there."""
+
+    def write(self, directory: Path) -> None:
+        """Stop, and write this rank's files, `rank-N.…`."""
+
+
 class WatchedRanks(Protocol):
     """What the watchdog asks about the ranks, from its own thread."""
 
@@ -332,6 +347,9 @@ class Engine(Protocol[ModelT, StateT]):
         window: int | None = None,
     ) -> list[int]:
         """Continue a prompt with a state's `model`. Collective."""
+
+    def profiler(self, state: StateT) -> StepProfiler:
+        """Start to record what this rank does."""
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception says that the device ran out of memory."""

@@ -91,6 +91,7 @@ __all__ = [
     "out_of_memory",
     "parameter_shapes",
     "peak_flops",
+    "profiler",
     "rank_and_world",
     "ranks_here",
     "refuse",
@@ -248,6 +249,10 @@ def shard(
     disk: str | Path | None = None,
 ) -> JaxState:
     return shard_model(model, plan, optimizer, seed=seed, weights=weights)
+
+
+def profiler(state: JaxState) -> NoReturn:
+    raise FullshardError(f"the JAX engine has no profile yet; {ONLY_TORCH}")
 
 
 def seed_dropout(state: JaxState, seed: int) -> None:

@@ -37,6 +37,7 @@ from fullshard.on_torch.sharded_optimizer import refuse_optimizer
 from fullshard.on_torch.state import State, memory
 from fullshard.on_torch.step import evaluate, train_step
 from fullshard.on_torch.store_messages import StoreClient
+from fullshard.on_torch.torch_profiler import TorchProfiler
 from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
@@ -77,6 +78,7 @@ __all__ = [
     "out_of_memory",
     "parameter_shapes",
     "peak_flops",
+    "profiler",
     "rank_and_world",
     "ranks_here",
     "refuse",
@@ -145,6 +147,10 @@ def refuse_loss(model: nn.Module, name: str) -> None:
 
 def refuse_batch(model: nn.Module, loss: LossFunction, batch: Any) -> None:
     """Nothing: `load_model` has looked at how the model is called, and the first step checks the rest."""
+
+
+def profiler(state: State) -> TorchProfiler:
+    return TorchProfiler(state)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -5,11 +5,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
-from torch import _C, Tensor, _foreach_copy_, dtype, empty, nn, ones_like
+from torch import _C, Tensor, _foreach_copy_, cuda, dtype, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -25,6 +26,7 @@ __all__ = [
     "WRAPPERS",
     "FSDPParamGroup",
     "GatherGroup",
+    "MemoryHistory",
     "StorageWeakRef",
     "TorchDispatchMode",
     "addresses",
@@ -38,6 +40,7 @@ __all__ = [
     "flight_records",
     "forget_unfinished",
     "gather_group",
+    "group_label",
     "group_size",
     "inner",
     "persistent_buffers",
@@ -240,6 +243,27 @@ def gather_group(module: FSDPModule) -> GatherGroup | None:
     if groups is not None:
         return GatherGroup(groups[0]) if groups else None
     return GatherGroup(state._fsdp_param_group) if state._fsdp_param_group else None
+
+
+def group_label(module: FSDPModule) -> str | None:
+    """The name of the module's parameter group in traces; None if it has no parameters of its own."""
+    group = gather_group(module)
+    return None if group is None else str(group.group._module_fqn or "")
+
+
+class MemoryHistory:
+    """Records every allocation on the GPU, for torch's memory visualiser (pytorch.org/memory_viz)."""
+
+    def __init__(self) -> None:
+        self.record = getattr(cuda.memory, "_record_memory_history", None)
+        if self.record:
+            self.record(max_entries=200_000)
+
+    def write(self, path: Path) -> None:
+        """Stop, and write the history."""
+        if self.record:
+            cuda.memory._dump_snapshot(str(path))
+            self.record(enabled=None)
 
 
 @cache

@@ -133,10 +133,10 @@ class State:
         tensors = [t for slot in optimizer for t in slot.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         return {
-            "params": sum(_stored(p) for p in self.parameters() if _there(p)),
-            "gradients": sum(_stored(g) for g in grads),
-            "optimizer": sum(_stored(t) for t in tensors),
-            "buffers": sum(_stored(b) for b in self.model.buffers()),
+            "params": sum(stored_bytes(p) for p in self.parameters() if there(p)),
+            "gradients": sum(stored_bytes(g) for g in grads),
+            "optimizer": sum(stored_bytes(t) for t in tensors),
+            "buffers": sum(stored_bytes(b) for b in self.model.buffers()),
         }
 
 
@@ -147,13 +147,13 @@ def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: 
         state.step += 1
 
 
-def _there(p: nn.Parameter) -> bool:
+def there(p: nn.Parameter) -> bool:
     """True if a shard has memory on the device now. Offloaded ones have none between gathers."""
     local = p.to_local() if isinstance(p, DTensor) else p
     return local.untyped_storage().nbytes() > 0
 
 
-def _stored(tensor: torch.Tensor) -> int:
+def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes of this rank's part. A view into a larger buffer counts for its own elements."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()

@@ -19,6 +19,7 @@ from fullshard.runs.recipe_sections import (
     ModelSection,
     OptimSection,
     PlanSection,
+    ProfileSection,
     RecipeSection,
     SampleSection,
     ScheduleSection,
@@ -45,6 +46,7 @@ class Recipe(RecipeSection):
     eval: EvalSection = EvalSection()
     sample: SampleSection = SampleSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    profile: ProfileSection = ProfileSection()
     log: LogSection = LogSection()
 
     @model_validator(mode="after")
@@ -88,6 +90,16 @@ class Recipe(RecipeSection):
         if rise + fall > self.steps:
             raise ValueError(
                 f"schedule.warmup = {rise} and schedule.decay = {fall} are more than the {self.steps} steps; shorten them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_profile_is_in_the_run(self) -> Self:
+        at, last = self.profile.at, self.profile.at + self.profile.steps - 1
+        if at and last > self.steps:
+            raise ValueError(
+                f"profile.at = {at} with profile.steps = {self.profile.steps} ends at step {last}, after the last of the run, "
+                f"{self.steps}; write a smaller profile.at"
             )
         return self
 

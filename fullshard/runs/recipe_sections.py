@@ -357,6 +357,19 @@ class CheckpointSection(RecipeSection):
         return self
 
 
+class ProfileSection(RecipeSection):
+    """`steps` steps are profiled, beginning with step `at`; 0: none."""
+
+    at: int = Field(0, ge=0)
+    steps: int = Field(3, gt=0)
+
+    @model_validator(mode="after")
+    def _steps_need_a_first(self) -> Self:
+        if "steps" in changed(self) and not self.at:
+            raise ValueError("steps has no effect without at, the first step to profile; give both, or neither")
+        return self
+
+
 class LogSection(RecipeSection):
     """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project."""
 

@@ -24,6 +24,7 @@ from fullshard.runs.open_data import batches
 from fullshard.runs.outcome import Outcome, outcome_lines
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
 from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer, run_loss
+from fullshard.runs.profiling import Profiling, Reporter
 from fullshard.runs.progress import Bar
 from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
@@ -34,18 +35,24 @@ from fullshard.storage.memory_limits import resident_bytes
 
 
 def execute(
-    prepared: Prepared, directory: Path, resume: str | None = None, *, accept: bool = False, again: str | None = None
+    prepared: Prepared,
+    directory: Path,
+    resume: str | None = None,
+    *,
+    accept: bool = False,
+    again: str | None = None,
+    reporter: Reporter | None = None,
 ) -> None:
     """Train. Collective: every rank calls it.
 
     `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come. `again`: the command that resumes the
-    run, for the user.
+    run, for the user. `reporter`: reports on a profile.
     """
     engine = prepared.engine
     engine.start()
     with ExitStack() as held:
         engine.first_decides(lambda: _take(directory, prepared, held))
-        outcome = _execute(prepared, directory, resume, accept)
+        outcome = _execute(prepared, directory, resume, accept, reporter)
         if engine.is_first():
             exported = export_end(prepared.recipe, directory) if outcome.step == prepared.recipe.steps else None
             lines = outcome_lines(outcome, prepared.recipe, directory, engine=engine.name, exported=exported, again=again)
@@ -59,7 +66,7 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     refuse_export(prepared.recipe, directory)
 
 
-def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool) -> Outcome:
+def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool, reporter: Reporter | None) -> Outcome:
     """Train, and return how the run ended. Raises if it failed."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
@@ -91,7 +98,8 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
             engine.first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
             metrics, expected = opened[0] if first else (metrics, None)
             metrics.say, checkpoints.metrics = bar.say, metrics
-            run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog)
+            profiling = Profiling(prepared, state, directory, bar.say, reporter)
+            run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog, profiling)
             run.restore(found, expected)
             run.tell_changes()
             run.tell_kernels()
@@ -158,10 +166,11 @@ class Run:
         signals: Signals,
         checkpoints: Checkpoints,
         watchdog: Watchdog,
+        profiling: Profiling,
     ):
         self.prepared, self.engine, self.recipe, self.state = prepared, prepared.engine, prepared.recipe, state
         self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
-        self.share = self.engine.data_share(state.plan.mesh)
+        self.profiling, self.share = profiling, self.engine.data_share(state.plan.mesh)
         self.source = batches(self.recipe, state.plan, prepared.data, self.share, self.engine)
         if isinstance(self.source, StreamBatches):
             self.source.say = bar.say
@@ -249,12 +258,14 @@ class Run:
     def _timed_batches(self) -> Iterator[Any]:
         """The data, each step's list of micro-batches. A step begins when its data is asked for."""
         while True:
+            self.profiling.begin(self.state.step + 1)
             self.began = time.perf_counter()
             self.watchdog.begin(self.state.step + 1)
             again = isinstance(self.source, StreamBatches) and self.source.reads_again
             with self.watchdog.saving("reading the data again") if again else nullcontext():
                 micro_batches = next(self.steps)
             self.waited = time.perf_counter() - self.began
+            self.profiling.data_here()
             yield micro_batches
 
     def _learning_rate(self, index: int) -> float:
@@ -274,12 +285,14 @@ class Run:
         if (every := self.recipe.sample.every) and done % every == 0:
             self.sample(done)
         with self.watchdog.saving():
+            self.profiling.finish(done)
             self.checkpoints.after_step(due, troubled, not self.skips_in_a_row, self.source.cursor, self.numbers())
         self.checkpoints.refuse_lost()
 
     def _record(self, result: Step) -> tuple[bool, bool]:
         """Write the step's line. Returns whether a checkpoint is due and whether a save must end the run."""
         loss, norm, counted, skipped, asked, due, troubled, *means = result.numbers()
+        self.profiling.end()
         unit = self.recipe.unit
         count = int(counted) if unit == "tokens" else self.source.step_samples
         self.checkpoints.numbers["loss"] = loss

@@ -78,7 +78,7 @@ def test_the_recipes_that_ship_are_valid(path):
 
 WRONG = {
     "optim.lrr=1": "unknown key optim.lrr (known: name, lr, betas, eps, momentum, weight_decay, decay_all, clip, options)",
-    "optimizer.lr=1": "sample, checkpoint, log); did you mean 'optim'?",
+    "optimizer.lr=1": "sample, checkpoint, profile, log); did you mean 'optim'?",
     "optim.lr=fast": "optim.lr = 'fast': input should be a valid number",
     "checkpoint.metric=loss": "metric has no effect without best",
     "checkpoint.best=1": "give eval.every, or checkpoint.metric = 'loss'",
@@ -117,6 +117,8 @@ WRONG = {
     "home.cpu_share=2.0": "home.cpu_share = 2.0: input should be less than or equal to 1",
     "disk.path=/tmp": "disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out",
     "disk.pth=/tmp": "unknown key disk.pth (known: path); did you mean 'path'?",
+    "profile.at=9": "profile.at = 9 with profile.steps = 3 ends at step 11, after the last of the run, 10; write a smaller",
+    "profile.steps=2": "profile: steps has no effect without at",
     "optim": "'optim' is no override; write section.key=value",
     "lr=3": "'lr=3' is no override; write section.key=value",
     "optim.lr.x=3": "'optim.lr.x=3': lr is a value, not a section",
