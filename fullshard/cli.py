@@ -19,6 +19,7 @@ from fullshard.commands.compare import compare
 from fullshard.commands.measure import measure
 from fullshard.commands.migrate import migrate
 from fullshard.commands.page import page
+from fullshard.commands.profile import profile
 from fullshard.commands.train import train
 from fullshard.errors import REFUSED, FullshardError
 from fullshard.launch.local import given_arguments, inside_ranks
@@ -40,7 +41,7 @@ app = typer.Typer(
     """,
     epilog="Completion for your shell: fullshard --install-completion",
 )
-for command in (plan.models, plan.units, plan.explain, compare, measure, train, bench, page, migrate):
+for command in (plan.models, plan.units, plan.explain, compare, measure, train, profile, bench, page, migrate):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(plan.plan)  # of --fix, which takes several
 app.add_typer(data.app, name="data")

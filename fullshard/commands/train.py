@@ -52,9 +52,9 @@ def train(
     """
     given = Given(recipe, overrides or [], run, ranks, resume, dry, accept, max_restarts, engine)
     if adopt_slurm() or inside_ranks():
-        _join(given)
+        join_ranks(given)
     else:
-        _launch(given)
+        launch_ranks(given)
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,15 @@ class Given:
     accept: bool
     max_restarts: int
     engine: str
+    profile: int = 0  # steps to profile, after which the run ends; 0: train
+    as_json: bool = False  # how the profile is printed
 
     def for_ranks(self) -> list[str]:
         """The command line of a rank. A restarted rank resumes from the newest checkpoint."""
         resume = self.resume or ("auto" if self.max_restarts else None)
         options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
-        return ["train", str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
+        command = ["profile", "--steps", str(self.profile), *(["--json"] if self.as_json else [])] if self.profile else ["train"]
+        return [*command, str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
 
     def resuming(self) -> str:
         """The command that resumes the run."""
@@ -86,7 +89,7 @@ class Given:
         return shlex.join(["fullshard", "train", str(self.recipe), *self.overrides, *run])
 
 
-def _launch(given: Given) -> None:
+def launch_ranks(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
     with phases("reading the recipe"):
         prepared = _prepare(given, None)
@@ -101,8 +104,9 @@ def _launch(given: Given) -> None:
     become_ranks(devices, arguments, given.max_restarts, engine=given.engine, command=given.resuming())
 
 
-def _join(given: Given) -> None:
-    """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse."""
+def join_ranks(given: Given) -> bool:
+    """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse. Returns True on the
+    first rank."""
     launch = launched()
     first = "reading the recipe" if launch is None else f"starting {launch.what}"
     seconds = time.time() - launch.since if launch else 0.0
@@ -113,10 +117,14 @@ def _join(given: Given) -> None:
             from fullshard.runs.announce import announcement
 
             tell(announcement(prepared, given.run, given.resume))
+        from fullshard.observe.profile.profile_files import write_profile
         from fullshard.runs.run import execute
 
-        execute(prepared, given.run, given.resume, accept=given.accept, again=launch.command if launch else None)
+        again = launch.command if launch else None
+        execute(prepared, given.run, given.resume, accept=given.accept, again=again, reporter=write_profile)
+    is_first = prepared.engine.is_first()
     prepared.engine.finish()
+    return is_first
 
 
 def _prepare_together(given: Given) -> "Prepared":
@@ -138,9 +146,11 @@ def _prepare_together(given: Given) -> "Prepared":
 def _prepare(given: Given, ranks: int | None) -> "Prepared":
     """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
     they start."""
+    from fullshard.runs.profile_recipe import profile_recipe
     from fullshard.runs.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that imports take
+    recipe = profile_recipe(recipe, given.profile) if given.profile else recipe
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
