@@ -16,7 +16,7 @@ from fullshard.observe.profile.intervals import intersect, length, partition, su
 from fullshard.observe.profile.memory_at_peak import memory_peak
 from fullshard.observe.profile.profile_files import BREAKDOWN, last_profile, profile_text
 from fullshard.observe.profile.profile_summary import summarize
-from fullshard.observe.profile.rank_trace import RankTrace, Span, StepWindow
+from fullshard.observe.profile.rank_trace import RankTrace, StepWindow, WorkSpan
 from fullshard.observe.profile.recommend import recommend
 from fullshard.observe.profile.torch_trace import read_torch
 from fullshard.observe.profile.trace_file import read_trace
@@ -62,7 +62,7 @@ def test_small_holes_are_closed():
 def test_the_lanes_of_a_step_add_up_to_its_wall_time(seed):
     draw = random.Random(seed)
     kinds = ("compute", "gather", "reduce", "to device")
-    spans = tuple(Span(a / 100, b / 100, kinds[i % 4], "k", f"u{i % 3}") for i, (a, b) in enumerate(drawn(draw, 40)))
+    spans = tuple(WorkSpan(a / 100, b / 100, kinds[i % 4], "k", f"u{i % 3}") for i, (a, b) in enumerate(drawn(draw, 40)))
     steps = tuple(StepWindow(i, i * 0.2, i * 0.2 + 0.17, ((i * 0.2, i * 0.2 + 0.01),)) for i in range(3))
     trace = RankTrace(0, 1, "torch", "cuda", steps, spans, ((0.03, 0.04), (0.3, 0.4)), {})
     found = break_down(trace)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullshard.observe.profile.intervals import Intervals, intersect, length, partition, subtract, union
-from fullshard.observe.profile.rank_trace import COLLECTIVES, TRANSFERS, HostPlace, RankTrace, Span, StepWindow
+from fullshard.observe.profile.rank_trace import COLLECTIVES, TRANSFERS, HostPlace, RankTrace, StepWindow, WorkSpan
 
 LANES = ("compute", "communication", "transfers", "data", "launch", "idle")
 HOLES = 0.5e-3  # seconds between two operations that the host still counts as issuing: Python runs between them
@@ -79,11 +79,13 @@ def _step(trace: RankTrace, window: StepWindow) -> RankBreakdown:
     return RankBreakdown(trace.rank, window.end - window.begin, seconds, busy, _units(trace, window, here, lanes))
 
 
-def _length_in(window: StepWindow, spans: Iterable[Span]) -> float:
+def _length_in(window: StepWindow, spans: Iterable[WorkSpan]) -> float:
     return length(intersect([window.interval], union(s.interval for s in spans)))
 
 
-def _units(trace: RankTrace, window: StepWindow, here: list[Span], lanes: dict[str, Intervals]) -> dict[str, dict[str, float]]:
+def _units(
+    trace: RankTrace, window: StepWindow, here: list[WorkSpan], lanes: dict[str, Intervals]
+) -> dict[str, dict[str, float]]:
     """Seconds of each unit: its compute by phase, its collectives and copies with their exposed parts, and idle time in it."""
     found: dict[str, dict[str, float]] = {}
     for unit in dict.fromkeys(s.unit for s in here if s.unit is not None):

@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.observe.profile.breakdown import LANES, RankBreakdown, break_down
 from fullshard.observe.profile.memory_at_peak import memory_peak
-from fullshard.observe.profile.rank_trace import COLLECTIVES, RankTrace, Span
+from fullshard.observe.profile.rank_trace import COLLECTIVES, RankTrace, WorkSpan
 
 VERSION = 1
 KERNELS = 10  # of the top ones, how many are told
@@ -112,7 +112,7 @@ def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     own = [[s for s in t.spans if s.kind in COLLECTIVES] for t in traces]
     groups: dict[tuple[str, int, int], list[float]] = {}
     for same in zip(*own, strict=False) if len({len(o) for o in own}) == 1 else [(s,) for o in own for s in o]:
-        span: Span = same[0]
+        span: WorkSpan = same[0]
         groups.setdefault((span.kind, span.nbytes, span.ranks), []).append(min(s.end - s.begin for s in same))
     found = []
     for (kind, nbytes, ranks), seconds in sorted(groups.items(), key=lambda item: (item[0][0], -item[0][1])):

@@ -11,7 +11,7 @@ TRANSFERS: tuple[SpanKind, ...] = ("to device", "from device")
 
 
 @dataclass(frozen=True)
-class Span:
+class WorkSpan:
     """Work of the device from `begin` to `end`, in seconds. `nbytes`: of the whole tensor of a collective between `ranks` ranks,
     or of a copy; 0 if unknown."""
 
@@ -73,7 +73,7 @@ class RankTrace:
     engine: str
     device: str
     steps: tuple[StepWindow, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[WorkSpan, ...]
     issuing: tuple[Interval, ...]
     top: dict[str, tuple[float, int]]
     phases: tuple[HostPlace, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 
 from fullshard.observe.profile.collective_events import is_operator, kernel_size, kind_of, operator_size
 from fullshard.observe.profile.host_places import find_phases, find_units, places_at
-from fullshard.observe.profile.rank_trace import Allocation, HostPlace, RankTrace, Span, SpanKind, StepWindow
+from fullshard.observe.profile.rank_trace import Allocation, HostPlace, RankTrace, SpanKind, StepWindow, WorkSpan
 
 Event = dict[str, Any]
 STEP = re.compile(r"fullshard\.step (\d+)")
@@ -86,18 +86,18 @@ def _issues(e: _Event) -> bool:
     return e.cat == "cpu_op" or (e.cat in LAUNCHES and "Synchronize" not in e.name)
 
 
-def _with_units(placed: list[tuple[Span, float]], phases: list[HostPlace], places: list[HostPlace]) -> Iterator[Span]:
+def _with_units(placed: list[tuple[WorkSpan, float]], phases: list[HostPlace], places: list[HostPlace]) -> Iterator[WorkSpan]:
     """The spans with the unit and phase in which the host issued them."""
     times = [at for _, at in placed]
     for (span, _), phase, unit in zip(placed, places_at(phases, times), places_at(places, times), strict=True):
         inside = phase.phase if phase else ""
-        yield Span(span.begin, span.end, span.kind, span.name, unit.unit if unit else None, inside, span.nbytes, span.ranks)
+        yield WorkSpan(span.begin, span.end, span.kind, span.name, unit.unit if unit else None, inside, span.nbytes, span.ranks)
 
 
 # -- a GPU ---------------------------------------------------------------------------------------------------
 
 
-def _gpu_spans(events: list[_Event]) -> list[tuple[Span, float]]:
+def _gpu_spans(events: list[_Event]) -> list[tuple[WorkSpan, float]]:
     """The device's work, each with the time at which the host launched it."""
     launched = {e.args.get("correlation"): e.begin for e in events if e.cat in LAUNCHES}
     found = []
@@ -108,16 +108,16 @@ def _gpu_spans(events: list[_Event]) -> list[tuple[Span, float]]:
     return found
 
 
-def _gpu_span(e: _Event) -> Span:
+def _gpu_span(e: _Event) -> WorkSpan:
     if e.cat == "gpu_memcpy":
         way = next((word for word in COPIES if word in e.name), None)
         kind: SpanKind = COPIES[way] if way else "compute"
-        return Span(e.begin, e.end, kind, e.name, nbytes=int(e.args.get("bytes", 0)))
+        return WorkSpan(e.begin, e.end, kind, e.name, nbytes=int(e.args.get("bytes", 0)))
     if e.cat == "kernel" and (e.name.startswith("nccl") or "Collective name" in e.args):
         kind = kind_of(str(e.args.get("Collective name", e.name)))
         nbytes, ranks = kernel_size(kind, e.args)
-        return Span(e.begin, e.end, kind, e.name, nbytes=nbytes, ranks=ranks)
-    return Span(e.begin, e.end, "compute", e.name)
+        return WorkSpan(e.begin, e.end, kind, e.name, nbytes=nbytes, ranks=ranks)
+    return WorkSpan(e.begin, e.end, "compute", e.name)
 
 
 def _top_kernels(events: list[_Event]) -> dict[str, tuple[float, int]]:
@@ -132,14 +132,14 @@ def _top_kernels(events: list[_Event]) -> dict[str, tuple[float, int]]:
 # -- a CPU ---------------------------------------------------------------------------------------------------
 
 
-def _cpu_spans(events: list[_Event], world: int) -> list[tuple[Span, float]]:
+def _cpu_spans(events: list[_Event], world: int) -> list[tuple[WorkSpan, float]]:
     """Outermost operators, and collectives from their operator's start to the end of gloo's part."""
-    found: list[tuple[Span, float]] = []
+    found: list[tuple[WorkSpan, float]] = []
     until: dict[Any, float] = {}  # by thread, the end of the operator that its next ones may lie in
     for e in events:
         if e.cat == "cpu_op" and _computes(e.name) and e.begin >= until.get(e.thread, -1.0):
             until[e.thread] = e.end
-            found.append((Span(e.begin, e.end, "compute", e.name), e.begin))
+            found.append((WorkSpan(e.begin, e.end, "compute", e.name), e.begin))
     waiting = [e for e in events if e.name.startswith("gloo:")]
     for e in events:
         if e.cat == "cpu_op" and is_operator(e.name):
@@ -150,12 +150,12 @@ def _cpu_spans(events: list[_Event], world: int) -> list[tuple[Span, float]]:
     return found
 
 
-def _collective(e: _Event, part: _Event | None, world: int) -> Span:
+def _collective(e: _Event, part: _Event | None, world: int) -> WorkSpan:
     kind = kind_of(e.name)
     nbytes, ranks = operator_size(kind, {"name": e.name, "args": e.args}, world)
     if part is not None and not nbytes:  # of a list of tensors, the operator's own types are not told
         nbytes, ranks = operator_size(kind, {"name": part.name, "args": _doubled(part.args)}, world)
-    return Span(e.begin, max(e.end, part.end if part else e.end), kind, e.name, nbytes=nbytes, ranks=ranks)
+    return WorkSpan(e.begin, max(e.end, part.end if part else e.end), kind, e.name, nbytes=nbytes, ranks=ranks)
 
 
 def _doubled(args: Event) -> Event:
