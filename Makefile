@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 EXTRAS_demo := torch
 EXTRAS_install := data,hf
 EXTRAS_dev := dev,jax
+EXTRAS_docs := docs
 HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
+HOLDS_docs := docs
 # Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=3 --dist=loadfile
 
@@ -18,7 +20,7 @@ JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_ru
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all test-jax lint bench clean
+.PHONY: install demo test test-all test-jax lint bench docs clean
 
 # What a user needs: training, Hugging Face models, data preparation.
 install: $(VENV)/.install
@@ -46,6 +48,10 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python -m benchmarks.loop_overhead
+
+# The documentation as a site, in build/docs. A broken link, a missing anchor or a page outside the navigation fails.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs . build/docs
 
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fullshard needs Python 3.11 or newer: make PYTHON=python3.11")'

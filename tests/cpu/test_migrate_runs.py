@@ -12,7 +12,7 @@ from tests.cpu import recipes
 from tests.pure.migrations import FILES
 
 # Only sizes, model and data: what a file chooses stays as it is.
-SMALL = ["model.name=llama-bytes", "data.path=bytes", "data.sequence=32", "train.steps=6", "train.micro_batch=2"]
+SMALL = ["model.name=models.py:llama", "data.path=bytes", "data.sequence=32", "train.steps=6", "train.micro_batch=2"]
 SMALL += ["train.global_batch=8", "schedule.warmup=1", "optim.lr=2e-3"]
 ON_DISK = ["disk.path=offloaded", "plan.compute=bf16"]
 RUNS = {
@@ -38,6 +38,7 @@ def here(tmp_path_factory):
     (folder / "text.txt").write_text(json.dumps(sorted(FILES.values())) * 3)
     pack([folder / "text.txt"], folder / "bytes", workers=1)
     (folder / "offloaded").mkdir()
+    (folder / "models.py").write_text(recipes.MODELS)
     for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder
@@ -53,5 +54,5 @@ def test_a_migrated_configuration_trains(ranks, here, name):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert tomllib.loads(recipe.read_text())["plan"]["strategy"] == strategy
     assert len(losses) == 6
-    assert losses[0] == pytest.approx(math.log(256), abs=0.3)  # it knows nothing of bytes
+    assert losses[0] == pytest.approx(math.log(384), abs=0.3)  # it knows nothing of its 384 tokens
     assert losses[-1] < losses[0]
