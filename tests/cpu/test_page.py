@@ -174,7 +174,8 @@ def test_the_keyboard_reaches_the_views(tab):
     tab.focus("#tab-plan")
     tab.keyboard.press("ArrowRight")
     assert tab.evaluate("document.activeElement.id") == "tab-run"
-    assert tab.is_visible("#run")
+    tab.wait_for_selector("#runs-summary table")
+    assert not tab.is_visible("#plan")
     tab.keyboard.press("ArrowLeft")
     assert tab.is_visible("#plan")
 

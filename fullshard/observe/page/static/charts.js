@@ -38,6 +38,11 @@ export function redrawAll() {
   for (const again of drawn.values()) again();
 }
 
+// Charts in a narrow window have shorter labels, and more room for their legends.
+export function narrow() {
+  return window.innerWidth < 600;
+}
+
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }

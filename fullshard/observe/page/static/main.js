@@ -14,6 +14,7 @@ function show(view) {
     tab(name).tabIndex = name === view ? 0 : -1;
   }
   redrawAll(); // a chart that was hidden has no width
+  document.dispatchEvent(new Event("viewchange"));
 }
 
 function startTabs() {

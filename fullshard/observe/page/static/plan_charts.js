@@ -1,5 +1,5 @@
 // The charts of the Plan view: memory against capacity, the timeline of a step, and its seconds by cause.
-import { COLOURS, colour, draw } from "./charts.js";
+import { COLOURS, colour, draw, narrow } from "./charts.js";
 import { bytes, percent, seconds } from "./format.js";
 
 const GIB = 2 ** 30;
@@ -30,9 +30,8 @@ const LANES = {
   cpu: "CPU",
   disk: "disk",
 };
-const WORK = ["forward", "loss", "backward", "update", "copies", "all-gather", "reduce-scatter", "all-reduce", "offload"];
-
-const narrow = () => window.innerWidth < 600;
+// In the order of drawing: short copies must not cover the work between them.
+const WORK = ["copies", "forward", "loss", "backward", "update", "all-gather", "reduce-scatter", "all-reduce", "offload"];
 
 export function drawMemory(figure, found) {
   const bars = found.bars;
@@ -99,6 +98,11 @@ function below(bar, i, bars) {
   };
 }
 
+function workColour(what, i) {
+  const at = WORK.indexOf(what);
+  return COLOURS[(at < 0 ? i : at + COLOURS.length - 1) % COLOURS.length];
+}
+
 export function drawTimeline(figure, found) {
   const lanes = Object.keys(LANES).filter((lane) => found.spans.some((span) => span[0] === lane));
   const kinds = WORK.filter((what) => found.spans.some((span) => span[1] === what));
@@ -112,7 +116,7 @@ export function drawTimeline(figure, found) {
       y: own.map((span) => LANES[span[0]]),
       base: own.map((span) => 1000 * span[3]),
       x: own.map((span) => 1000 * (span[4] - span[3])),
-      marker: { color: COLOURS[(WORK.indexOf(what) + COLOURS.length + (WORK.includes(what) ? 0 : i)) % COLOURS.length], line: { width: 0 } },
+      marker: { color: workColour(what, i), line: { width: 0 } },
       text: own.map((span) => `${span[1]}${span[2] ? ` of ${span[2]}` : ""}: ${seconds(span[4] - span[3])} from ${seconds(span[3])}`),
       textposition: "none",
       hovertemplate: "%{text}<extra></extra>",

@@ -10,19 +10,28 @@ const EVERY = 2000; // milliseconds between two looks
 const hidden = new Set(); // runs that are not drawn
 const panels = new Map();
 let seen = [];
+let looking = false;
+let drawnText = ""; // what the charts show, to draw only what has changed
 
 export function startRun(names) {
   document.getElementById("no-runs").hidden = names.length > 0;
-  if (names.length) look(names);
+  if (!names.length) return;
+  look(names);
+  document.addEventListener("viewchange", () => isShown() && look(names));
+  setInterval(() => isShown() && look(names), EVERY);
+}
+
+function isShown() {
+  return !document.hidden && !document.getElementById("run").hidden;
 }
 
 async function look(names) {
-  if (!document.hidden) {
-    const found = await Promise.allSettled(names.map((_, i) => ask(`/api/run/${i}`)));
-    seen = found.map((one, i) => (one.status === "fulfilled" ? one.value : { ...seen[i], name: names[i], trouble: one.reason.message }));
-    show();
-  }
-  setTimeout(() => look(names), EVERY);
+  if (looking) return; // the server is slow: one question at a time
+  looking = true;
+  const found = await Promise.allSettled(names.map((_, i) => ask(`/api/run/${i}`)));
+  seen = found.map((one, i) => (one.status === "fulfilled" ? one.value : { ...seen[i], name: names[i], trouble: one.reason.message }));
+  looking = false;
+  show();
 }
 
 function show() {
@@ -30,11 +39,14 @@ function show() {
   const drawn = seen
     .map((run, i) => ({ ...run, colour: COLOURS[i % COLOURS.length], number: i }))
     .filter((run) => run.series && !hidden.has(run.number));
+  seen.forEach(showPanel);
+  const text = JSON.stringify(drawn.map((run) => [run.number, run.recorded, run.done, run.series.loss?.at(-1), run.evaluations, run.predicted]));
+  if (text === drawnText) return;
+  drawnText = text;
   drawLoss(document.getElementById("loss"), drawn);
   drawRate(document.getElementById("rate"), drawn);
   drawMemoryUse(document.getElementById("use"), drawn);
   drawPredicted(document.getElementById("predicted"), drawn);
-  seen.forEach(showPanel);
 }
 
 function showSummary() {

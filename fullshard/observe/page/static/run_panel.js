@@ -1,6 +1,6 @@
 // What is shown of one run alone: its ranks, its checkpoints, its last profile and its events.
 import { ask } from "./api.js";
-import { COLOURS, clear, draw } from "./charts.js";
+import { COLOURS, clear, draw, narrow } from "./charts.js";
 import { make, table } from "./dom.js";
 import { bytes, clock, number, percent, seconds } from "./format.js";
 
@@ -22,7 +22,8 @@ export function runPanel(index, run) {
     renew("ranks", now.ranks, ranks);
     renew("checkpoints", { rows: now.checkpoints, dir: now.about.checkpoint_dir }, (data) => checkpoints(index, data));
     renew("events", now.events, events);
-    drawProfile(profile, now.profile);
+    if (kept.get("profile") !== JSON.stringify(now.profile)) drawProfile(profile, now.profile);
+    kept.set("profile", JSON.stringify(now.profile));
   };
   return { node, show };
 }
@@ -122,7 +123,7 @@ function drawProfile(figure, found) {
       yaxis: { autorange: "reversed" },
       legend: { orientation: "h", y: 1, x: 0, yanchor: "bottom", traceorder: "normal" },
     },
-    height: 110 + 28 * Math.min(rows.length, 32),
+    height: (narrow() ? 220 : 110) + 28 * Math.min(rows.length, 32),
     head: ["Rank", ...lanes, "A step"],
     rows: rows.map((row) => [row.label, ...lanes.map((lane) => seconds(row.lanes[lane])), seconds(row.step_seconds)]),
     numbers: [...lanes.map((_, i) => i + 1), lanes.length + 1],
