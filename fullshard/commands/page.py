@@ -1,5 +1,7 @@
 """`fullshard page`: plans and runs in the browser."""
 
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -44,9 +46,15 @@ def page(
     shown = open_runs(runs or [])
     address = listen(host, port)
     typer.echo(address.url)
+    if not no_open and not _open(address.url):
+        typer.echo("no browser was found: open the address yourself", err=True)
     typer.echo("Ctrl-C ends it", err=True)
-    if not no_open:
-        import webbrowser
-
-        webbrowser.open(address.url)  # the socket listens already: the browser's request waits for the server
     serve(address, shown, describe_costs, {"model": model, "cluster": cluster})
+
+
+def _open(url: str) -> bool:
+    """Open a browser with a window; False if there is none. One in the terminal would hold up the server."""
+    import webbrowser
+
+    has_display = sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return has_display and webbrowser.open(url)  # the socket listens already: the browser's request waits for the server

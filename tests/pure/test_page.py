@@ -19,6 +19,7 @@ from tests.pure.checkpoints import make
 
 pytest.importorskip("starlette", reason="the page needs fullshard[page]")
 
+from fullshard.observe.page import run_metrics
 from fullshard.observe.page.guard import HEADER, Guard
 from fullshard.observe.page.plan_answer import plan_answer
 from fullshard.observe.page.plan_request import PlanQuestion
@@ -74,6 +75,7 @@ WRONG = [
     ({"cluster": "/etc/passwd"}, "is no cluster"),
     ({"sequence": "-1"}, "sequence must be a whole number"),
     ({"sequence": "9" * 30}, "sequence must be a whole number"),
+    ({"sequence": str(1 << 25)}, "sequence must be a whole number from 1 to 16777216"),
     ({"price": "nan"}, "a number above 0"),
     ({"strategy": "zero4"}, "unknown strategy 'zero4'"),
     ({"compute": "int8"}, "compute must be one of"),
@@ -223,6 +225,20 @@ def test_a_spike_of_the_loss_is_drawn_in_a_long_run():
     assert len(found) <= 500
     assert rows[54_321] in found
     assert (found[0], found[-1]) == (rows[0], rows[-1])
+
+
+def test_of_a_long_run_few_rows_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_metrics, "MOST_KEPT", 100)
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    for begin in range(1, 1001, 60):
+        with path.open("a") as file:
+            file.write("".join(line(n, loss=99.0 if n == 77 else 1.0) for n in range(begin, begin + 60)))
+        reader.look()
+    assert len(reader.rows) <= 100
+    assert reader.recorded == 1020
+    assert max(reader.series()["loss"]) == 99.0
+    assert reader.series()["step"][-1] == 1020
 
 
 def test_checkpoints_have_verdicts(tmp_path):

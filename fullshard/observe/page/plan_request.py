@@ -14,6 +14,7 @@ WORDS = ("strategy", "remat", "home.params", "home.optimizer", "home.activations
 NUMBERS = ("replicate", "tensor", "micro_batch")  # choices that are numbers
 AUTO = "auto"  # of any choice: the search decides
 LONGEST = 4096  # characters of a value
+LARGEST = 1 << 24  # of a number: a step of more tokens or rows takes too long to lay out
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class PlanQuestion:
 
 
 def _integer(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise FullshardError(f"{name} must be a whole number above 0, not {text[:40]!r}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= LARGEST):
+        raise FullshardError(f"{name} must be a whole number from 1 to {LARGEST}, not {text[:40]!r}")
     return int(text)
 
 

@@ -43,7 +43,7 @@ class RunView:
             "state": self._state(done, steps, ranks),
             "done": done,
             "series": self.metrics.series(),
-            "recorded": len(self.metrics.rows),
+            "recorded": self.metrics.recorded,
             "evaluations": self.metrics.evaluations[-500:],
             "events": self.metrics.events[-20:],
             "predicted": self.metrics.last_event("predicted"),
