@@ -62,8 +62,13 @@ class Step(Protocol):
     def metrics(self) -> Mapping[str, Any]:
         """Means that the loss function named. The values may still be on the device."""
 
+    @property
+    def unit_norms(self) -> Mapping[str, Any]:
+        """Gradient norms by unit, if they were asked for. The values may still be on the device."""
+
     def numbers(self) -> list[float]:
-        """loss, gradient norm, count, skipped, then one number per flag, then one per metric. Waits for the device once."""
+        """loss, gradient norm, count, skipped, then one number per flag, per metric and per unit norm. Waits for the device
+        once."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase on this rank's device."""
@@ -329,8 +334,10 @@ class Engine(Protocol[ModelT, StateT]):
         clip: float | None = None,
         lr: float | None = None,
         flags: Sequence[bool] = (),
+        unit_norms: bool = False,
     ) -> Step:
-        """Forward, backward and update. `flags` are combined over ranks with the step's own sums. Collective."""
+        """Forward, backward and update. `flags` are combined over ranks with the step's own sums. `unit_norms`: the result has
+        the gradient norm of each unit. Collective."""
 
     def evaluate(self, state: StateT, batches: Iterable[Any], *, loss: Any = ...) -> dict[str, float]:
         """The mean `loss` over all that counts in all ranks' batches, and the means of its metrics. Collective."""

@@ -34,12 +34,19 @@ class JaxStep:
     skipped: jax.Array
     metrics: dict[str, jax.Array]
     flagged: jax.Array  # for each of `flags`, whether any process raised it
+    norms: jax.Array  # gradient norms by unit, if they were asked for
+    units: tuple[str, ...] = ()
+
+    @property
+    def unit_norms(self) -> dict[str, jax.Array]:
+        """Gradient norms by unit, if they were asked for."""
+        return {unit: self.norms[i] for i, unit in enumerate(self.units)}
 
     def numbers(self) -> list[float]:
-        """loss, gradient norm, count, skipped, then one per flag, then one per metric. Waits for the device once."""
+        """loss, gradient norm, count, skipped, then one per flag, per metric and per unit norm. Waits for the device once."""
         first = (self.loss, self.grad_norm, self.count, self.skipped)
-        *first, flags, means = jax.device_get((*first, self.flagged, list(self.metrics.values())))
-        return [float(x) for x in (*first, *flags, *means)]
+        *first, flags, means, norms = jax.device_get((*first, self.flagged, list(self.metrics.values()), self.norms))
+        return [float(x) for x in (*first, *flags, *means, *norms)]
 
     def seconds(self) -> dict[str, float]:
         """Nothing: a compiled step is one program, which does not tell its phases apart."""
@@ -54,12 +61,14 @@ def train_step(
     clip: float | None = None,
     lr: float | None = None,
     flags: Sequence[bool] = (),
+    unit_norms: bool = False,
 ) -> JaxStep:
     """Forward, backward and update over the plan's micro-batches. Changes the state in place.
 
     A micro-batch holds the rows of all this process's devices: `plan.batch.micro_batch` for each. The gradient is that of the
     mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer. `flags` are
-    combined over all processes: the result has those that any of them set.
+    combined over all processes: the result has those that any of them set. `unit_norms`: the result has the gradient norm of each
+    unit.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -69,16 +78,18 @@ def train_step(
         expect_number("train_step: clip", clip, zero=False)
     if lr is not None:
         expect_number("train_step: lr", lr)
-    if loss not in state.compiled:
-        state.compiled[loss] = _compile(state, loss)
+    units = _units(state) if unit_norms else ()
+    key = ("step", loss, unit_norms)
+    if key not in state.compiled:
+        state.compiled[key] = _compile(state, loss, units)
     rate = np.float32(state.optimizer.lr if lr is None else lr)
     limit = np.float32(np.inf if clip is None else clip)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
-    state.params, state.moments, state.rest, found = state.compiled[loss](*args)
+    state.params, state.moments, state.rest, found = state.compiled[key](*args)
     if state.step == 0:
         state.check()
     state.step += 1
-    return JaxStep(state.step, **found)
+    return JaxStep(state.step, **found, units=units)
 
 
 def lowered_step(
@@ -93,7 +104,7 @@ def lowered_step(
 
 def compilations(state: JaxState) -> int:
     """How many steps were compiled for this state."""
-    return sum(step._cache_size() for loss, step in state.compiled.items() if callable(loss))
+    return sum(step._cache_size() for key, step in state.compiled.items() if key[0] == "step")
 
 
 def placed(state: JaxState, micro_batches: Sequence[Any]) -> Any:
@@ -126,8 +137,19 @@ def _flags(state: JaxState, flags: Sequence[bool]) -> jax.Array:
     return jax.make_array_from_callback((*mesh.devices.shape, len(flags)), sharding, lambda _: own)
 
 
-def _compile(state: JaxState, loss: LossFunction) -> Any:
-    """The step as a compiled function of (params, moments, rest, batches, learning rate, clip, flags)."""
+def _units(state: JaxState) -> tuple[str, ...]:
+    """The units that have parameters, in the plan's order."""
+    held = {p.unit.name for p in state.shardings.parameters.values()}
+    return tuple(unit.name for unit in state.plan.units if unit.name in held)
+
+
+def _norm(grads: Params) -> jax.Array:
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+
+def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -> Any:
+    """The step as a compiled function of (params, moments, rest, batches, learning rate, clip, flags). `units`: those whose
+    gradient norms it computes."""
     assert state.optimizer is not None
     transformation, accumulate = make_transformation(state.optimizer), state.plan.batch.accumulate
 
@@ -164,7 +186,8 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
         divisor = jnp.where(count > 0, count, 1.0)
         grads = {n: (g / divisor).astype(params[n].dtype) for n, g in grads.items()}
         grads |= scatter({n: grads[n] for n in whole})[0]
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        norm, owner = _norm(grads), {n: p.unit.name for n, p in state.shardings.parameters.items()}
+        norms = [_norm({n: g for n, g in grads.items() if owner[n] == unit}) for unit in units]
         factor = jnp.minimum(clip / (norm + 1e-6), 1.0)
         grads = jax.tree.map(lambda g: g * factor, grads)
         skipped = ~jnp.isfinite(norm)
@@ -172,7 +195,7 @@ def _compile(state: JaxState, loss: LossFunction) -> Any:
         stepped, changed = update_units(state.shardings, transformation, grads, moments, homes, params, rate, skipped)
         means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
         found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
-        found["flagged"] = flags.any((0, 1, 2))
+        found |= {"flagged": flags.any((0, 1, 2)), "norms": jnp.array(norms)}
         return stepped, changed, rest, found
 
     everywhere = state.shardings.everywhere()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import NoneType
 from typing import Any
@@ -25,6 +25,7 @@ from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
 from fullshard.on_torch.state import State
+from fullshard.on_torch.unit_norms import trained_units, unit_squares
 
 OutOfMemory = torch.OutOfMemoryError
 
@@ -41,11 +42,12 @@ class StepResult:
     flagged: Tensor  # for each of `flags`, whether any rank raised it
     metrics: dict[str, Tensor]  # means over all ranks, by the names that the loss function gave
     clock: Clock  # forward, backward, update
+    unit_norms: dict[str, Tensor] = field(default_factory=dict)  # gradient norms by unit, if they were asked for
 
     def numbers(self) -> list[float]:
-        """loss, grad_norm, count, skipped, then each flag, then each metric. Waits for the device once."""
+        """loss, grad_norm, count, skipped, then each flag, each metric and each unit's norm. Waits for the device once."""
         scalars = [t.double() for t in (self.loss, self.grad_norm, self.count, self.skipped, *self.flagged.double().unbind())]
-        return torch.stack([*scalars, *self.metrics.values()]).tolist()
+        return torch.stack([*scalars, *self.metrics.values(), *self.unit_norms.values()]).tolist()
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase on this rank's device."""
@@ -64,13 +66,15 @@ def train_step(
     clip: float | None = None,
     lr: float | None = None,
     flags: Sequence[bool] = (),
+    unit_norms: bool = False,
 ) -> StepResult:
     """Forward, backward and update over the plan's micro-batches. Collective.
 
     The gradient is that of the mean loss over all that counts in the step (labelled tokens, rows, pixels), however it is
     spread over ranks and micro-batches. `loss` takes the model and a batch, any tree of tensors, and returns a `Loss`. `lr`:
     the learning rate of this step. A gradient that is not finite changes neither weights nor optimizer. `flags` travel with
-    the step's own sums, so that ranks agree on something at no cost. The first step also runs the checks of `checks`.
+    the step's own sums, so that ranks agree on something at no cost. `unit_norms`: the result has the gradient norm of each
+    unit. The first step also runs the checks of `checks`.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -83,7 +87,7 @@ def train_step(
     batches = [on_device(b, state.device) for b in micro_batches]
     refuse_batches(batches, state.plan, loss)
     with _own_step(state), explained(state.model, state.plan):
-        return _train_step(state, batches, loss, clip, flags)
+        return _train_step(state, batches, loss, clip, flags, unit_norms)
 
 
 @contextmanager
@@ -98,7 +102,9 @@ def _own_step(state: State) -> Iterator[None]:
             state.offload.end()
 
 
-def _train_step(state: State, batches: list[Any], loss: LossFunction, clip: float | None, flags: Sequence[bool]) -> StepResult:
+def _train_step(
+    state: State, batches: list[Any], loss: LossFunction, clip: float | None, flags: Sequence[bool], unit_norms: bool
+) -> StepResult:
     first = state.checks
     if first:
         checks.before_first_step(state, batches, loss)
@@ -120,15 +126,19 @@ def _train_step(state: State, batches: list[Any], loss: LossFunction, clip: floa
     raised = torch.tensor([float(f) for f in flags], dtype=torch.float64).to(state.device, non_blocking=True)
     square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
     own = torch.stack([sums.loss.double(), *[t for pair in sums.metrics.values() for t in pair]]) / state.plan.mesh.tensor
-    totals = all_reduce_sum(torch.cat([torch.stack([square]), raised, own]))
-    norm = totals[0].sqrt() * (1.0 if sums.rescale is None else sums.rescale)
-    norm = norm / (state.loss_scale.value if state.loss_scale else 1.0)
+    units = trained_units(state) if unit_norms else []
+    squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
+    totals = all_reduce_sum(torch.cat([*squares, raised, own]))
+    norms, totals = totals[: 1 + len(units)].sqrt(), totals[1 + len(units) :]
+    norms = norms * (1.0 if sums.rescale is None else sums.rescale) / (state.loss_scale.value if state.loss_scale else 1.0)
+    norm, *of_units = norms.unbind()
     skipped = _update(state, parts, norm, clip, sums.rescale, before)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
-    flagged, (total, *pairs) = totals[1 : 1 + len(flags)] > 0, totals[1 + len(flags) :].unbind()
+    flagged, (total, *pairs) = totals[: len(flags)] > 0, totals[len(flags) :].unbind()
     metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
-    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, flagged, metrics, clock)
+    by_unit = dict(zip(units, of_units, strict=True))
+    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, flagged, metrics, clock, by_unit)
 
 
 @checked_call("evaluate(state, [batch, ...])", state=State, batches=Iterable)

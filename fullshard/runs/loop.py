@@ -19,14 +19,17 @@ def train(
     clip: float | None = None,
     lr: Callable[[int], float] | None = None,
     flags: Callable[[], Sequence[bool]] | None = None,
+    unit_norms: bool = False,
 ) -> Iterator[Any]:
     """Train for `steps` steps; yield each step's result, such as `on_torch.StepResult`.
 
     `batches` gives, for this rank, one list of micro-batches a step. `loss` is the engine's plain one unless given. `lr`
     returns the learning rate of step 0, 1, … of this call. `flags` is called before each step and returns what ranks
-    shall agree on in it (see `train_step`). The result's tensors are still on the device: reading one waits for the step.
+    shall agree on in it (see `train_step`). `unit_norms`: results have the gradient norm of each unit. The result's tensors are
+    still on the device: reading one waits for the step.
     """
-    return _steps(state, batches, steps, {"clip": clip} | ({"loss": loss} if loss else {}), lr, flags)
+    options = {"clip": clip, **({"loss": loss} if loss else {}), **({"unit_norms": True} if unit_norms else {})}
+    return _steps(state, batches, steps, options, lr, flags)
 
 
 def _steps(

@@ -371,7 +371,9 @@ class ProfileSection(RecipeSection):
 
 
 class LogSection(RecipeSection):
-    """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project."""
+    """Where numbers go besides `metrics.jsonl`; `wandb` is the name of a Weights & Biases project. `unit_norms`: the
+    gradient norm of each unit is among the numbers."""
 
     tensorboard: bool = False
     wandb: str | None = None
+    unit_norms: bool = False

@@ -250,6 +250,7 @@ class Run:
             clip=self.recipe.optim.clip,
             lr=lambda i: self._learning_rate(first + i),
             flags=self._flags,
+            unit_norms=self.recipe.log.unit_norms,
         )
         for result in results:
             self._after(result)
@@ -291,8 +292,9 @@ class Run:
 
     def _record(self, result: Step) -> tuple[bool, bool]:
         """Write the step's line. Returns whether a checkpoint is due and whether a save must end the run."""
-        loss, norm, counted, skipped, asked, due, troubled, *means = result.numbers()
+        loss, norm, counted, skipped, asked, due, troubled, *rest = result.numbers()
         self.profiling.end()
+        means, norms = rest[: len(result.metrics)], rest[len(result.metrics) :]
         unit = self.recipe.unit
         count = int(counted) if unit == "tokens" else self.source.step_samples
         self.checkpoints.numbers["loss"] = loss
@@ -314,6 +316,7 @@ class Run:
             skipped=self.skips,
             **dict(zip(result.metrics, means, strict=True)),
             **memory,
+            **{f"grad_norm/{unit}": n for unit, n in zip(result.unit_norms, norms, strict=True)},
         )
         self.bar.update(result.index, loss, count, memory["memory_allocated"], seconds)
         if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
