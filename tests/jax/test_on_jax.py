@@ -140,6 +140,31 @@ def test_gpt_and_the_chunked_loss(wanted, monkeypatch):
     assert found == pytest.approx(wanted("gpt"), abs=2e-6)
 
 
+@pytest.mark.parametrize("strategy", ["hybrid", *(pytest.param(s, marks=pytest.mark.full) for s in ("ddp", "zero1", "zero3"))])
+def test_norms_of_units_are_those_of_the_unsharded_model(strategy):
+    """The first step's gradients by JAX alone, added up by the modules that the units are made of."""
+    graph, params, rest = nnx.split(llama(nnx.Rngs(jax.random.key(0))), nnx.Param, ...)
+    whole = batch(0)
+
+    def loss(params):
+        logits, counted = nnx.merge(graph, params, rest)(whole["input_ids"]), whole["labels"] != -100
+        found = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counted, whole["labels"], 0))
+        return (found * counted).sum() / counted.sum()
+
+    squares: dict[str, float] = {}
+    for path, grad in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(params)):
+        unit = re.search(r"layers\W+(\d)|(embed_tokens)", jax.tree_util.keystr(path))
+        name = "head" if unit is None else "embed" if unit[2] else f"model.layers.{unit[1]}"
+        squares[name] = squares.get(name, 0.0) + float((grad**2).sum())
+    state = on_jax.shard(llama, make_plan(llama, strategy), fs.AdamW(lr=LR))
+    result = on_jax.train_step(state, [whole], clip=CLIP, unit_norms=True)
+    found = {unit: float(norm) for unit, norm in result.unit_norms.items()}
+    assert list(found) == ["embed", "model.layers.0", "model.layers.1", "head"]
+    assert found == pytest.approx({unit: square**0.5 for unit, square in squares.items()}, rel=1e-5)
+    assert result.numbers()[4:] == list(found.values())
+    assert on_jax.train_step(state, [batch(1)], clip=CLIP).unit_norms == {}
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------
 
 
