@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.data.pack import pack
-from fullshard.runs.prepare import prepare
+from fullshard.runs.prepare import Prepared, prepare
 from fullshard.runs.recipe import load_recipe
 from fullshard.runs.run import execute
 
@@ -117,10 +117,21 @@ def make_model(path: Path, texts: list[str]) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": CHATML}))
 
 
-def run(here: Path, recipe: Path, overrides: list[str], directory: Path) -> dict[str, torch.Tensor]:
-    """What `fullshard train` does on every rank; the weights after it, whole, by the name they have in a checkpoint."""
+def train(here: Path, recipe: Path, overrides: list[str], directory: Path) -> Prepared:
+    """What `fullshard train` does on every rank."""
     with contextlib.chdir(here):
         prepared = prepare(load_recipe(recipe, overrides), 2)
         execute(prepared, directory)
+    return prepared
+
+
+def run_only(here: Path, recipe: Path, directory: Path) -> None:
+    """As `train`, for plans whose parameters do not rest on the device: nothing is read after the run."""
+    train(here, recipe, [], directory)
+
+
+def run(here: Path, recipe: Path, overrides: list[str], directory: Path) -> dict[str, torch.Tensor]:
+    """As `train`; the weights after it, whole, by the name they have in a checkpoint."""
+    prepared = train(here, recipe, overrides, directory)
     weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in prepared.model.named_parameters()}
     return {n.removeprefix("base_model.model.").replace(".base_layer", ""): w.detach() for n, w in weights.items()}

@@ -49,7 +49,7 @@ def test_a_migrated_configuration_trains(ranks, here, name):
     strategy, more = RUNS[name]
     recipe = here / f"{name}.recipe.toml"
     recipe.write_text(migrate(here / name, overrides=[*SMALL, *more]).recipe)
-    ranks(2).run(recipes.run, here, recipe, [], here / "runs" / name)
+    ranks(2).run(recipes.run_only, here, recipe, here / "runs" / name)
     lines = [json.loads(line) for line in (here / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert tomllib.loads(recipe.read_text())["plan"]["strategy"] == strategy

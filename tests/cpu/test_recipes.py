@@ -25,6 +25,7 @@ SMALLER = {
     "gpt.toml": ["data.path=bytes", "model.name=models.py:gpt", "train.steps=4", "train.global_batch=64"],
     "llama-125m.toml": [*LLAMA, "train.micro_batch=4", "schedule.warmup=2", "eval.every=2", "eval.batches=2"],
     "llama3-8b.toml": [*LLAMA, "schedule.warmup=1", "schedule.decay=2"],
+    "offload.toml": [*LLAMA, "schedule.warmup=2"],
     "nodes.toml": [*LLAMA, "schedule.warmup=2", "plan.replicate=2"],
     "finetune.toml": [*CHAT, "schedule.warmup=1"],
     "lora.toml": [*CHAT, "schedule.warmup=1"],

@@ -44,7 +44,7 @@ IDLE = {
     "debug.*": OFF,
 }
 LOST = {
-    "profiling.enable_*": "not part of a recipe; run torch.profiler around `fs.train`",
+    "profiling.enable_*": "write profile.at = N, the step to profile, or run `fullshard profile RECIPE`",
     "optimizer.early_step_in_backward": "offloaded updates run under backward with optim.clip = 'none'",
     "model.converters": "fp8 and mx are refused here; bf16 is written",
     "parallelism.pipeline_parallel_degree": "there is no pipeline parallelism; shard over those ranks, or write plan.tensor",
