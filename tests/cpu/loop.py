@@ -27,6 +27,17 @@ def run(directory: str, overrides: list[str], name: str) -> None:
     execute(prepare(load_recipe("recipe.toml", overrides), dist.get_world_size()), Path("runs") / name)
 
 
+def said(*args) -> dict:
+    """What a run prints on stderr, and the error that ended it."""
+    printed, error = io.StringIO(), None
+    with contextlib.redirect_stderr(printed):
+        try:
+            run(*args)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return {"said": printed.getvalue(), "error": error}
+
+
 def run_offline(*args) -> None:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     run(*args)

@@ -15,6 +15,7 @@ from fullshard.data.pack import pack
 from fullshard.on_torch import initialize, load_model, summed_loss
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
+from fullshard.runs.run_directory import refuse_run
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 
@@ -95,7 +96,7 @@ def check_tensorboard(directory: Path, found: list[dict]) -> None:
 
 
 def test_numbers_of_a_step(here, ranks):
-    ranks(2).run(loop.run, str(here), ["train.steps=2"], "numbers")
+    ranks(2).run(loop.run, str(here), ["train.steps=2", "log.unit_norms=true"], "numbers")
     for line in metrics(here / "runs/numbers"):
         phases = sum(line[f"{p}_seconds"] for p in ("forward", "backward", "update"))
         assert 0 < phases < line["seconds"]
@@ -104,6 +105,38 @@ def test_numbers_of_a_step(here, ranks):
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert line["mfu"] is None  # nobody publishes a CPU's peak
         assert line["memory_allocated"] > 0
+        assert 10 << 20 < line["host_rss"] < 1 << 40
+        units = [key for key in line if key.startswith("grad_norm/")]
+        assert units == [f"grad_norm/{u}" for u in ("embed", "model.layers.0", "model.layers.1", "head")]
+        assert sum(line[u] ** 2 for u in units) ** 0.5 == pytest.approx(line["grad_norm"], rel=1e-6)
+
+
+def test_a_run_that_fails_before_its_first_step_may_be_made_again(here, ranks):
+    """And says nothing of how it ended. The one that follows it in the directory has all its steps, and says so."""
+    (here / "broken.py").write_text("def loss(model, batch):\n    raise ValueError('planted')\n")
+    run = here / "runs/again"
+    before = loop_said(ranks, here, ["train.loss=broken.py:loss"])
+    assert "ValueError: planted" in before["error"]
+    assert (run / "metrics.jsonl").exists()
+    refuse_run(run)
+    assert "trained " not in before["said"]
+    after = loop_said(ranks, here, ["checkpoint.every=3"])
+    assert after["error"] is None
+    assert [m["step"] for m in metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run / "run.json").read_text())["engine"] == "torch"
+    saved, lines = "runs/again/checkpoints/step-00000006", after["said"].splitlines()
+    assert [line.partition(",")[0] for line in lines if ": saved " in line] == [
+        f"step {n}: saved {saved[:-1]}{n}" for n in (3, 6)
+    ]
+    assert lines[-4].endswith(f"(step 6 of 6), loss {metrics(run)[-1]['loss']:.4f}")
+    assert lines[-3:-1] == ["run         runs/again", f"checkpoint  {saved}"]
+    assert lines[-1] == "export      fullshard checkpoint export runs/again -o model.pt --format torch"
+    with pytest.raises(FullshardError, match="holds a run already"):
+        refuse_run(run)
+
+
+def loop_said(ranks, here: Path, overrides: list[str]) -> dict:
+    return ranks(2).run(loop.said, str(here), overrides, "again")[0]
 
 
 def test_a_run_says_once_which_kernels_update_state_elsewhere(here, ranks):
