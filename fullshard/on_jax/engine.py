@@ -22,6 +22,7 @@ from fullshard.on_jax.evaluate import evaluate
 from fullshard.on_jax.flops import flops_per_token
 from fullshard.on_jax.generate import generate
 from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
+from fullshard.on_jax.jax_profiler import JaxProfiler
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
 from fullshard.on_jax.model_call import accepts
@@ -251,8 +252,8 @@ def shard(
     return shard_model(model, plan, optimizer, seed=seed, weights=weights)
 
 
-def profiler(state: JaxState) -> NoReturn:
-    raise FullshardError(f"the JAX engine has no profile yet; {ONLY_TORCH}")
+def profiler(state: JaxState) -> JaxProfiler:
+    return JaxProfiler(state)
 
 
 def seed_dropout(state: JaxState, seed: int) -> None:

@@ -64,6 +64,30 @@ def collectives_of(text: str, mesh: Mesh) -> list[CompiledCollective]:
     return found
 
 
+def operations_of(text: str) -> dict[str, tuple[str, str]]:
+    """The unit and the phase of each instruction that a trace may show. A fusion is of the unit that most of its parts are of."""
+    computations = _computations(text)
+    found = {}
+    for lines in computations.values():
+        for line in lines:
+            if match := _INSTRUCTION.match(line):
+                inside = [part for called in _called(line) if " while(" not in line for part in computations.get(called, ())]
+                found[match[1]] = (_unit(line) or _most([_unit(part) for part in inside]), _phase(line))
+    return found
+
+
+def _phase(line: str) -> str:
+    """Autodiff writes into the name of an operation whether it is of the backward pass."""
+    if "transpose(" in line:
+        return "backward"
+    return "forward" if "jvp(" in line else ""
+
+
+def _most(units: list[str]) -> str:
+    named = [unit for unit in units if unit]
+    return max(dict.fromkeys(named), key=named.count, default="")
+
+
 def _collectives(line: str, units: dict[str, str], times: int, mesh: Mesh) -> Iterator[CompiledCollective]:
     match = _COLLECTIVE.search(line)
     if match is None:

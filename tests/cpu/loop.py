@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import tempfile
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.observe.profile.profile_files import write_profile
 from fullshard.on_torch import engine
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.offload.kernels import cpu_adam
@@ -181,3 +183,19 @@ def skipping(directory: str, overrides: list[str], after: int, steps: int) -> li
 def with_environment(environment: dict[str, str], what: str, *args) -> None:
     os.environ |= environment
     {"run": run, "resume": resume}[what](*args)
+
+
+def profiled(directory: str, overrides: list[str], name: str) -> str:
+    """A run with a profile. What it prints on stderr, of all that the process writes there."""
+    os.chdir(directory)
+    prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+    with tempfile.TemporaryFile("w+") as printed:
+        kept = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        try:
+            execute(prepared, Path("runs") / name, reporter=write_profile)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        printed.seek(0)
+        return printed.read()

@@ -181,6 +181,46 @@ def test_workers_that_hide_the_data(workers, wait, change, saves):
     assert best["saves_seconds"] == pytest.approx(saves)
 
 
+# -- JAX ------------------------------------------------------------------------------------------------------
+
+
+def jax_trace() -> dict:
+    """A step of 100 ms on two devices of a process: a loop around a product and a gather, then an all-reduce."""
+
+    def work(device: int, name: str, begin: float, end: float) -> dict:
+        return event("", name, begin, end, hlo_op=name, device_ordinal=str(device)) | {"tid": 10 + device}
+
+    operations = {
+        "dot.1": {"unit": "layers.0", "phase": "forward"},
+        "all-gather.2": {"unit": "layers.1", "phase": "forward", "kind": "all_gather", "bytes": 4096, "ranks": 2},
+    }
+    parts = [("while.9", 20, 60), ("dot.1", 20, 50), ("all-gather.2", 50, 60), ("all-reduce.3", 70, 75)]
+    about = {"engine": "jax", "world": 2, "devices": [0, 1], "platform": "cpu", "operations": operations}
+    return {
+        "fullshard": about | {"held": {"layers.0": {"params": 10}, "(all units)": {"temporaries": 90}}},
+        "traceEvents": [
+            event("", "fullshard.step 3", 0, 100),
+            event("", "fullshard.data", 0, 5),
+            event("", "PjitFunction(step)", 10, 22),
+            *[work(device, *part) for device in (0, 1) for part in parts],
+        ],
+    }
+
+
+def test_a_jax_step_worked_out_by_hand(tmp_path):
+    traces = read_trace(write_trace(tmp_path, jax_trace()))
+    assert [t.rank for t in traces] == [0, 1]
+    found = summarize(traces)
+    ms = {lane: round(seconds * 1e3, 6) for lane, seconds in found["ranks"][1]["lanes"].items()}
+    assert ms == {"compute": 30, "communication": 15, "transfers": 0, "data": 5, "launch": 10, "idle": 40}
+    assert {u["unit"]: (u["forward"], u["gather_exposed"]) for u in found["units"]} == {
+        "layers.0": (pytest.approx(0.03), 0),
+        "layers.1": (0, pytest.approx(0.01)),
+    }
+    assert found["memory"]["bytes"] == 100
+    assert found["kernels"][0]["name"] == "dot"
+
+
 # -- files ----------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +235,7 @@ def test_a_profile_is_shown_again_from_its_files(tmp_path):
     run = tmp_path / "run"
     write_trace(run / "profile/step-7")
     (run / "plan.json").write_text("{}")
-    found = summarize([read_trace(run / "profile/step-7/rank-00000.trace.json.gz")])
+    found = summarize(read_trace(run / "profile/step-7/rank-00000.trace.json.gz"))
     (run / "profile/step-7" / BREAKDOWN).write_text(json.dumps(found))
     shown = CliRunner().invoke(app, ["profile", str(run)])
     assert shown.exit_code == 0

@@ -9,7 +9,7 @@ from fullshard.observe.profile.memory_picture import draw_memory
 from fullshard.observe.profile.profile_report import recommendation_text, report
 from fullshard.observe.profile.profile_summary import VERSION, summarize
 from fullshard.observe.profile.recommend import PlannedStep, predicted_lanes, recommend
-from fullshard.observe.profile.trace_file import AGAIN, read_trace, trace_files
+from fullshard.observe.profile.trace_file import AGAIN, read_traces, trace_files
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.prepare import Prepared, make_optimizer
 
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 26  # of a breakdown
 
 def write_profile(prepared: Prepared, directory: Path) -> str:
     """Read the traces of a profile and write its other files. Returns the end of a sentence about it."""
-    found = complete(summarize([read_trace(path) for path in trace_files(directory)]), planned(prepared))
+    found = complete(summarize(read_traces(trace_files(directory))), planned(prepared))
     _write(directory / BREAKDOWN, json.dumps(found, indent=1) + "\n")
     text = report(found)
     note = draw_memory(found, directory)
@@ -87,7 +87,7 @@ def read_profile(directory: Path, *, traces: bool = False) -> dict[str, Any]:
         raise FullshardError(f"{path} is no breakdown of version {VERSION}; {AGAIN}")
     if not traces:
         return found
-    again = summarize([read_trace(p) for p in trace_files(directory)])
+    again = summarize(read_traces(trace_files(directory)))
     for key in ("predicted", "recommendation"):
         again[key] = found.get(key)
     return again

@@ -94,7 +94,7 @@ def _other_plans(found: dict[str, Any], step: PlannedStep) -> Iterator[dict[str,
     plan, description, cluster = step.plan, step.description, step.cluster
     assert description is not None
     assert step.estimate is not None
-    for change, why, other in _changes(plan):
+    for change, why, other in _changes(plan, compiled=found["engine"] == "jax"):
         common: dict[str, Any] = {"loss": step.loss, "optimizer": step.optimizer, "clip": step.clip}
         common["cpu_share"] = cores_share(other, cluster, step.optimizer)
         try:
@@ -109,9 +109,10 @@ def _other_plans(found: dict[str, Any], step: PlannedStep) -> Iterator[dict[str,
             yield _option(found, change, why, share * found["step_seconds"])
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
+def _changes(plan: Plan, *, compiled: bool) -> Iterator[tuple[str, str, Plan]]:
+    """Changes in words, why they help, and the plans. `compiled`: XLA compiles the whole step, and orders its gathers."""
     deepest = min(plan.prefetch.forward, plan.prefetch.backward)
-    if deepest < 2 and any(u.layout == "sharded" for u in plan.units):
+    if not compiled and deepest < 2 and any(u.layout == "sharded" for u in plan.units):
         yield "plan.prefetch = 2", "gathers begin earlier", replace(plan, prefetch=Prefetch(2, 2))
     order: tuple[Remat, ...] = ("full", "selective", "none")
     used = {u.remat for u in plan.units if u.remat != "none"}
@@ -124,7 +125,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
     if plan.batch.accumulate > 1 and plan.batch.sync == "every":
         last = replace(plan, batch=replace(plan.batch, sync="last"))
         yield "plan.sync = 'last'", "gradients are reduced once a step", last
-    if not plan.compile:
+    if not (plan.compile or compiled):
         yield "plan.compile = true", "fewer and larger kernels are launched", replace(plan, compile=True)
     for kind in ("optimizer", "activations", "params"):
         units = tuple(replace(u, home=replace(u.home, **{kind: "device"})) for u in plan.units)  # type: ignore[arg-type]

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError
+from fullshard.observe.profile.jax_trace import read_jax
 from fullshard.observe.profile.rank_trace import RankTrace
 from fullshard.observe.profile.torch_trace import STEP, read_torch
 
@@ -13,8 +15,13 @@ NAME = "rank-{:05d}.trace.json.gz"
 AGAIN = "profile again with `fullshard profile RECIPE`"
 
 
-def read_trace(path: Path) -> RankTrace:
-    """The trace of a rank."""
+def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
+    """The traces of all ranks: one of a file of torch, one for each device in a file of JAX."""
+    return [trace for path in paths for trace in read_trace(path)]
+
+
+def read_trace(path: Path) -> list[RankTrace]:
+    """The ranks in a file."""
     document = _document(path)
     events = document.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
@@ -22,7 +29,7 @@ def read_trace(path: Path) -> RankTrace:
     if not any(STEP.fullmatch(str(e.get("name"))) for e in events):
         raise FullshardError(f"{path} is a trace without a step of fullshard; {AGAIN}")
     try:
-        return read_torch(document)
+        return read_jax(document) if document.get("fullshard", {}).get("engine") == "jax" else [read_torch(document)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FullshardError(f"{path} is damaged: {type(error).__name__} in its events ({error}); {AGAIN}") from None
 
