@@ -171,11 +171,11 @@ def test_the_slowest_rank_is_named_with_its_lane():
     assert not summarize([read_torch(gpu_trace(0)), read_torch(gpu_trace(1))])["slowest"]["slow"]
 
 
-@pytest.mark.parametrize(("workers", "wait", "change", "saves"), [(0, 0.4, "workers = 1", 0.4), (1, 0.6, "workers = 3", 0.6)])
-def test_workers_that_hide_the_data(workers, wait, change, saves):
-    """Of a step of 1 s: without workers the data takes `wait`; one worker that is behind takes the whole step."""
+@pytest.mark.parametrize(("loaders", "wait", "change", "saves"), [(0, 0.4, "workers = 1", 0.4), (1, 0.6, "workers = 3", 0.6)])
+def test_workers_that_hide_the_data(loaders, wait, change, saves):
+    """Of a step of 1 s: loaded by the step itself, the data takes `wait`; one worker that is behind takes the whole step."""
     found = {"step_seconds": 1.0, "slowest": None, "ranks": [{"lanes": {"data": wait}}]}
-    step = type("Step", (), {"workers": workers, "description": None, "estimate": None})()
+    step = type("Step", (), {"loaders": loaders, "description": None, "estimate": None})()
     best = recommend(found, step)
     assert best["change"] == f"data.{change}"
     assert best["saves_seconds"] == pytest.approx(saves)

@@ -29,7 +29,8 @@ def write_profile(prepared: Prepared, directory: Path) -> str:
 
 def planned(prepared: Prepared) -> PlannedStep:
     """What the planner knows of a run."""
-    recipe = prepared.recipe
+    recipe, wanted = prepared.recipe, prepared.recipe.data
+    workers = prepared.data.workers(prepared.engine.ranks_here()) if wanted.workers is None else wanted.workers
     return PlannedStep(
         plan=prepared.plan,
         description=prepared.description,
@@ -38,7 +39,7 @@ def planned(prepared: Prepared) -> PlannedStep:
         loss="chunked" if recipe.loss == "chunked" else "plain",
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
-        workers=recipe.data.workers,
+        loaders=workers or min(wanted.prefetch, 1),  # without workers, a thread loads ahead
     )
 
 

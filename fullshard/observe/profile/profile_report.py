@@ -25,7 +25,9 @@ def recommendation_text(found: dict[str, Any]) -> str:
     """The recommendation as a sentence."""
     best = found["recommendation"]
     if best is None:
-        return "recommendation: none; no change that was tried is expected to save 1% of a step"
+        tried = "no change that was tried is expected to save 1% of a step"
+        unknown = '; the costs of the model are unknown, so no other plan was tried (they are known with plan = "auto")'
+        return f"recommendation: none; {tried}{'' if found['predicted'] else unknown}"
     saves = f"{_time(best['saves_seconds'])} ({best['saves_share']:.0%}) of a step"
     return f"recommendation: {best['change']}. {best['why'].capitalize()}. Predicted saving: {saves}"
 

@@ -24,7 +24,8 @@ EXPOSED = {  # the planner's causes of waiting, by the lane of a profile that sh
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What the planner knows of a run. `workers`: how many load the data, None if the loader chooses."""
+    """What the planner knows of a run. `loaders`: how many load data ahead on a rank; 0 if the step loads its
+    own."""
 
     plan: Plan
     description: Description | None
@@ -33,7 +34,7 @@ class PlannedStep:
     loss: Literal["chunked", "plain"]
     optimizer: Optimizer
     clip: bool
-    workers: int | None
+    loaders: int
 
 
 def predicted_lanes(estimate: Estimate) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def predicted_lanes(estimate: Estimate) -> dict[str, Any]:
 
 def recommend(found: dict[str, Any], step: PlannedStep | None) -> dict[str, Any] | None:
     """The change that saves the most of a step; None if none saves a hundredth of it. `found`: a profile's summary."""
-    options = [*_slow_rank(found), *_more_workers(found, step.workers if step else None)]
+    options = [*_slow_rank(found), *_more_workers(found, step.loaders if step else 1)]
     if step is not None and step.description is not None and step.estimate is not None:
         options += _other_plans(found, step)
     best = max(options, key=lambda o: o["saves_seconds"], default=None)
@@ -76,15 +77,14 @@ def _slow_rank(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
         )
 
 
-def _more_workers(found: dict[str, Any], workers: int | None) -> Iterator[dict[str, Any]]:
-    """Enough workers to load a step's data in the time of the rest of the step, or as many as halve the wait."""
+def _more_workers(found: dict[str, Any], loaders: int) -> Iterator[dict[str, Any]]:
+    """Enough workers to load a step's data in the time of the rest of the step, or one more."""
     step, wait = found["step_seconds"], max(r["lanes"]["data"] for r in found["ranks"])
     rest = step - wait
     if wait <= LEAST * step or rest <= 0:
         return
-    now = workers if workers is not None else 1
-    loading = wait if now == 0 else now * step  # of one worker, for the data of a step
-    needed = max(now + 1, math.ceil(loading / rest))
+    loading = wait if loaders == 0 else loaders * step  # of one worker, for the data of a step
+    needed = max(loaders + 1, math.ceil(loading / rest))
     saves = step - max(rest, loading / needed)
     yield _option(found, f"data.workers = {needed}", "the step waits for data", saves)
 
