@@ -147,15 +147,13 @@ class Messages(Protocol):
 
 
 class StepProfiler(Protocol):
-    """Records steps on this rank, from its making on."""
+    """Records steps on this rank, from its making on. A step begins when its data is asked for; its numbers end it."""
 
-    def begin(self, step: int) -> None:
-        """A step begins: its data is asked for."""
+    def begin(self, step: int) -> None: ...
 
     def data_here(self) -> None: ...
 
-    def end(self) -> None:
-        """The step's numbers are there."""
+    def end(self) -> None: ...
 
     def write(self, directory: Path) -> None:
         """Stop, and write this rank's files, `rank-N.…`."""
@@ -383,10 +381,7 @@ class Engine(Protocol[ModelT, StateT]):
 
 
 def load_engine(name: str, user: str = "") -> Engine[Any, Any]:
-    """The engine of this name. Raises a sentence where there is none, or what it needs is not installed.
-
-    `user`: what needs it, for that sentence.
-    """
+    """The engine of this name. Raises a sentence, which names `user`, where there is none or what it needs is not installed."""
     refuse_engine(name)
     try:
         return cast(Engine[Any, Any], importlib.import_module(f"fullshard.on_{name}.engine"))
