@@ -164,6 +164,8 @@ def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     assert last == {"event": "stopped", "step": last_step["step"]}
     assert process.returncode == code
     assert "Traceback" not in said
+    told = [json.loads(path.read_text()) for path in sorted((run / "ranks").iterdir())]
+    assert [(t["rank"], t["step"], t["ended"]) for t in told] == [(rank, last["step"], True) for rank in range(2)]
     ended = said.splitlines()[-6:]
     assert ended[0] == f"ended after step {last['step']}: stopped"
     assert ended[1].startswith(f"step {last['step']}: saved {run}/checkpoints/step-{last['step']:08d}, ")
