@@ -155,7 +155,7 @@ def profiler(state: State) -> TorchProfiler:
 
 def out_of_memory(error: BaseException) -> bool:
     """The CPU's allocator has no exception of its own."""
-    refused = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    refused = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
     return refused or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 

@@ -10,7 +10,7 @@ from fullshard.observe.bench import report
 from fullshard.observe.bench.axes import Axis, full_key, parse_axes, product, split_values
 from fullshard.observe.bench.base_recipe import Base, with_choices
 from fullshard.observe.bench.case_process import Spec
-from fullshard.observe.bench.cases import Case, Predicted, Settings, make_cases
+from fullshard.observe.bench.cases import TITLES, Case, Predicted, Settings, make_cases
 from fullshard.observe.bench.pareto_plot import draw
 from fullshard.observe.bench.run_cases import CaseFiles, Result, run_all, summary, typical
 
@@ -190,7 +190,8 @@ def test_markdown_and_json_have_every_case():
 
 def test_the_plot_is_drawn_as_png_and_svg(tmp_path):
     pytest.importorskip("matplotlib")
-    files = draw(bench(result("ddp", 2.0, 4), result("zero3", 4.0, 2), FAILED), tmp_path)
+    peers = [result("zero3", 1.0 + i, 3, system=name) for i, name in enumerate(TITLES)]  # a mark and a colour for each
+    files = draw(bench(result("ddp", 2.0, 4), result("zero3", 4.0, 2), *peers, FAILED), tmp_path)
     assert [f.name for f in files] == ["bench.png", "bench.svg"]
     svg = files[1].read_text()
     assert files[0].read_bytes()[:4] == b"\x89PNG"

@@ -4,6 +4,7 @@ module again. A rank writes what it measured, or why it could not, to a file of 
 
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -139,7 +140,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())[:500]
+    text = re.sub(r"^\[enforce fail at \S+\] \w+\. ", "", " ".join(str(error).split()))[:500]  # where in torch's C++
     return text if isinstance(error, FullshardError) else f"{type(error).__name__}: {text}"
 
 

@@ -16,7 +16,7 @@ from fullshard.observe.bench.case_process import Spec
 from fullshard.planner.wire_bytes import wire_bytes
 from fullshard.runs.prepare import Prepared, describe_costs, expected_of, planned_loss, prepare
 from fullshard.runs.recipe import make_recipe
-from fullshard.status import say
+from fullshard.status import say, unsaid
 
 OWN = "fullshard"
 TITLES = {  # of peers, for tables
@@ -128,7 +128,8 @@ def _for_peer(tree: Tree) -> Tree:
 def checked(cases: list[Case], engine: Engine[Any, Any], bench: BenchEngine) -> list[Case]:
     """Every case with its prediction, or with the reason why it cannot run."""
     say(f"checking {len(cases)} cases")
-    return [_checked(case, engine, bench) for case in cases]
+    with unsaid():  # each would say what it does
+        return [_checked(case, engine, bench) for case in cases]
 
 
 def _checked(case: Case, engine: Engine[Any, Any], bench: BenchEngine) -> Case:

@@ -124,9 +124,9 @@ def _count(case: Case) -> int:
 
 def write_files(bench: Bench, directory: Path) -> tuple[list[Path], str]:
     """bench.json, bench.md and, with matplotlib, the plot. Returns the paths, and a sentence if there is no plot."""
+    (directory / "bench.json").write_text(json.dumps(to_dict(bench), indent=1) + "\n")
     drawn = pareto_plot.draw(bench, directory) if pareto_plot.can_draw() else []
     missing = "" if pareto_plot.can_draw() else pareto_plot.MISSING
-    (directory / "bench.json").write_text(json.dumps(to_dict(bench), indent=1) + "\n")
     (directory / "bench.md").write_text(markdown(bench, [path.name for path in drawn if path.suffix == ".svg"]))
     return [directory / "bench.json", directory / "bench.md", *drawn], missing
 

@@ -12,7 +12,7 @@ from fullshard.text import count_text
 MISSING = "no plot was drawn: pip install 'fullshard[plot]' for matplotlib; the tables are written"
 NAMES = ("bench.png", "bench.svg")
 COLORS = ("#1b6ca8", "#c2571a", "#3a7d44", "#7a4fa3", "#a8324a", "#5c5c5c", "#a07d00")  # fullshard's first, then each peer's
-MARKERS = "oszD^vP"
+MARKERS = "osD^vPX"
 OFFSETS = [(x, y) for r in (9, 14, 20) for x, y in ((r, r), (-r, r), (r, -r), (-r, -r), (r + 3, 0), (-r - 3, 0), (0, r), (0, -r))]
 CLEARANCE = 11  # points between labels, and between a label and another case's mark
 
@@ -32,17 +32,17 @@ def draw(bench: Bench, directory: Path) -> list[Path]:
     places = {r.key: (m * factor, rate / scale) for m, rate, r in known}
     _marks(axes, bench, places)
     _front(axes, bench, places)
-    _numbers(figure, axes, places, [r.key for r in bench.results])
     what = "peak resident memory of a rank" if bench.on_cpu else "peak allocated memory of a device"
     axes.set_xlabel(f"{what} ({unit})")
     axes.set_ylabel("tokens/s, relative to the first case" if bench.on_cpu else "tokens/s")
-    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
     axes.set_ylim(bottom=0, top=max(y for _, y in places.values()) * 1.12)
     if not bench.on_cpu:
         axes.yaxis.set_major_formatter(lambda value, _: count_text(value))
     axes.set_title(f"{bench.about['target']}, {bench.about['ranks']} × {bench.about['hardware']}", fontsize=11)
     axes.grid(alpha=0.25)
     figure.legend(*_legend(axes, bench), loc="outside right upper", fontsize=8, frameon=False)
+    _numbers(figure, axes, places, [r.key for r in bench.results])  # last: it needs the final positions
     files = [directory / name for name in NAMES]
     for file in files:
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
@@ -96,7 +96,7 @@ def _free_place(x: float, y: float, taken: list[tuple[float, float]]) -> tuple[i
     """The first of OFFSETS with the fewest labels and marks around it."""
 
     def crowded(offset: tuple[int, int]) -> int:
-        return sum(abs(x + offset[0] - a) + abs(y + offset[1] - b) < CLEARANCE for a, b in taken)
+        return sum(max(abs(x + offset[0] - a), abs(y + offset[1] - b)) < CLEARANCE for a, b in taken)
 
     return min(OFFSETS, key=crowded)
 

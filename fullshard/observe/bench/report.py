@@ -11,8 +11,9 @@ from fullshard.text import bytes_text, count_text, seconds_text, table
 
 NONE = "–"
 ON_CPU = (
-    "On a CPU over gloo, bytes sent are counted and exact. Times are relative to the first case that ran, each the mean of the "
-    "fastest third of its steps. Memory is the growth of resident memory as the kernel counts it, so it is approximate."
+    "On a CPU, bytes sent are counted and exact. Times are relative to the first case that ran, each the mean of the fastest "
+    "third of its steps. Memory is the growth of resident memory as the kernel counts it; the prediction is what the step "
+    "allocates."
 )
 PEERS = "Peers compute the plain cross-entropy, as their own examples do; fullshard's default loss is chunked (train.loss)."
 SENT = "Sent: bytes that a rank sends in a step, counted from the collectives that ran, as a ring sends them."
@@ -85,7 +86,7 @@ def _number_columns(bench: Bench) -> list[tuple[str, Cell, bool]]:
     memory: list[tuple[str, Cell, bool]] = [
         ("peak", lambda r: _bytes(bench.memory(r)), True),
         ("predicted", lambda r: _bytes(r.predicted_memory), True),
-        ("off", lambda r: _off(r.predicted_memory, bench.memory(r)), True),
+        ("off", lambda r: NONE if bench.on_cpu else _off(r.predicted_memory, bench.memory(r)), True),
         ("reserved", lambda r: _bytes(r.measured.get("memory", {}).get("reserved")), True),
     ]
     sent: list[tuple[str, Cell, bool]] = [
@@ -163,7 +164,9 @@ def notes(bench: Bench) -> list[str]:
     for r in bench.results:
         if r.outcome != "ok":
             seen.setdefault((r.outcome, r.why), []).append(bench.label(r))
-    return found + [f"{'; '.join(labels)}: {outcome}: {why}" for (outcome, why), labels in seen.items()]
+    found += [f"{'; '.join(labels)}: {outcome}: {why}" for (outcome, why), labels in seen.items()]
+    front = "; ".join(bench.label(r) for r in bench.front())
+    return [*found, f"Pareto front of memory and throughput: {front}"] if front else found
 
 
 def text(bench: Bench) -> str:
@@ -171,9 +174,7 @@ def text(bench: Bench) -> str:
     shown = columns(bench)
     numbers = [i for i, (_, _, number) in enumerate(shown) if number]
     body = table([title for title, _, _ in shown], [[cell(r) for _, cell, _ in shown] for r in bench.results], right=numbers)
-    front = "; ".join(bench.label(r) for r in bench.front())
-    lines = [*notes(bench), *([f"Best for their memory (Pareto front): {front}"] if front else [])]
-    return body + "\n\n" + "\n".join(lines)
+    return body + "\n\n" + "\n".join(notes(bench))
 
 
 def markdown(bench: Bench, images: Sequence[str] = ()) -> str:
@@ -184,12 +185,7 @@ def markdown(bench: Bench, images: Sequence[str] = ()) -> str:
     lines += [f"{a['ranks']} × {a['hardware']}; {versions}; {a['date']}.", "", "```text", a["command"], "```", ""]
     lines += [_row([title for title, _, _ in shown]), _row(["---:" if number else "---" for _, _, number in shown])]
     lines += [_row([cell(r) for _, cell, _ in shown]) for r in bench.results]
-    front = "; ".join(bench.label(r) for r in bench.front())
-    lines += [
-        "",
-        *[f"- {note}" for note in notes(bench)],
-        *([f"- Best for their memory (Pareto front): {front}"] if front else []),
-    ]
+    lines += ["", *[f"- {note}" for note in notes(bench)]]
     lines += ["", *[f"![Memory against throughput]({name})" for name in images]]
     return "\n".join(lines).rstrip() + "\n"
 

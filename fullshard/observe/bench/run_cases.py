@@ -20,7 +20,7 @@ from fullshard.text import seconds_text
 
 GRACE = 5.0  # seconds that a case gets to end by itself after its time
 UNDISTURBED = 3  # on a CPU, the mean of the fastest third of steps: other programs only make steps slower
-OUT_OF_MEMORY = re.compile(r"want of host memory|out of memory|can't allocate memory|Cannot allocate memory", re.I)
+OUT_OF_MEMORY = re.compile(r"want of host memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.I)
 FINISHED = "ok", "out of memory", "failed", "timed out", "refused"
 
 
