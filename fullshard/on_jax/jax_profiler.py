@@ -27,8 +27,7 @@ class JaxProfiler:
 
     def __init__(self, state: JaxState):
         self.state = state
-        self.steps = dict(state.compiled)
-        state.compiled = {key: _Recorded(step) if callable(key) else step for key, step in self.steps.items()}
+        state.compiled = {key: _Recorded(step) if key[0] == "step" else step for key, step in state.compiled.items()}
         self.directory = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # the calls of Python functions would be most of the trace
@@ -48,11 +47,14 @@ class JaxProfiler:
     def write(self, directory: Path) -> None:
         """Stop, and write this process's trace."""
         jax.profiler.stop_trace()
-        recorded = [step for step in self.state.compiled.values() if isinstance(step, _Recorded) and step.shapes]
-        self.state.compiled = self.steps
+        steps = self.state.compiled
+        recorded = [step for step in steps.values() if isinstance(step, _Recorded) and step.shapes]
+        self.state.compiled = {key: step.inner if isinstance(step, _Recorded) else step for key, step in steps.items()}
         try:
             found = next(self.directory.rglob("*.trace.json.gz"), None)
-            if found is None or not recorded:
+            if not recorded:
+                raise FullshardError("the profiled steps were compiled in the profile; write a later profile.at")
+            if found is None:
                 raise FullshardError("the profiler of JAX wrote no trace")
             document = json.loads(gzip.decompress(found.read_bytes()))
         finally:

@@ -144,7 +144,7 @@ def _memory_units(memory: dict[str, Any]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return seconds_text(seconds) if seconds > 0 else "–"
+    return seconds_text(seconds) if seconds > 1e-9 else "–"
 
 
 def _bytes(n: int | None) -> str:
