@@ -65,6 +65,7 @@ COMMANDS: dict[str, tuple[list[str], list[list[str]], dict[str, list[str]]]] = {
         },
     ),
     "train": (["--dry-run"], [["recipe.toml", *F]], {"--run": F, "--ranks": N, "--resume": ["auto", *F]}),
+    "migrate": ([], [["recipe.toml", *F]], {"-o": F, "--kind": ["deepspeed", "fsdp", "x"], "--ranks": N}),
     "measure": (["-o", "no/such/directory/x.json"], [], {"--disk": F, "--quick": ON}),
     "data pack": (
         ["--workers=1"],

@@ -203,6 +203,15 @@ def test_a_recipe_with_gaps_is_refused_and_values_fill_them(here, tmp_path):
     assert load_recipe(path, []).train.tokens == 1_000_000_000
 
 
+def test_odd_arguments_of_a_script_are_told(tmp_path):
+    text = FILES["ddp.py"].replace("lr=1e-3", "lr='fast', betas=3").replace("momentum=0.9", "momentum=[1], nesterov=True")
+    (tmp_path / "odd.py").write_text(text.replace("SGD", "Adam"))
+    made = migrate(tmp_path / "odd.py")
+    assert keys_of(made.recipe)["optim.lr"] == 1e-4
+    told = made.report.partition("not carried over:")[2]
+    assert all(f"Adam.{key} = " in told for key in ("lr", "momentum", "nesterov"))
+
+
 def test_the_number_of_ranks_gives_the_global_batch(here):
     assert keys_of(migrate(here / "infinity.json", ranks=2).recipe)["train.global_batch"] == 8
     assert keys_of(migrate(here / "llama3_8b.toml", ranks=64).recipe)["train.global_batch"] == 64
@@ -226,6 +235,7 @@ def test_the_number_of_ranks_gives_the_global_batch(here):
         ("a.txt", "a", None, "ends in none of"),
         ("a.py", "print(1)", None, "calls neither"),
         ("a.py", "def", None, "is no Python script"),
+        ("a.py", "a" + ".a" * 5000 + "()", None, "is no Python script"),
         ("a.py", migrations.TITAN_SCRIPT, None, "torchtitan's configuration in Python"),
         ("a.toml", "[model]\n[data]\n[optim]\n[train]\nx = 1", None, "is a recipe of fullshard already"),
         ("a.json", "{}", "horovod", "there is no kind 'horovod'"),

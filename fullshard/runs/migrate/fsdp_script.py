@@ -182,7 +182,7 @@ def _carry_optimizer(draft: Draft, script: Script) -> None:
     for name in [n for n in call.arguments if n not in ("0", "params")]:
         source, value = f"{call.name}.{name}", call.arguments[name]
         key = "lr" if name == "1" else name
-        if value is NOT_HERE or isinstance(value, Word):
+        if value is NOT_HERE or isinstance(value, Word) or not _is_number(value, pair=key == "betas"):
             continue
         if key == "lr" or (simple and key in ("betas", "eps", "weight_decay", "momentum")):
             draft.carry(source, f"optim.{key}", [float(v) for v in value] if key == "betas" else float(value))
@@ -190,6 +190,12 @@ def _carry_optimizer(draft: Draft, script: Script) -> None:
             options[key] = value
             draft.carry(source, "optim.options", dict(options))
     _torch_defaults(draft, call.name, script)
+
+
+def _is_number(value: Any, pair: bool) -> bool:
+    if pair:
+        return isinstance(value, tuple | list) and len(value) == 2 and all(_is_number(part, False) for part in value)
+    return isinstance(value, int | float)
 
 
 def _torch_defaults(draft: Draft, name: str, script: Script) -> None:

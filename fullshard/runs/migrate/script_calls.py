@@ -47,15 +47,12 @@ class Script:
 
     def __init__(self, text: str, where: str):
         try:
-            self.tree = ast.parse(text)
+            nodes = list(ast.walk(ast.parse(text)))
+            self.aliases, self.options = _aliases(nodes), _options(nodes)
+            self.assigned, self.items = _assigned(nodes), _items(nodes)
+            self.calls = sorted((self._call(node) for node in nodes if isinstance(node, ast.Call)), key=lambda call: call.line)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise FullshardError(f"{where} is no Python script: {first_line(error)}") from None
-        nodes = list(ast.walk(self.tree))
-        self.aliases = _aliases(nodes)
-        self.options = _options(nodes)
-        self.assigned = _assigned(nodes)
-        self.items = _items(nodes)
-        self.calls = sorted((self._call(node) for node in nodes if isinstance(node, ast.Call)), key=lambda call: call.line)
+            raise FullshardError(f"{where} is no Python script that can be read: {first_line(error)}") from None
 
     def named(self, *names: str) -> list[ScriptCall]:
         return [call for call in self.calls if call.name in names]
