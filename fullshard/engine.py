@@ -224,9 +224,10 @@ class Engine(Protocol[ModelT, StateT]):
 
     # -- the model -----------------------------------------------------------------------------------------
 
-    def load_model(self, name: str, *, init: str = "factory", call: str | None = None) -> ModelT:
+    def load_model(self, name: str, *, init: str = "factory", call: str | None = None, scan: bool = False) -> ModelT:
         """A preset, a Hugging Face directory or `file.py:callable`, without memory for its weights. `init`: whose initial
-        values a file's model gets, `factory` or `modules`. `call`: `file.py:callable`, a function (model, batch) -> logits."""
+        values a file's model gets, `factory` or `modules`. `call`: `file.py:callable`, a function (model, batch) -> logits.
+        `scan`: equal blocks are computed by one compiled loop."""
 
     def add_adapters(self, model: ModelT, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> ModelT: ...
 

@@ -7,6 +7,7 @@ from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import Loss, called_loss, chunked_loss, cross_entropy, summed_loss
 from fullshard.on_jax.memory_analysis import StepMemory, memory_analysis
 from fullshard.on_jax.model_loading import NnxFactory, load_model
+from fullshard.on_jax.scanned_layers import scan_layers
 from fullshard.on_jax.shard import shard
 from fullshard.on_jax.step import JaxStep, compilations, lowered_step, train_step
 
@@ -28,6 +29,7 @@ __all__ = [
     "load_model",
     "lowered_step",
     "memory_analysis",
+    "scan_layers",
     "shard",
     "summed_loss",
     "train_step",

@@ -53,12 +53,12 @@ class CollectiveCheck:
 def check_collectives(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> CollectiveCheck:
     """Compile the step of these batches, and compare the bytes of its collectives with the plan's schedule."""
     text = lowered_step(state, micro_batches, loss=loss).compile().as_text()
-    return compare(state, collectives_of(text, state.plan.mesh))
+    return compare(state, collectives_of(text, state.executed.mesh))
 
 
 def compare(state: JaxState, found: Sequence[CompiledCollective]) -> CollectiveCheck:
     """The collectives of a compiled step beside those of the schedule."""
-    plan, scheduled = state.plan, _scheduled(state)
+    plan, scheduled = state.executed, _scheduled(state)
     units = [_traffic(plan, unit, scheduled[unit.name], found) for unit in plan.units]
     notes: list[str] = []
     differences: list[str] = []
@@ -85,7 +85,7 @@ def _scheduled_model(state: JaxState) -> tuple[Plan, Description]:
     are a replicated unit of their own. Where bytes rest does not matter here."""
     units: list[Unit] = []
     described: list[UnitDescription] = []
-    for unit in state.plan.units:
+    for unit in state.executed.units:
         own = {name: p for name, p in state.shardings.parameters.items() if p.unit == unit}
         parts = {unit.name: [n for n, p in own.items() if not p.whole], unit.name + WHOLE: [n for n, p in own.items() if p.whole]}
         for name, names in parts.items():
@@ -93,8 +93,8 @@ def _scheduled_model(state: JaxState) -> tuple[Plan, Description]:
                 units.append(_unit_in_schedule(unit, name))
                 tensors = tuple(Tensor(n, _rows_first(state, n)) for n in names)
                 described.append(UnitDescription(name, "block", units[-1].modules, tensors))
-    batch, precision = replace(state.plan.batch, dims=""), replace(state.plan.precision, output=None)
-    plan = replace(state.plan, units=tuple(units), batch=batch, precision=precision, compile=False)
+    batch, precision = replace(state.executed.batch, dims=""), replace(state.executed.precision, output=None)
+    plan = replace(state.executed, units=tuple(units), batch=batch, precision=precision, compile=False)
     return plan, Description("model", tuple(described), costs=_order(plan, described))
 
 
@@ -127,7 +127,7 @@ def _order(plan: Plan, units: list[UnitDescription]) -> Costs:
 def _scheduled(state: JaxState) -> dict[str, dict[str, int]]:
     """Bytes of a step by unit and kind of operation. What stays whole is reduced with the rest of its unit."""
     plan, description = _scheduled_model(state)
-    found = {u.name: dict.fromkeys(("gather", "reduce", "all_reduce"), 0) for u in state.plan.units}
+    found = {u.name: dict.fromkeys(("gather", "reduce", "all_reduce"), 0) for u in state.executed.units}
     for op in schedule(plan, description, loss="plain"):
         own = found.get(op.unit.removesuffix(WHOLE), {})
         if op.kind not in own or op.ranks == 1:
@@ -174,9 +174,9 @@ def _deviations(plan: Plan, unit: Unit, traffic: UnitTraffic) -> Iterator[tuple[
 
 
 def _program_notes(state: JaxState, found: Sequence[CompiledCollective]) -> Iterator[str]:
-    layouts = {u.name: u.layout for u in state.plan.units}
+    layouts = {u.name: u.layout for u in state.executed.units}
     slices = any(c.kind == "all_reduce" and not c.number and layouts.get(c.unit) in ("sharded", "optimizer") for c in found)
-    if slices and state.plan.mesh.shard > 1:
+    if slices and state.executed.mesh.shard > 1:
         platform = state.shardings.mesh.devices.flat[0].platform
         yield f"XLA on {platform} writes a reduce-scatter as an all-reduce and a slice; it counts as one"
     if any(p.whole for p in state.shardings.parameters.values()):

@@ -28,11 +28,13 @@ from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_
 from fullshard.on_jax.model_call import accepts
 from fullshard.on_jax.model_loading import (
     built,
+    called,
     check_weights,
     classes_and_image_size,
     limits,
     load_model,
     parameter_shapes,
+    scans,
     takes_positions,
 )
 from fullshard.on_jax.optax_optimizer import make_transformation
@@ -50,6 +52,7 @@ from fullshard.on_jax.processes import (
 from fullshard.on_jax.saving.restore import load_checkpoint
 from fullshard.on_jax.saving.save import checkpointer, save_checkpoint
 from fullshard.on_jax.saving.state_arrays import weights_of
+from fullshard.on_jax.scanned_layers import executed, find_stacks
 from fullshard.on_jax.shard import refuse as refuse_plan
 from fullshard.on_jax.shard import shard as shard_model
 from fullshard.on_jax.step import train_step
@@ -175,6 +178,8 @@ def describe(
 def refuse(model: Factory, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
     """Raise where JAX cannot carry the plan out with this optimizer."""
     refuse_plan(plan)
+    if scans(model):
+        executed(plan, find_stacks(built(model)))
     if optimizer is not None:
         make_transformation(optimizer)
 
@@ -202,8 +207,7 @@ def refuse_loss(model: Factory, name: str) -> None:
 
 def refuse_batch(model: Factory, loss: LossFunction, batch: Any) -> None:
     """Raise where the model or the loss cannot be called with such a batch. Computes shapes alone."""
-    made = built(model)
-    graph, values = nnx.split(made)
+    graph, values = nnx.split(called(model))
     arrays = jax.tree.map(np.asarray, batch)
 
     def call(values: Any, batch: Any) -> Any:

@@ -4,15 +4,16 @@ from flax import nnx
 
 from fullshard.on_jax.models.layers import TokenEmbedding
 from fullshard.on_jax.module_tree import named_modules, own_parameters
+from fullshard.on_jax.scanned_layers import is_stacked
 
 
 def flops_per_token(model: nnx.Module, sequence: int) -> float:
     """Flops of a training step per token: 6 per parameter of a matrix product, plus attention over the full sequence. Embedding
     tables do not count, unless they are multiplied with as well."""
     used: dict[int, int] = {}  # by parameter: its size where a product uses it
-    for _, module in named_modules(model):
+    for path, module in named_modules(model):
         for _, p in own_parameters(module):
-            if p.ndim > 1 and not isinstance(module, nnx.Embed | TokenEmbedding):
+            if p.ndim - is_stacked(path) > 1 and not isinstance(module, nnx.Embed | TokenEmbedding):
                 used[id(p)] = p.size
     return 6.0 * sum(used.values()) + 12.0 * _attention_width(getattr(model, "size", None)) * sequence
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from fullshard.errors import FullshardError
 from fullshard.on_jax.memory_kinds import HostParameter, kind_of
+from fullshard.on_jax.scanned_layers import Stack, executed
 from fullshard.on_jax.shardings import Shardings
 from fullshard.optimizer import Optimizer
 from fullshard.plan import HomeName, Plan
@@ -30,12 +31,18 @@ class JaxState:
     moment_shardings: Any = None
     step: int = 0
     notes: tuple[str, ...] = ()
+    stacks: tuple[Stack, ...] = ()  # blocks that are scanned
     compiled: dict[Any, Any] = field(default_factory=dict, repr=False)  # steps, by what they were compiled for
 
     @property
     def model(self) -> nnx.Module:
         """The model with its parameters as they are now."""
         return self.merge(self.params, self.rest)
+
+    @property
+    def executed(self) -> Plan:
+        """The plan, with scanned blocks as one unit."""
+        return executed(self.plan, self.stacks)
 
     @property
     def kernels(self) -> dict[str, str]:

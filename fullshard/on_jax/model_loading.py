@@ -24,6 +24,7 @@ from fullshard.on_jax.model_call import ModelCall, accepts, set_call
 from fullshard.on_jax.models import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
 from fullshard.on_jax.module_tree import named_parameters, parameter_names
 from fullshard.on_jax.read_weights import WeightFiles
+from fullshard.on_jax.scanned_layers import find_stacks, stack_blocks
 from fullshard.reading import is_directory, is_plain_file
 
 LENGTHS = ("max_position_embeddings", "block_size", "max_seq_len", "sequence")  # what sizes call the longest sequence
@@ -32,11 +33,12 @@ LENGTHS = ("max_position_embeddings", "block_size", "max_seq_len", "sequence")  
 @dataclass(frozen=True, eq=False)
 class NnxFactory:
     """Makes a model: a function of `nnx.Rngs`. `title`: how messages call it. `call`: the function (model, batch) -> logits
-    that its models are called through, if not by the batch's keys."""
+    that its models are called through, if not by the batch's keys. `scan`: whether `shard` makes its equal blocks a loop."""
 
     make: Factory
     title: str = ""
     call: ModelCall | None = None
+    scan: bool = False
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         with redirect_stdout(sys.stderr):  # what a model's code prints is no result of a command
@@ -67,15 +69,18 @@ class NnxFactory:
         return limits(self)[1]
 
 
-def load_model(name: str, *, init: str = "factory", call: str | None = None) -> NnxFactory:
-    """The model that `name` means. `call`: `file.py:callable`, a function (model, batch) -> logits."""
+def load_model(name: str, *, init: str = "factory", call: str | None = None, scan: bool = False) -> NnxFactory:
+    """The model that `name` means. `call`: `file.py:callable`, a function (model, batch) -> logits. `scan`: `shard` compiles its
+    equal blocks once, as a loop."""
     if init != "factory":
         raise FullshardError(
             f"model.init = {init!r}: on JAX the model's own code sets its initial values, shard by shard; leave init out"
         )
     own = None if call is None else load_callable(call, "logits, from a model and a batch")
-    found = NnxFactory(_maker(name), name, own)
-    _ = found.model  # a model that cannot be built is refused here
+    found = NnxFactory(_maker(name), name, own, scan)
+    made = found.model  # a model that cannot be built is refused here
+    if scan:
+        find_stacks(made)
     return found
 
 
@@ -149,3 +154,17 @@ def check_weights(model: Factory, directory: str | Path) -> None:
 def built(model: Factory) -> nnx.Module:
     """The model with shapes in place of values."""
     return model.model if isinstance(model, NnxFactory) else abstract(model)
+
+
+def called(model: Factory) -> nnx.Module:
+    """The model as a step calls it, with shapes in place of values."""
+    if not scans(model):
+        return built(model)
+    made = abstract(model)
+    stack_blocks(made, find_stacks(made))
+    return made
+
+
+def scans(model: Factory) -> bool:
+    """Whether equal blocks of the model become a loop."""
+    return isinstance(model, NnxFactory) and model.scan

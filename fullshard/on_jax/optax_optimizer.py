@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from fullshard.errors import FullshardError, a_kind
+from fullshard.on_jax.scanned_layers import is_stacked
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 
 
@@ -24,4 +25,4 @@ def make_transformation(optimizer: Optimizer) -> optax.GradientTransformation:
 
 def _matrices(params: Mapping[str, Any]) -> dict[str, bool]:
     """Norms and biases have one dim, and no weight decay."""
-    return {name: p.ndim > 1 for name, p in params.items()}
+    return {name: p.ndim - is_stacked(name) > 1 for name, p in params.items()}

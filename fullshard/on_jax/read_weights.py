@@ -44,12 +44,6 @@ class WeightFiles:
         if extra := [n for n in entries if n not in known and not COMPUTED.search(n)]:
             raise FullshardError(f"{directory} has {extra[0]}, which this model lacks: it holds another model")
 
-    def arrays(
-        self, shapes: Mapping[str, Shape], shardings: Mapping[str, jax.sharding.NamedSharding], dtype: Any
-    ) -> dict[str, jax.Array]:
-        """The parameters, each device's part read by itself."""
-        return {name: self._array(self.stored[name], shape, shardings[name], dtype) for name, shape in shapes.items()}
-
     def _refuse_other(self, file: str, shape: Shape) -> None:
         entry, directory = self.files.entries[file], self.files.directory
         if entry.shape != shape:
@@ -59,7 +53,9 @@ class WeightFiles:
         if entry.dtype not in FLOATS:
             raise FullshardError(f"{directory}: {file} is {entry.dtype}; save it in bf16 or fp32 first")
 
-    def _array(self, file: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:
+    def array(self, name: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:
+        """A parameter, each device's part read by itself."""
+        file = self.stored[name]
         parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # read once, although several devices have it
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Carry a plan out on an NNX model: parameters and optimizer state in shards from the first moment on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +14,55 @@ from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.memory_kinds import refuse_homes
-from fullshard.on_jax.module_tree import named_parameters, parameter_names
+from fullshard.on_jax.module_tree import module_at, named_parameters, parameter_names
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.read_weights import WeightFiles
-from fullshard.on_jax.shardings import Shardings, make_mesh, plan_shardings
-from fullshard.on_jax.unit_calls import wrap_units
+from fullshard.on_jax.scanned_layers import Stack, find_stacks, is_stacked, layer_names, stack_blocks, stacked_variables
+from fullshard.on_jax.shardings import ParameterSharding, Shardings, make_mesh, plan_shardings
+from fullshard.on_jax.stacked_arrays import stacked_array, stacked_sharding
+from fullshard.on_jax.unit_calls import loop_call, wrap_units
 from fullshard.on_jax.unit_updates import parameter_of
 from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan, Prefetch
+from fullshard.plan import Plan, Prefetch, Unit
 
 
 def shard(
-    make: Factory, plan: Plan, optimizer: Optimizer | None = None, *, seed: int = 0, weights: str | Path | None = None
+    make: Factory,
+    plan: Plan,
+    optimizer: Optimizer | None = None,
+    *,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    scan: bool | None = None,
 ) -> JaxState:
     """Carry the plan out on the model that `make` returns.
 
     Initial values are computed one array at a time, where they lie, so that no device or process ever holds the whole model.
     They depend on `seed` alone, not on the sharding. `weights`: a directory of safetensors files to read instead, each process
-    its own byte ranges.
+    its own byte ranges. `scan`: compile equal blocks once, as a loop; the model calls them by `scan_layers`. By default as
+    `load_model` was told.
     """
     refuse(plan)
     _refuse_stateless(plan, optimizer)
     model = abstract(make)
+    stacks = find_stacks(model) if (getattr(make, "scan", False) if scan is None else scan) else ()
+    units = [stack.unit(plan) for stack in stacks]
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     files = None if weights is None else WeightFiles(Path(weights), shapes, parameter_names(model).values())
-    shardings = plan_shardings(plan, shapes, make_mesh(plan.mesh))
-    wrap_units(model, plan, shardings)
-    graph, params, *_ = nnx.split(model, nnx.Param, ...)
-    names = {id(p): name for name, p in named_parameters(model).items()}
-    paths = {names[id(_at(model, path))]: path for path, _ in nnx.to_flat_state(params)}
-    values, rest = _initial_values(make, shardings, paths, plan, seed, read=files is not None)
-    if files is not None:
-        values = files.arrays(shapes, shardings.at_rest(), JAX_DTYPES[plan.precision.master])
-    found = JaxState(plan, optimizer, graph, paths, shardings, values, (), rest, notes=shardings.notes())
+    layers = plan_shardings(plan, shapes, make_mesh(plan.mesh))
+    shardings = _stacked_shardings(layers, units)
+    wrap_units(model, plan, layers)
+    names = _names_by_path(model)
+    for unit in units:
+        loop_call(module_at(model, unit.modules[0]), unit)
+    stack_blocks(model, stacks)
+    master = JAX_DTYPES[plan.precision.master]
+    made, rest = _initial_values(make, layers, names, master, seed, stacks)
+    value = made if files is None else lambda n: files.array(n, shapes[n], layers.parameters[n].rest, master)
+    params = {name: _joined(value, name, stacks, p) for name, p in shardings.parameters.items()}
+    paths = {name: path for path, name in _names_by_path(model).items()}
+    graph = nnx.split(model)[0]
+    found = JaxState(plan, optimizer, graph, paths, shardings, params, (), rest, notes=shardings.notes(), stacks=stacks)
     if optimizer is not None:
         _add_moments(found, optimizer)
     found.check()
@@ -68,6 +85,13 @@ def refuse(plan: Plan) -> None:
             )
 
 
+def _names_by_path(model: nnx.Module) -> dict[tuple[Any, ...], str]:
+    """The names of parameters by their paths in the graph."""
+    names = {id(p): name for name, p in named_parameters(model).items()}
+    _, params, *_ = nnx.split(model, nnx.Param, ...)
+    return {path: names[id(_at(model, path))] for path, _ in nnx.to_flat_state(params)}
+
+
 def _at(model: nnx.Module, path: tuple[Any, ...]) -> Any:
     found: Any = model
     for name in path:
@@ -75,21 +99,41 @@ def _at(model: nnx.Module, path: tuple[Any, ...]) -> Any:
     return found
 
 
+def _stacked_shardings(layers: Shardings, units: list[Unit]) -> Shardings:
+    """The shardings with scanned blocks as one. `units`: of each stack."""
+    stack_of = {module: unit for unit in units for module in unit.modules}
+    found: dict[str, ParameterSharding] = {}
+    for name, p in layers.parameters.items():
+        if (unit := stack_of.get(p.unit.modules[0])) is None:
+            found[name] = p
+        elif p.unit.modules[0] == unit.modules[0]:
+            inner = name.removeprefix(f"{unit.modules[0]}.")
+            both = stacked_sharding(p.shard), stacked_sharding(p.gathered)
+            found[f"{unit.name}.{inner}"] = ParameterSharding(unit, *both, p.whole)
+    return Shardings(layers.mesh, found)
+
+
 def _initial_values(
-    make: Factory, shardings: Shardings, paths: dict[str, tuple[Any, ...]], plan: Plan, seed: int, read: bool
-) -> tuple[dict[str, jax.Array], Any]:
-    """The values of the model's own code, one array at a time. `read`: those of parameters are not needed, since they come from
-    files."""
-    master = JAX_DTYPES[plan.precision.master]
-    names = {path: name for name, path in paths.items()}
+    make: Factory, layers: Shardings, names: dict[tuple[Any, ...], str], master: Any, seed: int, stacks: tuple[Stack, ...]
+) -> tuple[Callable[[str], jax.Array], Any]:
+    """The values of the model's own code: a function that computes a parameter, and all other variables."""
 
     def init(key: jax.Array) -> tuple[dict[str, jax.Array], Any]:
         _, params, *others = nnx.split(make(init_rngs(key)), nnx.Param, ...)
         return {names[path]: leaf[...].astype(master) for path, leaf in nnx.to_flat_state(params)}, others[0]
 
     programs, (params, rest) = ArrayPrograms.of(init, jax.random.key(seed))
-    values = {} if read else {name: programs.array(params[name], p.rest) for name, p in shardings.parameters.items()}
-    return values, jax.tree.map(lambda output: programs.array(output, shardings.everywhere()), rest)
+    values = jax.tree.map(lambda output: programs.array(output, layers.everywhere()), rest)
+    compute = lambda name: programs.array(params[name], layers.parameters[name].rest)
+    return compute, stacked_variables(values, stacks, layers.everywhere())
+
+
+def _joined(value: Callable[[str], jax.Array], name: str, stacks: tuple[Stack, ...], p: ParameterSharding) -> jax.Array:
+    """A parameter: one of a stack from those of its layers."""
+    if not is_stacked(name):
+        return value(name)
+    names = layer_names(stacks, name)
+    return stacked_array(map(value, names), len(names), p.rest)
 
 
 def _add_moments(state: JaxState, optimizer: Optimizer) -> None:

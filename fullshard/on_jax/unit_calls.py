@@ -7,7 +7,7 @@ what it gathers or computes again is the policy of a `jax.checkpoint` around the
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ class UnitCall:
     compute: str
     reduce: str
     ordered: bool = False  # its gradients are computed before backward goes on
+    looped: bool = False  # it is called in a compiled loop, which keeps forward and backward apart by itself
 
     def __call__(self, module: nnx.Module, args: Any, kwargs: Any) -> Any:
         forward: Callable[..., Any] = type(module).__mro__[1].__call__
@@ -63,7 +64,7 @@ class UnitCall:
             return out, nnx.state(inner, nnx.Not(nnx.Param))
 
         policy = self._policy()
-        call = run if policy is None else jax.checkpoint(run, policy=policy)
+        call = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=not self.looped)
         if self.unit.home.activations == "host":
             call = offloading(call, frozenset(tuple(p.shape) for p in jax.tree.leaves(params)))
         out, changed = call(params, rest, traced)
@@ -166,6 +167,11 @@ def wrap_units(model: nnx.Module, plan: Plan, shardings: Shardings) -> None:
         mine = tuple((name, sharding) for name, sharding in own if sharding.unit == unit)
         module.fullshard_call = UnitCall(unit, mine, plan.precision.compute, plan.precision.reduce, ordered)
         object.__setattr__(module, "__class__", _wrapped(type(module)))  # type: ignore[arg-type]
+
+
+def loop_call(block: Any, unit: Unit) -> None:
+    """Let a wrapped block be the body of a compiled loop over the blocks of `unit`."""
+    block.fullshard_call = replace(block.fullshard_call, unit=unit, looped=True)
 
 
 @functools.cache

@@ -25,7 +25,8 @@ from fullshard.on_torch.measuring import host_time
 from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rates
 from fullshard.on_torch.measuring.measure import measure
-from fullshard.on_torch.model_loading import classes_and_image_size, limits, load_model, takes_positions
+from fullshard.on_torch.model_loading import classes_and_image_size, limits, takes_positions
+from fullshard.on_torch.model_loading import load_model as build_model
 from fullshard.on_torch.objectives import LOSSES
 from fullshard.on_torch.ranks import all_devices, data_share, finish, is_first, local_devices, rank_and_world, ranks_here, start
 from fullshard.on_torch.refuse import refuse as refuse_plan
@@ -107,6 +108,14 @@ def watched_ranks() -> HangReporter:
 
 def versions() -> dict[str, str]:
     return {"torch": version("torch")}
+
+
+def load_model(name: str, *, init: str = "factory", call: str | None = None, scan: bool = False) -> nn.Module:
+    if scan:
+        raise FullshardError(
+            "model.scan = true: only the JAX engine compiles blocks as a loop; leave it out, or use --engine jax"
+        )
+    return build_model(name, init=init, call=call)
 
 
 def check_weights(model: nn.Module, directory: str | Path) -> None:

@@ -57,7 +57,7 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     if ranks < 1:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
     say("building the model")
-    model = engine.load_model(recipe.model.name, init=recipe.model.init, call=recipe.model.call)
+    model = engine.load_model(recipe.model.name, init=recipe.model.init, call=recipe.model.call, scan=recipe.model.scan)
     engine.refuse_loss(model, recipe.loss)
     weights = weights_of(recipe)
     if recipe.lora:

@@ -30,12 +30,13 @@ class ModelSection(RecipeSection):
     """`name`: a preset, a Hugging Face directory, or file.py:callable. `weights`: `auto` reads those that lie in
     the Hugging Face directory and draws them otherwise, `draw` draws them, anything else is a directory of them. `init`: the
     drawn weights of a file's model are its `factory`'s own, or those of its `modules`' rules. `call`: file.py:callable, a
-    function (model, batch) that returns logits or a Loss."""
+    function (model, batch) that returns logits or a Loss. `scan`: equal blocks are one compiled loop, on JAX."""
 
     name: str
     weights: str = "auto"
     init: Literal["factory", "modules"] = "factory"
     call: str | None = None
+    scan: bool = False
 
 
 class LoraSection(RecipeSection):

@@ -13,6 +13,7 @@ import pytest
 
 from fullshard import FullshardError
 from fullshard.data.pack import pack
+from fullshard.engine import load_engine
 from fullshard.on_jax import engine
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
@@ -138,11 +139,13 @@ def test_a_run_on_jax_has_the_losses_of_torch(here, whole, on_torch):
 
 
 def test_a_run_goes_on_on_the_other_engine(here, whole, on_torch):
-    """Each engine's run of three steps, taken to the end by the other."""
+    """Each engine's run of three steps, taken to the end by the other. JAX scans its layers."""
+    scan = {"jax": ["model.scan=true"], "torch": []}
     for first, then, ranks in (("torch", "jax", "4"), ("jax", "torch", "2")):
-        begun = train(here, f"from-{first}", "train.steps=3", "schedule.kind=constant", "--ranks", "2", on=first)
+        begun = train(here, f"from-{first}", "train.steps=3", "schedule.kind=constant", *scan[first], "--ranks", "2", on=first)
         assert begun.returncode == 0, begun.stderr
-        done = train(here, f"from-{first}", "schedule.kind=constant", "--ranks", ranks, "--resume", "auto", on=then)
+        again = ["schedule.kind=constant", *scan[then], "--ranks", ranks, "--resume", "auto"]
+        done = train(here, f"from-{first}", *again, on=then)
         assert done.returncode == 0, done.stderr
         assert losses(here, f"from-{first}")[:3] == pytest.approx(whole[:3], abs=1e-5)
     alone = train(here, "constant", "schedule.kind=constant", "--ranks", "2")
@@ -244,6 +247,8 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
         (["home.optimizer=disk", "disk.path=."], "only the torch engine has it; write 'host'"),
         (["plan.prefetch=2"], "XLA schedules gathers itself; leave it out"),
         (["model.init=modules"], "the model's own code sets its initial values"),
+        (["model.scan=true", "model.name=model.py:make", "model.weights=draw"], "model.scan: the model has no nnx.List"),
+        (["model.scan=true", "home.optimizer=host"], "scanned blocks rest on the device"),
         (["model.name=model.py:make", "model.weights=draw"], "needs a model whose call takes labels"),
         (["model.name=model.py:two", "model.weights=draw", "train.loss=plain"], "missing 1 required positional argument: 'mask'"),
         (["model.name=model.py:no_rngs", "model.weights=draw", "train.loss=plain"], "on JAX the callable takes nnx.Rngs"),
@@ -253,6 +258,8 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
         with pytest.raises(FullshardError) as caught:
             prepare(load_recipe("recipe.toml", changes), 4, engine)
         assert sentence in str(caught.value), changes
+    with pytest.raises(FullshardError, match=r"model\.scan = true: only the JAX engine"):
+        prepare(load_recipe("recipe.toml", ["model.scan=true"]), 4, load_engine("torch"))
     refused = train(here, "bad", "plan.compute=fp16", "--ranks", "2")
     assert refused.returncode == 2
     assert refused.stderr.strip().splitlines()[-1].startswith("error: precision.compute = 'fp16'")

@@ -8,6 +8,7 @@ from fullshard.errors import FullshardError
 from fullshard.model.presets import GPTSize
 from fullshard.on_jax.models.layers import MeanNorm, OutputHead, Projection, TokenEmbedding
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
+from fullshard.on_jax.scanned_layers import scan_layers
 
 
 class NnxGPTAttention(nnx.Module):
@@ -75,9 +76,7 @@ class NnxGPT(nnx.Module):
         documents_BT = None if position_ids is None else document_numbers(position_ids)
         positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
         x = self.dropout(self.tok_embeddings(ids_BT) + self.pos_embeddings(positions))
-        for layer in self.layers:
-            x = layer(x, documents_BT)
-        x = self.norm(x)
+        x = self.norm(scan_layers(self.layers, x, documents_BT))
         if logits_at is not None:
             x = jax.lax.dynamic_slice_in_dim(x, logits_at, 1, 1)
         return self.output(x, labels=labels)

@@ -10,6 +10,7 @@ from flax import nnx
 from fullshard.on_jax.models.layers import ACTIVATIONS, STD, MeanNorm, OutputHead, TokenEmbedding, TransposedProjection
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
 from fullshard.on_jax.models.nnx_gpt import refuse_too_long
+from fullshard.on_jax.scanned_layers import scan_layers
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,7 @@ class NnxGPT2Decoder(nnx.Module):
         documents_BT = None if position_ids is None else document_numbers(position_ids)
         positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
         x = self.drop(self.wte(ids_BT) + self.wpe(positions))
-        for block in self.h:
-            x = block(x, documents_BT)
-        return self.ln_f(x)
+        return self.ln_f(scan_layers(self.h, x, documents_BT))
 
 
 class NnxGPT2(nnx.Module):

@@ -14,6 +14,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_jax.models.layers import ACTIVATIONS, STD, OutputHead, Projection, RootMeanSquareNorm, TokenEmbedding
 from fullshard.on_jax.models.nnx_attention import attend, document_numbers
 from fullshard.on_jax.models.rope import UNSCALED, RopeScaling, rotary, rotate
+from fullshard.on_jax.scanned_layers import scan_layers
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,7 @@ class NnxLlamaDecoder(nnx.Module):
         documents_BT = None if position_ids is None else document_numbers(position_ids)
         positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
         cos, sin = rotary(positions, self.size.head_dim, self.size.theta, self.size.rope)
-        for layer in self.layers:
-            x = layer(x, cos, sin, documents_BT)
-        return self.norm(x)
+        return self.norm(scan_layers(self.layers, x, cos, sin, documents_BT))
 
 
 class NnxLlama(nnx.Module):

@@ -22,6 +22,7 @@ from fullshard.checkpoint.saver import NotFiniteError, no_room
 from fullshard.direct_io import aligned, aligned_size
 from fullshard.on_jax.processes import processes_here
 from fullshard.on_jax.saving.state_arrays import HostOrDevice, array_types
+from fullshard.on_jax.stacked_arrays import LayerSlice
 from fullshard.storage.memory_limits import host_limit
 
 AHEAD = 8  # copies from a device that are under way at once
@@ -168,6 +169,8 @@ class ArrayStaging:
 
 def parts(array: HostOrDevice) -> dict[tuple[int, ...], HostOrDevice]:
     """The parts of an array that this process's devices hold, each once, by where they begin."""
+    if isinstance(array, LayerSlice):
+        return dict(array.parts())
     if not isinstance(array, jax.Array):
         return {(0,) * array.ndim: array}
     at = lambda index: tuple(s.indices(size)[0] for s, size in zip(index, array.shape, strict=True))
@@ -176,6 +179,8 @@ def parts(array: HostOrDevice) -> dict[tuple[int, ...], HostOrDevice]:
 
 def _started(source: HostOrDevice) -> HostOrDevice:
     """The same array, on its way to the host. It is an object of its own, since JAX keeps what it copies with the array."""
+    if isinstance(source, LayerSlice):
+        source = source.taken()
     if not isinstance(source, jax.Array):
         return source
     own = jax.make_array_from_single_device_arrays(source.shape, source.sharding, [source])

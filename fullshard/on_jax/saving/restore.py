@@ -3,8 +3,9 @@
 The state changes only after the checkpoint is verified and its tensors match the state's.
 """
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,19 @@ from fullshard.errors import FullshardError
 from fullshard.on_jax.jax_dtypes import FILE_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
-from fullshard.on_jax.saving.state_arrays import RNG, array_types, expected_types, is_key, optimizer_slots, plain, variables
+from fullshard.on_jax.saving.state_arrays import (
+    RNG,
+    array_types,
+    expected_types,
+    is_key,
+    layers,
+    optimizer_slots,
+    plain,
+    slot_names,
+    variables,
+)
+from fullshard.on_jax.scanned_layers import is_stacked, layer_names
+from fullshard.on_jax.stacked_arrays import layer_sharding, stacked_array
 
 
 def load_checkpoint(
@@ -44,9 +57,8 @@ def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str])
     expected = expected_types(state, saved.get("without_slots", []))
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     count = _count(checkpoint, state, tensors)
-    for name in state.params:
-        if f"model.{name}" in tensors:
-            state.params[name] = read_array(checkpoint, f"model.{name}", state.params[name].sharding)
+    for name, old in list(state.params.items()):
+        state.params[name] = _read_layers(checkpoint, state, f"model.{name}", old, tensors, keep=True)
     _fill_slots(checkpoint, state, tensors, count)
     _fill_variables(checkpoint, state)
     state.step = manifest.step
@@ -61,14 +73,15 @@ def _count(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRec
     slots = optimizer_slots(state.moments)
     if slots.count is None:
         return 0
-    steps = {n: float(checkpoint.tensor(f"optimizer.{n}.step")) for n in slots.names if f"optimizer.{n}.step" in tensors}
+    names = slot_names(state)
+    steps = {n: float(checkpoint.tensor(f"optimizer.{n}.step")) for n in names if f"optimizer.{n}.step" in tensors}
     if len(set(steps.values())) > 1:
         (first, most), (other, fewest) = max(steps.items(), key=lambda s: s[1]), min(steps.items(), key=lambda s: s[1])
         raise FullshardError(
             f"{checkpoint.place}: {first} had {most:g} updates and {other} {fewest:g}, but Optax counts them once for all "
             "parameters; resume on the torch engine"
         )
-    if fresh := [n for n in slots.names if n not in steps] if steps else []:
+    if fresh := [n for n in names if n not in steps] if steps else []:
         more = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
         warnings.warn(
             f"{checkpoint.place} has no optimizer state for {fresh[0]}{more}: it starts from zero, and its updates are counted "
@@ -82,10 +95,26 @@ def _fill_slots(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, Tens
     slots = optimizer_slots(state.moments)
     for key, table in slots.tables.items():
         for name in slots.names:  # one at a time, so that memory is needed for one new array at a time
-            full, old = f"optimizer.{name}.{key}", table[name]
-            table[name] = read_array(checkpoint, full, old.sharding) if full in tensors else _filled(old, 0)
+            table[name] = _read_layers(checkpoint, state, f"optimizer.{name}.{key}", table[name], tensors, keep=False)
     if (old := slots.count) is not None:
         state.moments = jax.tree.map(lambda leaf: _filled(leaf, count) if leaf is old else leaf, state.moments)
+
+
+def _read_layers(
+    checkpoint: Checkpoint, state: JaxState, name: str, old: jax.Array, tensors: Mapping[str, Any], *, keep: bool
+) -> jax.Array:
+    """An array of the state by its name in a checkpoint; one of scanned blocks layer by layer. What the checkpoint lacks stays
+    as it is with `keep`, and is 0 otherwise."""
+    sharding: Any = old.sharding
+
+    def read(full: str, sharding: Any, kept: Callable[[], jax.Array]) -> jax.Array:
+        return read_array(checkpoint, full, sharding) if full in tensors else kept() if keep else _filled(kept(), 0)
+
+    if not is_stacked(name):
+        return read(name, sharding, lambda: old)
+    names, own = layer_names(state.stacks, name), layer_sharding(sharding)
+    kept = lambda index: jax.device_put(old[index], own)
+    return stacked_array((read(n, own, functools.partial(kept, i)) for i, n in enumerate(names)), len(names), sharding)
 
 
 def _filled(like: jax.Array, number: int) -> jax.Array:
@@ -101,26 +130,36 @@ def _fill_variables(checkpoint: Checkpoint, state: JaxState) -> None:
     """Restore what is neither parameter nor optimizer state. If the checkpoint has other random streams, as one of torch has,
     they start anew from the state's own keys and the step."""
     found, saved = dict(variables(state.rest)), checkpoint.manifest.tensors
-    streams = array_types({name: plain(variable[...]) for name, variable in found.items() if name.startswith(RNG)})
+    streams = array_types(
+        {
+            n: value
+            for name, variable in found.items()
+            if name.startswith(RNG)
+            for n, value in layers(state, name, plain(variable[...])).items()
+        }
+    )
     known = streams == {name: (record.shape, record.dtype) for name, record in saved.items() if name.startswith(RNG)}
     changed: dict[int, jax.Array] = {}  # by the id of the array that it replaces
     for name, variable in found.items():
         old = variable[...]
-        if name in streams and not known:
+        if name.startswith(RNG) and not known:
             changed[id(old)] = _reseeded(old, checkpoint.manifest.step)
-        elif name in saved:
-            changed[id(old)] = _restored(checkpoint, name, old)
+        elif layer_names(state.stacks, name)[0] in saved:
+            changed[id(old)] = _restored(checkpoint, state, name, old)
     state.rest = jax.tree.map(lambda leaf: changed.get(id(leaf), leaf), state.rest)
 
 
-def _restored(checkpoint: Checkpoint, name: str, old: jax.Array) -> jax.Array:
-    new = read_array(checkpoint, name, plain(old).sharding)
+def _restored(checkpoint: Checkpoint, state: JaxState, name: str, old: jax.Array) -> jax.Array:
+    new = _read_layers(checkpoint, state, name, plain(old), checkpoint.manifest.tensors, keep=True)
     return jax.device_put(jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)), old.sharding) if is_key(old) else new
 
 
 def _reseeded(old: jax.Array, step: int) -> jax.Array:
     """A key that depends on the step, or a counter of 0."""
-    return jax.device_put(jax.random.fold_in(old, step), old.sharding) if is_key(old) else _filled(old, 0)
+    if not is_key(old):
+        return _filled(old, 0)
+    fold = jax.vmap(jax.random.fold_in, (0, None)) if old.ndim else jax.random.fold_in
+    return jax.device_put(fold(old, step), old.sharding)
 
 
 def read_array(checkpoint: Checkpoint, name: str, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -24,9 +24,11 @@ from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES, safetensors_name
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.module_tree import named_parameters
+from fullshard.on_jax.scanned_layers import is_stacked, layer_names
+from fullshard.on_jax.stacked_arrays import LayerSlice
 from fullshard.plan import Plan
 
-HostOrDevice = np.ndarray | jax.Array
+HostOrDevice = np.ndarray | jax.Array | LayerSlice
 RNG = "rng.jax."
 
 
@@ -61,16 +63,34 @@ def optimizer_slots(moments: Any) -> OptimizerSlots:
 
 def state_arrays(state: JaxState) -> dict[str, HostOrDevice]:
     """All arrays of a checkpoint of this state. Before the first update there is no optimizer state, as on torch."""
-    found: dict[str, HostOrDevice] = {f"model.{name}": value for name, value in state.params.items()}
-    found |= {name: plain(variable[...]) for name, variable in variables(state.rest)}
+    found: dict[str, HostOrDevice] = {}
+    for name, value in [*weights(state), *((name, plain(variable[...])) for name, variable in variables(state.rest))]:
+        found |= layers(state, name, value)
     slots = optimizer_slots(state.moments)
     if not begun(state, slots):
         return found
-    found |= {f"optimizer.{name}.{key}": value for name, key, value in slots.items()}
+    for name, key, value in slots.items():
+        found |= layers(state, f"optimizer.{name}.{key}", value)
     if slots.count is not None:
         number = np.asarray(slots.count.addressable_data(0), np.float32)
-        found |= {f"optimizer.{name}.step": number for name in slots.names}
+        found |= {f"optimizer.{name}.step": number for name in slot_names(state)}
     return found
+
+
+def weights(state: JaxState) -> Iterator[tuple[str, jax.Array]]:
+    return ((f"model.{name}", value) for name, value in state.params.items())
+
+
+def layers(state: JaxState, name: str, value: Any) -> dict[str, Any]:
+    """A value by its name in a checkpoint; of scanned blocks, that of each layer."""
+    if not is_stacked(name):
+        return {name: value}
+    return {n: LayerSlice(value, i) for i, n in enumerate(layer_names(state.stacks, name))}
+
+
+def slot_names(state: JaxState) -> list[str]:
+    """The parameters that have optimizer state, as a checkpoint calls them."""
+    return [n for name in optimizer_slots(state.moments).names for n in layer_names(state.stacks, name)]
 
 
 def begun(state: JaxState, slots: OptimizerSlots) -> bool:
@@ -83,7 +103,9 @@ def without_slots(state: JaxState) -> list[str]:
     if state.optimizer is None:
         return []
     slots = optimizer_slots(state.moments)
-    return [] if slots.tables and begun(state, slots) else list(slots.names or state.params)
+    if slots.tables and begun(state, slots):
+        return []
+    return [n for name in slots.names or state.params for n in layer_names(state.stacks, name)]
 
 
 def variables(rest: Any) -> Iterator[tuple[str, nnx.Variable[Any]]]:
@@ -115,16 +137,17 @@ def array_types(arrays: Mapping[str, HostOrDevice]) -> TensorTypes:
 def expected_types(state: JaxState, without: list[str] | str) -> TensorTypes:
     """Shape and dtype of all tensors of a checkpoint of this state but random streams. `without`: parameters that have no
     optimizer state, or `all`."""
-    found = array_types({f"model.{name}": value for name, value in state.params.items()})
-    others = {name: variable[...] for name, variable in variables(state.rest) if not name.startswith(RNG)}
-    return {**found, **array_types(others), **_slot_types(state, without)}
+    others = ((name, variable[...]) for name, variable in variables(state.rest) if not name.startswith(RNG))
+    found = {n: v for name, value in (*weights(state), *others) for n, v in layers(state, name, value).items()}
+    return {**array_types(found), **_slot_types(state, without)}
 
 
 def _slot_types(state: JaxState, without: list[str] | str) -> TensorTypes:
     slots = optimizer_slots(state.moments)
-    names = {name for name in slots.names if without != "all" and name not in without}
-    found = array_types({f"optimizer.{name}.{key}": array for name, key, array in slots.items() if name in names})
-    return {**found, **{f"optimizer.{name}.step": ((), "F32") for name in names if slots.count is not None}}
+    names = {name for name in slot_names(state) if without != "all" and name not in without}
+    found = {f"{n}.{key}": v for name, key, array in slots.items() for n, v in layers(state, name, array).items() if n in names}
+    types = array_types({f"optimizer.{slot}": value for slot, value in found.items()})
+    return {**types, **{f"optimizer.{name}.step": ((), "F32") for name in names if slots.count is not None}}
 
 
 def weights_of(model: Factory | nnx.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...], str]]:
