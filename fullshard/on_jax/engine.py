@@ -1,6 +1,6 @@
 """The JAX engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 
 from fullshard.callables import is_callable_name, load_callable
-from fullshard.cluster.cluster import Cluster
 from fullshard.data.seeding import seeded
 from fullshard.data.thread_loader import ThreadLoader
 from fullshard.errors import FullshardError, first_line, nearest
@@ -25,6 +24,7 @@ from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devic
 from fullshard.on_jax.jax_profiler import JaxProfiler
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
+from fullshard.on_jax.measure import measure
 from fullshard.on_jax.model_call import accepts
 from fullshard.on_jax.model_loading import (
     built,
@@ -226,10 +226,6 @@ def refuse_batch(model: Factory, loss: LossFunction, batch: Any) -> None:
 
 
 # -- the machine ---------------------------------------------------------------------------------------------
-
-
-def measure(directory: Path | None, quick: bool, progress: Callable[[str], None]) -> Cluster:
-    raise FullshardError("the JAX engine does not time machines; measure with --engine torch: a cluster file serves both")
 
 
 def disk_rates(directory: str | Path, nbytes: int, seconds: float) -> NoReturn:
