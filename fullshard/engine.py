@@ -226,8 +226,7 @@ class Engine(Protocol[ModelT, StateT]):
 
     def load_model(self, name: str, *, init: str = "factory", call: str | None = None, scan: bool = False) -> ModelT:
         """A preset, a Hugging Face directory or `file.py:callable`, without memory for its weights. `init`: whose initial
-        values a file's model gets, `factory` or `modules`. `call`: `file.py:callable`, a function (model, batch) -> logits.
-        `scan`: equal blocks are computed by one compiled loop."""
+        values a file's model gets. `call`: a function (model, batch) -> logits. `scan`: equal blocks are one compiled loop."""
 
     def add_adapters(self, model: ModelT, *, rank: int, alpha: int, dropout: float, targets: Sequence[str]) -> ModelT: ...
 
