@@ -19,6 +19,7 @@ from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.planner.memory import peak, section_events, tape
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
+from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import live
 
 ROWS, TOKENS, VOCAB = 2, 32, 50
@@ -93,6 +94,8 @@ def test_the_schedule_issues_the_collectives_that_the_engine_issues(name):
         if op.kind in ("gather", "reduce", "all_reduce") and op.ranks > 1
     ]
     assert planned == ran(name, "chunked").collectives
+    sent = sum(sent_bytes(*c) for c in ran(name, "chunked").collectives)
+    assert wire_bytes(wanted, description(kind)).total == pytest.approx(sent)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -16,6 +16,7 @@ from fullshard.planner.memory import peak, section_events
 from fullshard.planner.search.space import PlanRequest, strategies
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
+from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import live
 from tests.cpu.test_planner import _peak, _without_cuda
 
@@ -68,6 +69,9 @@ def test_collectives_and_the_peak_are_those_of_the_engine(name, monkeypatch):
     operations = schedule(wanted, description(vocab), loss=loss)
     ran = live.run_step(build(vocab), wanted, LOSSES[loss], vocab)
     assert [c for op in operations for c in _collectives(op)] == ran.collectives
+    sent = wire_bytes(wanted, description(vocab), loss=loss)
+    assert sent.total == pytest.approx(sum(sent_bytes(*c) for c in ran.collectives))
+    assert sent.axis > 0
     _without_cuda(monkeypatch)
     tape = peak.steady(wanted, description(vocab), operations, slots=2)
     assert abs(_peak(tape) - ran.peak) <= 64  # bytes: counters and factors of the step itself
