@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = "benchmarks/results/README"
 LINK = re.compile(r"^- \[([^\]]+)\]\(([^)]+)\.md\)", re.M)
 
 project = "fullshard"
@@ -21,7 +22,7 @@ include_patterns = [
     "docs/**.md",
     "recipes/README.md",
     "examples/README.md",
-    "benchmarks/results/README.md",
+    "benchmarks/results/*.md",
 ]
 myst_heading_anchors = 4  # as GitHub makes them
 suppress_warnings = ["misc.highlighting_failure"]  # `…` stands for left-out output
@@ -46,10 +47,16 @@ def _document(path: str) -> str:
 
 
 def add_navigation(app: Any, document: str, source: list[str]) -> None:
-    """Append the navigation to the front page, where Sphinx looks for it."""
+    """Append the navigation to the front page, where Sphinx looks for it. Single results stand under that of all results."""
     if document == root_doc:
-        trees = ["\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"]) for title, pages in sections()]
-        source[0] = "\n\n".join([source[0], *trees])
+        source[0] = "\n\n".join([source[0], *(toctree(title, pages) for title, pages in sections())])
+    if document == RESULTS:
+        found = sorted(path.stem for path in (ROOT / RESULTS).parent.glob("*.md") if path.stem != "README")
+        source[0] = "\n\n".join([source[0], toctree("", found)])
+
+
+def toctree(title: str, pages: list[str]) -> str:
+    return "\n".join(["```{toctree}", ":hidden:", *([f":caption: {title}"] if title else []), "", *pages, "```"])
 
 
 def write_index(app: Any, error: Exception | None) -> None:
