@@ -10,7 +10,7 @@ from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
-from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
+from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
 from fullshard.runs.loop import train
@@ -48,6 +48,7 @@ __all__ = [
     "Prefetch",
     "TorchOptimizer",
     "Unit",
+    "Wire",
     "ddp",
     "estimate",
     "find_plan",

@@ -47,6 +47,10 @@ class RunState(EngineState, Protocol):
         """Which kernels update offloaded units, by lane. Empty where none is offloaded."""
 
     @property
+    def wire_errors(self) -> Mapping[str, float]:
+        """Relative errors of quantised gathers and reductions in the first step. Empty where they are plain."""
+
+    @property
     def updates_overlap(self) -> bool:
         """True if updates of one step may still run during the next."""
 
@@ -67,8 +71,7 @@ class Step(Protocol):
         """Gradient norms by unit, if they were asked for. The values may still be on the device."""
 
     def numbers(self) -> list[float]:
-        """loss, gradient norm, count, skipped, then one number per flag, per metric and per unit norm. Waits for the device
-        once."""
+        """loss, gradient norm, count, skipped, then one number per flag, metric and unit norm. Waits for the device once."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase on this rank's device."""
@@ -192,8 +195,7 @@ class Engine(Protocol[ModelT, StateT]):
         """Leave the ranks."""
 
     def local_devices(self) -> int:
-        """How many devices of this machine a run takes by default. Asked by the process that will start the ranks, and takes none
-        of them."""
+        """How many devices of this machine a run takes by default. Asked before the ranks start, and takes none of them."""
 
     def all_devices(self) -> int:
         """How many devices the ranks have together: what a plan is for. One each on torch; a JAX process has several."""
@@ -307,8 +309,7 @@ class Engine(Protocol[ModelT, StateT]):
         """Seed the random numbers of training: for each data rank a stream of its own. A checkpoint restores them."""
 
     def loader(self, workers: int, prefetch: int, *, seed: int = 0, threads: bool = True) -> Any:
-        """Loads batches ahead: a `fullshard.data.step_batches.BatchLoader`. `threads`: False if the data may not be read in a
-        thread."""
+        """Loads batches ahead: a `fullshard.data.step_batches.BatchLoader`. `threads`: whether a thread may read the data."""
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Samples of equal shapes as one batch: a tree of stacked tensors."""
@@ -317,8 +318,7 @@ class Engine(Protocol[ModelT, StateT]):
         """A context in which random numbers depend on `seed` and `i` alone."""
 
     def named_loss(self, name: str) -> Any:
-        """The loss that a recipe calls `plain` or `chunked`, the one of an objective, `file.py:callable`, or `call`: the one of
-        the model's own call."""
+        """The loss called `plain` or `chunked`, an objective's, `file.py:callable`, or `call`: that of the model's own call."""
 
     def refuse_loss(self, model: ModelT, name: str) -> None:
         """Raise if the model is not trained with the loss of this name."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fullshard.errors import FullshardError, nearest
-from fullshard.plan_json import VERSION, plan_arguments
+from fullshard.plan_json import PARTS, VERSION, plan_arguments, plan_data
 from fullshard.plan_parts import (
     Batch,
     DType,
@@ -30,6 +30,8 @@ from fullshard.plan_parts import (
     SplitRules,
     Sync,
     Unit,
+    Wire,
+    WireFormat,
     check_positive_integer,
     checked_share,
     checked_splits,
@@ -56,6 +58,8 @@ __all__ = [
     "SplitRules",
     "Sync",
     "Unit",
+    "Wire",
+    "WireFormat",
 ]
 
 
@@ -82,9 +86,10 @@ class Plan:
     cpu_share: float | None = None
     backlog: int | None = None
     split: SplitRules = ()
+    wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
-        for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
+        for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise PlanError(f"plan.{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
         if not isinstance(self.units, tuple) or not self.units or not all(isinstance(u, Unit) for u in self.units):
@@ -107,6 +112,7 @@ class Plan:
             raise PlanError(
                 f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
             )
+        self._check_wire()
         self._check_experts()
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
@@ -125,6 +131,19 @@ class Plan:
                 raise PlanError(
                     f"{name} = {value:g} has no effect: the optimizer state of every unit rests on the device; "
                     f"leave it out, or give a unit home.optimizer = 'host'"
+                )
+
+    def _check_wire(self) -> None:
+        """Refuse quantised collectives if there are none to quantise, or if the loss is scaled."""
+        if self.wire.is_plain:
+            return
+        if self.mesh.shard == 1 or all(u.layout == "replicated" for u in self.units):
+            why = "mesh.shard = 1" if self.mesh.shard == 1 else "every unit of this plan is replicated"
+            raise PlanError(f"wire ({self.wire}) has no effect: {why}, so nothing is gathered or reduced to shards; leave it out")
+        for part in ("compute", "reduce"):
+            if getattr(self.precision, part) == "fp16":
+                raise PlanError(
+                    f"wire ({self.wire}) does not work with precision.{part} = 'fp16'; write 'bf16', or leave wire out"
                 )
 
     def _check_experts(self) -> None:
@@ -202,7 +221,7 @@ class Plan:
     # -- the other forms of a plan ---------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        return plan_data(self)
 
     @classmethod
     def from_dict(cls, data: object) -> Self:

@@ -1,12 +1,32 @@
-"""Reads a plan from JSON: every key but the optional ones must be there, and no other."""
+"""A plan as JSON data and back. Every key must be there but those of OPTIONAL, and no other."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import nearest
-from fullshard.plan_parts import Batch, Home, Mesh, PlanError, Precision, Prefetch, Unit
+from fullshard.plan_parts import Batch, Home, Mesh, PlanError, Precision, Prefetch, Unit, Wire
+
+if TYPE_CHECKING:
+    from fullshard.plan import Plan
 
 VERSION = 5
+PARTS: dict[str, type] = {"mesh": Mesh, "precision": Precision, "batch": Batch, "prefetch": Prefetch, "wire": Wire}
+# Keys that came after version 5 began. They are written only if they differ from their default, so that plans without them
+# keep their hashes.
+OPTIONAL: dict[str, Any] = {"plan.wire": Wire()}
+
+
+def plan_data(plan: "Plan") -> dict[str, Any]:
+    """The plan as JSON data, with its version."""
+    data = {"version": VERSION, **dataclasses.asdict(plan)}
+    for path, default in OPTIONAL.items():
+        *tables, key = path.split(".")[1:]
+        holder = data
+        for name in tables:
+            holder = holder[name]
+        if holder[key] == (dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default):  # type: ignore[arg-type]
+            del holder[key]
+    return data
 
 
 def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:
@@ -19,8 +39,9 @@ def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:
     if type(version) is not int or version != VERSION:
         raise PlanError(f"plan version {version!r} is not known here; this fullshard reads version {VERSION}")
     fields = _arguments(plan_type, "plan", data)
-    for name, kind in (("mesh", Mesh), ("precision", Precision), ("batch", Batch), ("prefetch", Prefetch)):
-        fields[name] = kind(**_arguments(kind, f"plan.{name}", fields[name]))
+    for name, kind in PARTS.items():
+        if name in fields:
+            fields[name] = kind(**_arguments(kind, f"plan.{name}", fields[name]))
     if not isinstance(fields["units"], list | tuple):
         raise PlanError("plan.units must be a list")
     fields["units"] = tuple(_unit(i, u) for i, u in enumerate(fields["units"]))
@@ -37,7 +58,7 @@ def _unit(index: int, data: object) -> Unit:
 
 
 def _arguments(kind: type, where: str, data: object) -> dict[str, Any]:
-    """`data` as keyword arguments of `kind`: every field there, and no other."""
+    """`data` as keyword arguments of `kind`: every field there but optional ones, and no other."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {data!r}")
     names = [f.name for f in dataclasses.fields(kind)]
@@ -45,6 +66,6 @@ def _arguments(kind: type, where: str, data: object) -> dict[str, Any]:
         if key not in names:
             raise PlanError(f"{where} has an unknown key {key!r}{nearest(str(key), names)}")
     for name in names:
-        if name not in data:
+        if name not in data and f"{where}.{name}" not in OPTIONAL:
             raise PlanError(f"{where} lacks the key {name!r}")
     return dict(data)

@@ -1,4 +1,4 @@
-"""The parts of a plan: mesh, homes, precision, batch, prefetch and units, each an immutable value that checks itself.
+"""The parts of a plan: mesh, homes, precision, batch, prefetch, wire and units, each an immutable value that checks itself.
 
 Standard library only.
 """
@@ -14,6 +14,7 @@ Layout = Literal["replicated", "optimizer", "sharded", "experts"]
 Remat = Literal["none", "selective", "full"]
 DType = Literal["fp32", "bf16", "fp16"]
 Sync = Literal["every", "last"]
+WireFormat = Literal["plain", "int8", "fp8"]
 Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
 SplitRules = tuple[tuple[str, Split], ...]  # by pattern of module paths; the first that matches holds
 
@@ -142,6 +143,55 @@ class Prefetch:
 
     def __str__(self) -> str:
         return f"{self.forward} forward, {self.backward} backward"
+
+
+BLOCK = 256  # elements with one scale, by default
+SCALE_BYTES, MESSAGE_GRAIN = 4, 16  # of an fp32 scale; messages begin at multiples of the grain, so that scales are aligned
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a unit's parameters and gradients travel between ranks.
+
+    `gather`, `reduce`: `plain` is the dtype of the plan's precision. `int8` and `fp8` send 8 bits for each element and an fp32
+    scale for each `block` of them, which is approximate. `error_feedback`: what rounding took from a gradient is kept and added
+    to the next one.
+    """
+
+    gather: WireFormat = "plain"
+    reduce: WireFormat = "plain"
+    block: int = BLOCK
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for part in ("gather", "reduce"):
+            check_choice(f"wire.{part}", getattr(self, part), get_args(WireFormat))
+        check_positive_integer("wire.block", self.block)
+        if self.block < MESSAGE_GRAIN:
+            raise PlanError(f"wire.block = {self.block} must be at least {MESSAGE_GRAIN}, or its scales outweigh what they save")
+        if not isinstance(self.error_feedback, bool):
+            raise PlanError(f"wire.error_feedback must be true or false, not {self.error_feedback!r}")
+        if self.error_feedback and self.reduce == "plain":
+            raise PlanError(
+                "wire.error_feedback has no effect with wire.reduce = 'plain'; write 'int8' or 'fp8', or leave it out"
+            )
+        if self.block != BLOCK and self.is_plain:
+            raise PlanError(f"wire.block = {self.block} has no effect: gathers and reductions are plain; leave it out")
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing is quantised."""
+        return self.gather == self.reduce == "plain"
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a quantised message of so many elements: the scales, then a byte for each element."""
+        nbytes = SCALE_BYTES * -(-elements // self.block) + elements
+        return -(-nbytes // MESSAGE_GRAIN) * MESSAGE_GRAIN
+
+    def __str__(self) -> str:
+        kept = ", with error feedback" if self.error_feedback else ""
+        blocks = "" if self.is_plain else f", in blocks of {self.block}"
+        return f"gathers {self.gather}, reductions {self.reduce}{blocks}{kept}"
 
 
 @dataclass(frozen=True)

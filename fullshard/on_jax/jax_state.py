@@ -50,6 +50,11 @@ class JaxState:
         return {}
 
     @property
+    def wire_errors(self) -> dict[str, float]:
+        """Nothing: collectives are plain."""
+        return {}
+
+    @property
     def updates_overlap(self) -> bool:
         """False: a step ends with its updates."""
         return False

@@ -1,6 +1,7 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
 from fullshard.on_torch.collective_log import record
+from fullshard.on_torch.communication import Communication
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.factory import Factory
@@ -21,6 +22,7 @@ from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, loss_fact
 
 __all__ = [
     "Checkpointer",
+    "Communication",
     "Factory",
     "Loss",
     "OutOfMemory",

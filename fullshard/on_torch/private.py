@@ -15,7 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -33,6 +33,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "avoid_reduction_uploads",
+    "can_replace_collectives",
     "clear_dtensor_cache",
     "default_store",
     "dtensor_like",
@@ -44,6 +45,7 @@ __all__ = [
     "group_size",
     "inner",
     "persistent_buffers",
+    "replace_collectives",
     "run_backward",
     "saved_tensor_hooks",
     "sharded_dim",
@@ -264,6 +266,47 @@ class MemoryHistory:
         if self.record:
             cuda.memory._dump_snapshot(str(path))
             self.record(enabled=None)
+
+
+GatherFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, shard, group
+ReduceFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, gradients, group
+
+
+def can_replace_collectives() -> bool:
+    """True if this torch lets FSDP's collectives be replaced."""
+    kinds = all(hasattr(_fsdp_api, name) for name in ("AllGather", "ReduceScatter"))
+    return kinds and all(hasattr(FSDPModule, f"set_custom_{name}") for name in ("all_gather", "reduce_scatter"))
+
+
+def replace_collectives(module: FSDPModule, gather: GatherFunction | None, reduce: ReduceFunction | None) -> None:
+    """Let FSDP call these functions for the module's own parameters; None leaves its own collective. `reduce` sums; FSDP's
+    average is taken from the sum."""
+    if gather is not None:
+        module.set_custom_all_gather(_make_gather(gather))
+    if reduce is not None:
+        module.set_custom_reduce_scatter(_make_reduce(reduce))
+
+
+def _allocate(self: Any, size: Any, *, dtype: dtype, device: Any) -> Tensor:
+    return empty(*size, dtype=dtype, device=device)
+
+
+def _make_gather(function: GatherFunction) -> Any:
+    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        function(output_tensor, input_tensor, group)  # FSDP takes None for a collective that is on the stream already
+
+    return type("Gather", (_fsdp_api.AllGather,), {"allocate": _allocate, "__call__": call})()
+
+
+def _make_reduce(function: ReduceFunction) -> Any:
+    def call(
+        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        function(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+    return type("Reduce", (_fsdp_api.ReduceScatter,), {"allocate": _allocate, "__call__": call})()
 
 
 @cache

@@ -11,6 +11,7 @@ from fullshard.on_torch.experts import refuse_expert_axis
 from fullshard.on_torch.offload.activations.select import refuse_activations
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.units import is_offloaded
+from fullshard.on_torch.quantized_collectives import refuse_wire
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
 from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.optimizer import Optimizer
@@ -37,6 +38,7 @@ def refuse(
     refuse_activations(model, plan)
     refuse_tensor_axis(model, plan)
     refuse_expert_axis(model, plan)
+    refuse_wire(plan.wire)
     if plan.compile and not any(
         len(u.modules) == 1 and u.modules[0] and any(model.get_submodule(u.modules[0]).children()) for u in plan.units
     ):

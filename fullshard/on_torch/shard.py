@@ -1,6 +1,6 @@
 """From a plain model and a plan to a sharded one.
 
-`shard` reads as the order in which it happens: refuse, mesh, tensor axis, expert axis, remat, compile, FSDP, homes,
+`shard` reads as the order in which it happens: refuse, mesh, tensor axis, expert axis, remat, compile, FSDP, wire, homes,
 initialise, optimizer.
 """
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
+from fullshard.on_torch.communication import MakeCommunication, install_communication, refuse_communication
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
@@ -26,6 +27,7 @@ from fullshard.on_torch.offload.state_dict_hooks import hook_model
 from fullshard.on_torch.offload.stores.offload_memory import make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.private import forget_unfinished
+from fullshard.on_torch.quantized_collectives import quantize_collectives
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
@@ -51,6 +53,7 @@ def shard(
     first_step_checks: bool = True,
     disk: str | Path | None = None,
     cpu_share: float | None = None,
+    communication: MakeCommunication | None = None,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
@@ -58,12 +61,14 @@ def shard(
     safetensors files. `init`: a function of a module that sets its tensors, or a `Factory`. Parameters that have values keep
     them. A plan that this engine cannot carry out is refused before any
     memory is allocated. `disk`: a directory for what the plan puts on disk. `cpu_share`: the share of offloaded updates that
-    the CPU does, if the plan leaves it open; measured by default.
+    the CPU does, if the plan leaves it open; measured by default. `communication`: makes the `Communication` of each sharded unit
+    of the plan, in place of FSDP's own collectives; may be a subclass of it.
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
+    refuse_communication(communication, plan)
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
     meshes = make_meshes(plan, where.type)
@@ -82,6 +87,9 @@ def shard(
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
+    meter = quantize_collectives(plan, units)
+    if communication is not None:
+        install_communication(communication, plan, units)
     memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
     drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
@@ -94,6 +102,7 @@ def shard(
     made = make_optimizer(model, optimizer) if optimizer else None
     offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
+    state.wire_meter = meter
     state.activations, state.offload, state.files, state.notes = activations, offload, files, initialized.notes
     if offload is not None and made is not None:
         hook_optimizer(offload, made)

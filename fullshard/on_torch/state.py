@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.block_quantization import ErrorMeter
 from fullshard.on_torch.offload.activations.hooks import Activations
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes
@@ -61,6 +62,8 @@ class State:
     files: list[dict[str, Any]] = field(default_factory=list)  # how `save_pretrained` arranges the model, as `FileRule`s
     dropout_seed: int = 0  # of `seed_dropout`, for a checkpoint of other ranks
     notes: tuple[str, ...] = ()  # what a user should know of how it was made
+    wire_meter: ErrorMeter | None = None  # measures those
+    wire_errors: dict[str, float] = field(default_factory=dict)  # of quantised collectives, relative, in the first step
     stepping: bool = False  # inside `train_step`, which counts its step itself
 
     def __setattr__(self, name: str, value: Any) -> None:

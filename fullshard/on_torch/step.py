@@ -21,6 +21,7 @@ from fullshard.on_torch.forward_errors import explained
 from fullshard.on_torch.inference import inference
 from fullshard.on_torch.loss import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.objectives import CAUSAL_LOSSES
+from fullshard.on_torch.quantized_collectives import relative_errors
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
@@ -119,7 +120,8 @@ def _train_step(
         now = clip is None and state.loss_scale is None and exact and not whole
         before = checks.fingerprints(state) if first else None
         state.offload.begin(eager=now, draining=not now and not first)
-    sums = _forward_backward(state, batches, loss, known, clock)
+    with _measured_wire(state, first=first):
+        sums = _forward_backward(state, batches, loss, known, clock)
     if first:
         checks.after_first_backward(state, sums.count, list(sums.metrics))
     parts = gradients(state.resident())
@@ -181,6 +183,21 @@ def loss_factor(state: State, counts: Iterable[Tensor | float]) -> Tensor:
     """
     own = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=state.device) for c in counts]).sum()
     return (state.plan.mesh.data / _divisor(_over_ranks(own, state))).float()
+
+
+@contextmanager
+def _measured_wire(state: State, *, first: bool) -> Iterator[None]:
+    """Measure the errors of quantised collectives inside, in the first step."""
+    meter = state.wire_meter if first else None
+    if meter is None:
+        yield
+        return
+    meter.on = True
+    try:
+        yield
+    finally:
+        meter.on = False
+    state.wire_errors = relative_errors(meter, state.device)
 
 
 # -- forward and backward ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Counted as a ring sends them. An all-gather or a reduce-scatter of `n` bytes over `N` ranks sends (N−1)/N · n a rank, an
 all-reduce twice that. An all-to-all sends all but the rank's own part. A tree sends other amounts.
+Quantised collectives count as the messages that they send.
 """
 
 from collections.abc import Iterable
@@ -58,7 +59,7 @@ def _sent(plan: Plan, operation: Operation) -> Iterable[tuple[str, float]]:
         yield from _along_axis(plan, operation)
     elif operation.kind in COLLECTIVES:
         purpose = operation.kind if operation.kind != "all_reduce" else "copies" if operation.unit else "agree"
-        yield purpose, sent_bytes(operation.kind, operation.nbytes, operation.ranks)
+        yield purpose, sent_bytes(operation.kind, operation.sent or operation.nbytes, operation.ranks)
 
 
 def _along_axis(plan: Plan, operation: Operation) -> Iterable[tuple[str, float]]:

@@ -227,6 +227,12 @@ class Run:
             if text.startswith("torch: "):
                 self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
 
+    def tell_wire(self) -> None:
+        """Report the errors of quantised collectives, which the first step measures."""
+        if found := self.state.wire_errors:
+            self.metrics.write(event="wire", step=self.state.step, **{f"{kind}_error": e for kind, e in found.items()})
+            self.bar.say("quantised collectives, relative error: " + ", ".join(f"{k} {e:.2%}" for k, e in found.items()))
+
     def train(self) -> str | None:
         """Train to the last step. Returns why the run ends before it, if it does."""
         try:
@@ -253,6 +259,8 @@ class Run:
             unit_norms=self.recipe.log.unit_norms,
         )
         for result in results:
+            if result.index == first + 1:
+                self.tell_wire()
             self._after(result)
             yield result
 

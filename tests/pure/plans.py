@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from fullshard import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit
+from fullshard import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 
 counts = st.integers(1, 2**40)
 dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
@@ -17,7 +17,9 @@ precisions = st.builds(
 )
 batches = st.builds(Batch, counts, counts, counts) | st.builds(Batch, counts, counts, st.integers(2, 9), st.just("last"))
 prefetches = st.builds(Prefetch, counts, counts)
-PARTS = ["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging", "backlog"]
+formats = st.sampled_from(["int8", "fp8"])
+wires = st.just(Wire()) | st.builds(Wire, formats, formats, st.integers(16, 512), st.booleans())
+PARTS = ["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging", "backlog", "wire"]
 
 
 @st.composite
@@ -50,7 +52,10 @@ def plans(draw) -> Plan:
     away = any(u.home.optimizer != "device" for u in units)
     staging = draw(st.integers(1, 9)) if away else 4
     backlog = draw(st.none() | st.integers(1, 9)) if away else None
-    return Plan(mesh, units, draw(precisions), batch, prefetch, draw(st.booleans()), staging, backlog=backlog)
+    precision = draw(precisions)
+    plain = mesh.shard == 1 or layouts == {"replicated"} or "fp16" in (precision.compute, precision.reduce)
+    wire = Wire() if plain else draw(wires)
+    return Plan(mesh, units, precision, batch, prefetch, draw(st.booleans()), staging, backlog=backlog, wire=wire)
 
 
 @st.composite

@@ -12,6 +12,7 @@ from fullshard.plan import HomeName, Plan
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.memory.tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
 from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
+from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
@@ -28,6 +29,10 @@ class Replay:
         self.spilled: SpilledBytes[Term] = SpilledBytes()  # activations off the device
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
+        self.gather_passes, self.reduce_passes = (
+            quantized_gather(plan.wire, self.compute),
+            quantized_reduce(plan.wire, self.reduce),
+        )
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.inputs = description.costs.inputs if description.costs else TOKENS
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
@@ -53,7 +58,7 @@ class Replay:
     # -- between steps -----------------------------------------------------------------------------------------
 
     def rest(self, description: Description) -> None:
-        """Allocate what stays between steps: parameters, buffers, staging slots, and state apart from its parameters."""
+        """Allocate what stays between steps: parameters, buffers, staging slots, residuals, and state apart from parameters."""
         for unit in self.plan.units:
             sizes = self.units[unit.name]
             if unit.home.params == "device":
@@ -61,6 +66,9 @@ class Replay:
                     self._add("rest", f"param:{p.name}", n * (self.compute if sizes.away else self.master), "params")
             if sizes.away and unit.home.optimizer == "device":  # master and moments, apart from the shard's memory
                 self._add("rest", f"state:{unit.name}", self.away.state_of(sizes), "optimizer")
+            if sizes.world > 1 and self.plan.wire.error_feedback:
+                residual = sizes.world * self.plan.wire.message_bytes(sizes.moving)
+                self._add("rest", f"residual:{unit.name}", residual if sizes.trained else 0, "residuals", REDUCE)
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
@@ -129,6 +137,9 @@ class Replay:
             self._add(op.unit, "flat", nbytes // op.ranks, "gathered", GATHER)
         self._add(op.unit, "buffer", nbytes, "gathered", GATHER)
         self._drop(op.unit, "flat")
+        if self.gather_passes:
+            elements = nbytes // self.compute
+            self._quantized(self.gather_passes, op, elements // op.ranks, elements, "gathered", GATHER)
         self._drop(op.unit, "shard")
 
     def _unpack(self, op: Operation) -> None:
@@ -204,6 +215,20 @@ class Replay:
         else:
             self._add(op.unit, "reduced", shard, "reduce", REDUCE)
         self.last = last
+        if self.reduce_passes and op.ranks > 1:
+            elements = op.nbytes // self.reduce
+            self._quantized(self.reduce_passes, op, elements, elements, "reduce", REDUCE)
+
+    def _quantized(self, passes: Quantization, op: Operation, packed: int, unpacked: int, term: Term, stream: int) -> None:
+        """The messages of a quantised collective, and what packing and unpacking so many elements needs for a moment."""
+        row = passes.message(unpacked // op.ranks)
+        self._add(op.unit, "message", row * op.ranks * packed // unpacked, term, stream)
+        self._add(op.unit, "packing", passes.passing(packed, packing=True), term, stream)
+        self._drop(op.unit, "packing")
+        self._add(op.unit, "messages", row * op.ranks, term, stream)
+        self._add(op.unit, "unpacking", passes.passing(unpacked, packing=False), term, stream)
+        for name in ("unpacking", "messages", "message"):
+            self._drop(op.unit, name)
 
     def _kept(self, sizes: UnitSizes) -> int:
         """Bytes of an element of a reduced gradient that waits for the update."""

@@ -15,6 +15,7 @@ Term = Literal[
     "gathered",
     "whole gradients",
     "reduce",
+    "residuals",
     "workspace",
     "batch",
     "staging",

@@ -45,8 +45,8 @@ Payload = Literal["", "params", "gradients", "activations", "update"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a step. `nbytes`: of the whole tensor that a collective works on, or of a transfer. `section`: the part
-    of the trace that a compute runs."""
+    """One operation of a step. `nbytes`: of the whole tensor that a collective works on, or of a transfer. `sent`: of that
+    tensor as it travels, if it is quantised. `section`: the part of the trace that a compute runs."""
 
     kind: OperationKind
     unit: str = ""
@@ -54,6 +54,7 @@ class Operation:
     phase: Phase | Literal[""] = ""
     nbytes: int = 0
     ranks: int = 1
+    sent: int = 0
     section: Section | None = None
     near: tuple[str, str] = ("", "")  # the units before and after: their tensors occur in sections
     tokens: int = 0  # of a chunk of the loss, which is one compute
@@ -210,7 +211,9 @@ class _Step:
         if sizes.world == 1:
             return
         ranks = int(sizes.reshard) if unit in self.parts else sizes.world
-        yield self._op("gather", unit, nbytes=sum(sizes.gathered) * item(self.plan.precision.compute), ranks=ranks)
+        elements, wire = sum(sizes.gathered), self.plan.wire
+        sent = ranks * wire.message_bytes(elements // ranks) if wire.gather != "plain" else 0
+        yield self._op("gather", unit, nbytes=elements * item(self.plan.precision.compute), ranks=ranks, sent=sent)
 
     def _unpack(self, unit: str, forward: bool) -> Iterator[Operation]:
         if unit not in self.pending:
@@ -276,7 +279,9 @@ class _Step:
         elements = sum(sizes.gathered[i] for i in sizes.trained)
         nbytes = elements * item(self.plan.precision.reduce)
         fresh = unit not in self.sharded_grads
-        yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=sizes.world, first=fresh)
+        quantized = self.plan.wire.reduce != "plain" and sizes.world > 1
+        sent = sizes.world * self.plan.wire.message_bytes(elements // sizes.world) if quantized else 0
+        yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=sizes.world, sent=sent, first=fresh)
         if sizes.copies > 1:
             yield self._op("all_reduce", unit, nbytes=nbytes // sizes.world, ranks=sizes.copies)
         yield Operation("settle", unit, self.micro, first=fresh)

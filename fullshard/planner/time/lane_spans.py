@@ -79,9 +79,11 @@ class _RecordedLanes(StepLanes):
         super()._on_compute(seconds, kind, kernels)
         self._record("compute", seconds + slowdown - self.slowdown, self.free["compute"], self._phase())
 
-    def _collective(self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float) -> float:
+    def _collective(
+        self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float, passes: float = 0.0
+    ) -> float:
         before = self.found.busy[lane]
-        end = super()._collective(lane, kind, nbytes, ranks, stride, earliest)
+        end = super()._collective(lane, kind, nbytes, ranks, stride, earliest, passes)
         self._record(lane, self.found.busy[lane] - before, end, kind.replace("_", "-"))
         return end
 

@@ -12,6 +12,7 @@ from fullshard.model.costs import Phase
 from fullshard.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
+from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import UnitSizes, item
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
@@ -50,6 +51,8 @@ class StepLanes:
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, mesh=plan.mesh)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
+        self.gather_passes = quantized_gather(plan.wire, self.compute)
+        self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
@@ -131,19 +134,30 @@ class StepLanes:
         if seconds > ROUNDING:
             self.found.exposed[cause] = self.found.exposed.get(cause, 0.0) + seconds
 
-    def _collective(self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float) -> float:
-        """Place a collective that may start at `earliest`; return when it ends."""
+    def _collective(
+        self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float, passes: float = 0.0
+    ) -> float:
+        """Place a collective that may start at `earliest`; return when it ends. `passes`: seconds of the same lane before and
+        after it, in which the link is free."""
         seconds = collective_seconds(kind, nbytes, ranks, self.cluster, stride=stride)  # type: ignore[arg-type]
         link = "network" if spread_of(ranks, stride, self.cluster).nodes > 1 else "node"
         start = max(self.free[lane], self.links[link], earliest, self.host)
-        self.free[lane] = self.links[link] = start + seconds
-        self.found.busy[lane] += seconds
+        self.links[link] = start + seconds
+        end = self.free[lane] = start + seconds + passes
+        self.found.busy[lane] += seconds + passes
         if self.serial:
-            self._wait(start + seconds, lane)
-            self.host = start + seconds
+            self._wait(end, lane)
+            self.host = end
         else:
-            self.slowdown += self.fitted.overlap_slowdown * seconds
-        return start + seconds
+            self.slowdown += self.fitted.overlap_slowdown * (seconds + passes)
+        return end
+
+    def _quantized(self, passes: Quantization | None, op: Operation, packed: float, unpacked: float) -> float:
+        """Seconds to pack and unpack so many elements around a collective; 0 if it is plain."""
+        if passes is None or not op.sent:
+            return 0.0
+        self._issue(passes.kernels)
+        return self.machine.add(packed * passes.packed + unpacked * passes.unpacked)
 
     # -- operations ----------------------------------------------------------------------------------
 
@@ -189,7 +203,9 @@ class StepLanes:
         if self.serial:
             self._on_compute(cast, "copies")
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
-        end = self._collective("gather", "all_gather", op.nbytes, op.ranks, stride, max(self.unpacked + cast, there))
+        elements, earliest = sum(sizes.gathered), max(self.unpacked + cast, there)
+        passes = self._quantized(self.gather_passes, op, elements / op.ranks, elements)
+        end = self._collective("gather", "all_gather", op.sent or op.nbytes, op.ranks, stride, earliest, passes)
         self.ready[op.unit] = end
 
     def _unpack(self, op: Operation) -> None:
@@ -228,8 +244,10 @@ class StepLanes:
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
-            done = self._collective("reduce", "reduce_scatter", op.nbytes, op.ranks, stride, self.free["compute"])
-            self.reduced[op.unit] = done
+            elements, kind = self._gradient_elements(sizes), "all_to_all" if op.sent else "reduce_scatter"
+            passes = self._quantized(self.reduce_passes, op, elements, elements)
+            nbytes, ready = op.sent or op.nbytes, self.free["compute"]
+            self.reduced[op.unit] = self._collective("reduce", kind, nbytes, op.ranks, stride, ready, passes)
 
     def _all_reduce(self, op: Operation) -> None:
         if op.unit:

@@ -1,0 +1,168 @@
+"""Quantised collectives: bytes counted on real ranks, errors within the documented bound, and losses beside plain ones."""
+
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.data.pack import pack
+from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
+from tests.cpu import wire
+
+INT8 = fs.Wire("int8", "int8")
+BF16 = fs.Precision("bf16", "bf16")
+
+
+# -- messages -----------------------------------------------------------------------------------------
+
+
+def values(rows: int, elements: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers whose size differs a lot between blocks."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, elements, generator=draw) * torch.logspace(-6, 3, elements)
+
+
+def largest(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """For each element, the largest absolute value of its block; written without views."""
+    found = torch.empty_like(tensor)
+    for row in range(tensor.size(0)):
+        for start in range(0, tensor.size(1), block):
+            found[row, start : start + block] = max(abs(x) for x in tensor[row, start : start + block].tolist())
+    return found
+
+
+@pytest.mark.parametrize("elements", [1, 255, 256, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_within_the_bound(elements, dtype, monkeypatch):
+    monkeypatch.setattr("fullshard.on_torch.block_quantization.SLICE", 700)  # in several slices
+    for code, bound in (
+        ("int8", lambda x, top: top / 127 / 2),
+        ("fp8", lambda x, top: torch.maximum(x.abs() / 16, top / 448 / 1024)),
+    ):
+        given, layout = values(3, elements).to(dtype), BlockFormat(code, INT8)
+        message, found = layout.pack(given), torch.empty(3, elements)
+        layout.unpack(message, found)
+        x = given.float()
+        assert ((found - x).abs() <= bound(x, largest(x, 256)) * 1.0001).all()
+        assert (found[x == largest(x, 256)] == x[x == largest(x, 256)]).float().mean() > 0.5  # the largest are (nearly) exact
+        total = torch.empty(elements)
+        layout.unpack_sum(message, total)
+        assert torch.equal(total, found.sum(0))
+        assert message.nbytes == 3 * -(-(4 * -(-elements // 256) + elements) // 16) * 16
+
+
+def test_what_is_not_finite_stays_so():
+    given = values(1, 600)
+    for bad in (math.nan, math.inf):
+        given[0, 300] = bad
+        layout, found = BlockFormat("int8", INT8), torch.empty(1, 600)
+        layout.unpack(layout.pack(given), found)
+        assert found[0, 256:512].isnan().all()
+        assert found[0, :256].isfinite().all()
+        assert found[0, 512:].isfinite().all()
+
+
+def test_error_feedback_loses_nothing_over_time():
+    """What was sent and what is still kept add up to all that was given; a bad step leaves nothing behind."""
+    layout, kept = BlockFormat("int8", INT8), torch.zeros(2, INT8.message_bytes(600), dtype=torch.uint8)
+    given, sent = torch.zeros(2, 600), torch.zeros(2, 600)
+    for step in range(20):
+        x, found = values(2, 600, step), torch.empty(2, 600)
+        layout.unpack(layout.pack(x, kept), found)
+        given, sent = given + x, sent + found
+    rest = torch.empty(2, 600)
+    layout.unpack(kept, rest)
+    top = largest(torch.stack([values(2, 600, s) for s in range(20)]).abs().amax(0), 256)
+    assert ((given - sent - rest).abs() <= 20 * top / 127 / 127).all()  # 20 roundings of the kept part
+    assert ((given - sent).abs() <= 1.1 * top / 127).all()  # without it, errors add up to more
+    layout.pack(torch.full((2, 600), math.nan), kept)
+    layout.unpack(kept, rest)
+    assert (rest == 0).all()
+
+
+def test_the_meter_measures_the_relative_error():
+    given, meter = values(2, 600), ErrorMeter(on=True)
+    layout, found = BlockFormat("int8", INT8, "gather"), torch.empty(2, 600)
+    layout.unpack(layout.pack(given, meter=meter), found)
+    lost, of = meter.squares["gather"].tolist()
+    assert math.sqrt(lost / of) == pytest.approx(float((found - given).norm() / given.norm()), rel=1e-4)
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+CASES = [
+    (2, "zero3", {"devices": 2}, {}, 0.30),
+    (4, "zero3", {"devices": 4}, {"precision": BF16}, 0.55),
+    (4, "hpz", {"devices": 4, "reshard": 2}, {}, 0.30),
+    (4, "hybrid", {"replicate": 2, "shard": 2}, {"precision": fs.Precision("bf16")}, 0.55),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "arguments", "more", "share"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_bytes_on_the_wire(ranks, world, strategy, arguments, more, share):
+    plain = ranks(world).run(wire.sent, strategy, arguments, fs.Wire(), **more)[0]
+    found = ranks(world).run(wire.sent, strategy, arguments, fs.Wire("int8", "int8", error_feedback=world == 2), **more)[0]
+    for kind in ("gather", "reduce"):
+        assert 0 < found["counted"][kind] <= share * plain["counted"][kind]
+        assert 0 < found["errors"][kind] < 0.02
+    assert found["counted"]["copies"] == plain["counted"]["copies"]
+    assert found["counted"] == found["predicted"]
+    assert plain["counted"] == plain["predicted"]
+    assert plain["errors"] == {}
+
+
+# -- training -----------------------------------------------------------------------------------------
+
+
+def test_gradients_and_updates_beside_plain_ones(ranks):
+    """Also with offloaded state, a tensor axis and fp8."""
+    for found in ranks(2).run(wire.first_steps):
+        assert found["gradient"] < 0.02  # of the plain gradient's norm
+        assert found["loss"] < 0.003
+        assert found["offloaded"] == 0  # the same as on the device, bit for bit
+        assert found["fp8"] < 0.01
+
+
+def test_a_communication_of_ones_own(ranks):
+    for found in ranks(2).run(wire.own_communication):
+        assert found["counted"] == found["logged"] > 0
+        assert found["losses"] == found["plain"]  # bit for bit
+        assert found["units"] == ["embed", "model.layers.0", "model.layers.1", "head"]
+        assert "leave one of them out" in found["beside wire"]
+        assert "must return an on_torch.Communication" in found["no communication"]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("demo") / "tokens"
+    pack(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), path)
+    return str(path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_demo_learns_as_much(ranks, library, world, feedback):
+    plain, found = (
+        ranks(world).run(wire.demo_losses, library, w, 200)[0]
+        for w in (fs.Wire(), fs.Wire("int8", "int8", error_feedback=feedback))
+    )
+    assert plain[-1] < 0.6 * plain[0]
+    assert abs(found[-1] / plain[-1] - 1) < 0.01
+
+
+def test_a_short_demo_learns_as_much(ranks, library):
+    plain, found = (ranks(2).run(wire.demo_losses, library, w, 8)[0] for w in (fs.Wire(), INT8))
+    assert plain[-1] < 0.9 * plain[0]
+    assert abs(found[-1] / plain[-1] - 1) < 0.01
+
+
+def test_communication_without_shards_is_refused():
+    model = on_torch.load_model(wire.MODEL)
+    plan = fs.ddp(on_torch.describe(model), devices=1)
+    with pytest.raises(fs.FullshardError, match="nothing is gathered or reduced to shards by this plan; leave it out"):
+        on_torch.shard(model, plan, fs.AdamW(lr=1e-3), communication=on_torch.Communication)

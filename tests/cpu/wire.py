@@ -1,0 +1,149 @@
+"""Quantised collectives and collectives of one's own, beside plain ones. Runs inside ranks."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.data import Batches, TokenFile
+from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
+
+MODEL, SEQUENCE = "llama-nano", 16
+
+
+def make_plan(model, strategy: str, arguments: dict, wire: fs.Wire, **more) -> tuple[fs.Plan, fs.Description]:
+    """A plan for all ranks, and the description with costs that predictions need."""
+    precision = more.pop("precision", fs.Precision())
+    described = on_torch.describe(model, micro_batch=1, sequence=SEQUENCE, compute=precision.compute)
+    return fs.strategy(
+        strategy, described, **arguments, precision=precision, batch=fs.Batch(1, SEQUENCE), wire=wire, **more
+    ), described
+
+
+def batches(mesh: fs.Mesh, step: int = 0) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1000 * step + on_torch.data_rank(mesh))
+    ids = torch.randint(0, 64, (1, SEQUENCE + 1), generator=draw)
+    return [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}]
+
+
+def sent(strategy: str, arguments: dict, wire: fs.Wire, **more) -> dict:
+    """Bytes that this rank sends in a steady step: counted, and predicted."""
+    model = on_torch.load_model(MODEL)
+    plan, described = make_plan(model, strategy, arguments, wire, **more)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=7)
+    for step in range(2):
+        with on_torch.record() as traffic:
+            on_torch.train_step(state, batches(plan.mesh, step), loss=on_torch.chunked_loss)
+    counted = {"gather": 0.0, "reduce": 0.0, "copies": 0.0}
+    for c in traffic.collectives:
+        kind = {"all_to_all": "reduce", "all_reduce": "copies"}.get(c.kind, c.kind)
+        counted[kind] += sent_bytes(c.kind, c.nbytes, c.ranks) if c.nbytes > 24 else 0  # else the step's own sums
+    predicted = wire_bytes(plan, described, clip=False)
+    return {"counted": counted, "predicted": {k: getattr(predicted, k) for k in counted}, "errors": state.wire_errors}
+
+
+def demo_losses(tokens: str, wire: fs.Wire, steps: int) -> list[float]:
+    """The losses of examples/demo.py on these ranks, with its model, data, rates and seeds."""
+    demo = _example("demo")
+    world = dist.get_world_size()
+    model, data = on_torch.load_model("llama-bytes"), TokenFile(Path(tokens))
+    plan = fs.zero3(on_torch.describe(model), devices=world, batch=fs.Batch(demo.MICRO_BATCH, demo.SEQUENCE), wire=wire)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=demo.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=demo.SEED)
+    feed = Batches(data, demo.SEQUENCE, demo.MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=world, seed=demo.SEED)
+    rate = lambda i: demo.PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / steps)
+    return [step.loss.item() for step in fs.train(state, feed, steps=steps, clip=1.0, lr=rate)]
+
+
+def _example(name: str):
+    found = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def _losses(plan: fs.Plan, steps: int = 3, **more) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of a few steps, and the gradients of the first."""
+    state = on_torch.shard(on_torch.load_model(MODEL), plan, fs.AdamW(lr=1e-3), seed=7, **more)
+    (row,) = batches(plan.mesh)
+    loss = on_torch.summed_loss(state.model, row)
+    loss.backward()
+    gradients = {n: p.grad.full_tensor() for n, p in state.model.named_parameters() if p.grad is not None}
+    state.model.zero_grad()
+    return [on_torch.train_step(state, batches(plan.mesh, i)).loss.item() for i in range(steps)], gradients
+
+
+def first_steps() -> dict[str, float]:
+    """How far quantised steps are from plain ones."""
+    world, model = dist.get_world_size(), on_torch.load_model(MODEL)
+    made = lambda wire, **more: make_plan(model, "zero3", {"devices": world}, wire, **more)[0]
+    int8 = fs.Wire("int8", "int8", error_feedback=True)
+    (plain, exact), (found, gradients) = _losses(made(fs.Wire())), _losses(made(int8))
+    away = [_with_home(made, int8, home) for home in (fs.Home(), fs.Home("host", "host"))]
+    square = lambda tensors: sum(float(t.square().sum()) for t in tensors)
+    return {
+        "gradient": (square(gradients[n] - g for n, g in exact.items()) / square(exact.values())) ** 0.5,
+        "loss": max(abs(a / b - 1) for a, b in zip(found, plain, strict=True)),
+        "offloaded": max(abs(a - b) for a, b in zip(*away, strict=True)),
+        "fp8": max(abs(a / b - 1) for a, b in zip(_losses(made(fs.Wire("fp8", "fp8")))[0], plain, strict=True)),
+    }
+
+
+def _with_home(made, wire: fs.Wire, home: fs.Home) -> list[float]:
+    plan = made(wire, home=home)
+    state = on_torch.shard(on_torch.load_model(MODEL), plan, fs.AdamW(lr=1e-3), seed=7)
+    return [on_torch.train_step(state, batches(plan.mesh, i)).loss.item() for i in range(3)]
+
+
+class Counted(on_torch.Communication):
+    """Counts the bytes that a rank sends, as the guide does."""
+
+    sent = 0
+    units: list[str] = []
+
+    def __init__(self, unit: fs.Unit):
+        super().__init__(unit)
+        Counted.units.append(unit.name)
+
+    def gather(self, output, shard, group):
+        Counted.sent += shard.nbytes * (group.size() - 1)
+        super().gather(output, shard, group)
+
+    def reduce(self, output, gradients, group):
+        Counted.sent += output.nbytes * (group.size() - 1)
+        super().reduce(output, gradients, group)
+
+
+def own_communication() -> dict:
+    """A run with `Counted` beside a plain one, its bytes beside those of the log, and what is refused."""
+    model, arguments = on_torch.load_model(MODEL), {"devices": dist.get_world_size()}
+    plan = make_plan(model, "zero3", arguments, fs.Wire())[0]
+    Counted.units = []
+    plain = _losses(plan)[0]
+    losses = _losses(plan, communication=Counted)[0]
+    state = on_torch.shard(on_torch.load_model(MODEL), plan, fs.AdamW(lr=1e-3), communication=Counted)
+    on_torch.train_step(state, batches(plan.mesh))
+    Counted.sent = 0
+    with on_torch.record() as traffic:
+        on_torch.train_step(state, batches(plan.mesh))
+    logged = sum(sent_bytes(c.kind, c.nbytes, c.ranks) for c in traffic.collectives if c.kind != "all_reduce")
+    quantized = make_plan(model, "zero3", arguments, fs.Wire("int8"))[0]
+    return {
+        "counted": Counted.sent,
+        "logged": logged,
+        "losses": losses,
+        "plain": plain,
+        "units": Counted.units[: len(plan.units)],
+        "beside wire": _refused(quantized, Counted),
+        "no communication": _refused(plan, lambda unit: 3),
+    }
+
+
+def _refused(plan: fs.Plan, communication) -> str:
+    try:
+        on_torch.shard(on_torch.load_model(MODEL), plan, fs.AdamW(lr=1e-3), communication=communication)
+    except fs.FullshardError as error:
+        return str(error)
+    return "not refused"
