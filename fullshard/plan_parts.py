@@ -77,23 +77,27 @@ class Home:
 @dataclass(frozen=True)
 class Precision:
     """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
-    that the optimizer updates. `output`: that every unit casts its output to, if any."""
+    that the optimizer updates. `output`: that every unit casts its output to, if any. `buffers`: of floating-point buffers; None
+    leaves each as the model has it."""
 
     compute: DType = "fp32"
     reduce: DType = "fp32"
     master: DType = "fp32"
     output: DType | None = None
+    buffers: DType | None = None
 
     def __post_init__(self) -> None:
         for part in ("compute", "reduce"):
             check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
         check_choice("precision.master", self.master, ("fp32", "bf16"))
-        if self.output is not None:
-            check_choice("precision.output", self.output, get_args(DType))
+        for part in ("output", "buffers"):
+            if getattr(self, part) is not None:
+                check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
 
     def __str__(self) -> str:
         text = f"compute {self.compute}, reduce {self.reduce}, master {self.master}"
-        return text if self.output is None else f"{text}, output {self.output}"
+        more = [f"{part} {getattr(self, part)}" for part in ("output", "buffers") if getattr(self, part) is not None]
+        return ", ".join([text, *more])
 
 
 @dataclass(frozen=True)

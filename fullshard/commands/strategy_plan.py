@@ -7,14 +7,20 @@ from typing import Annotated
 import typer
 
 from fullshard.commands.common import Classes, MinParams, Names, describe_model
-from fullshard.plan import Batch, Plan, Precision, Prefetch
+from fullshard.errors import FullshardError
+from fullshard.plan import Batch, Plan, Precision, Prefetch, Wire
+from fullshard.plan_parts import BLOCK
 from fullshard.strategies import STRATEGIES, choose
 
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
 Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
-FIXABLE = ("strategy", "compute", "remat", "micro_batch", "accumulate", "sync", "prefetch", "reshard", "compile")
+WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
+FIXABLE = (
+    *("strategy", "compute", "remat", "micro_batch", "accumulate", "sync", "prefetch", "prefetch_forward", "prefetch_backward"),
+    *("reshard", "compile", "buffers", "wire_gather", "wire_reduce", "error_feedback"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,19 @@ class StrategyOptions:
     prefetch: Annotated[
         int | None, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
     ] = None
+    prefetch_forward: Annotated[
+        int | None, typer.Option(metavar="N", help="Units gathered ahead in forward.", show_default="as --prefetch")
+    ] = None
+    prefetch_backward: Annotated[
+        int | None, typer.Option(metavar="N", help="Units gathered ahead in backward.", show_default="as --prefetch")
+    ] = None
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False
+    output_dtype: Annotated[DType | None, typer.Option(help="Dtype that units cast their outputs to.")] = None
+    buffers: Annotated[DType | None, typer.Option(help="Dtype of floating-point buffers.")] = None
+    wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
+    wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
+    wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
+    error_feedback: Annotated[bool, typer.Option("--error-feedback", help="Add what rounding took to later gradients.")] = False
 
     def given(self) -> dict[str, object]:
         """The options that are set and that a search can keep with `--fix`."""
@@ -80,13 +98,25 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
         replicate_below=o.replicate_below,
         keep_whole=o.keep_whole or [],
         spell=spell_option,
-        precision=Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce)),  # type: ignore[arg-type]
+        precision=_precision(o),
         batch=Batch(o.micro_batch or 1, sequence, o.accumulate or 1, str(o.sync or "every")),  # type: ignore[arg-type]
-        prefetch=Prefetch(o.prefetch or 1, o.prefetch or 1),
+        prefetch=_prefetch(o),
+        wire=Wire(str(o.wire_gather or "plain"), str(o.wire_reduce or "plain"), o.wire_block, o.error_feedback),  # type: ignore[arg-type]
         remat=str(o.remat or "none"),
         remat_every=o.remat_every,
         compile=o.compile,
     )
+
+
+def _precision(o: StrategyOptions) -> Precision:
+    more = {name: str(kind) for name, kind in (("output", o.output_dtype), ("buffers", o.buffers)) if kind}
+    return Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce), **more)  # type: ignore[arg-type]
+
+
+def _prefetch(o: StrategyOptions) -> Prefetch:
+    if o.prefetch and o.prefetch_forward and o.prefetch_backward:
+        raise FullshardError("--prefetch has no effect beside --prefetch-forward and --prefetch-backward; leave it out")
+    return Prefetch(o.prefetch_forward or o.prefetch or 1, o.prefetch_backward or o.prefetch or 1)
 
 
 def spell_option(field: str, *value: object) -> str:

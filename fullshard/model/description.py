@@ -29,6 +29,8 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 
+FLOATS = ("fp64", "fp32", "bf16", "fp16")  # dtypes of buffers that a plan may cast
+
 UnitKind = Literal["embed", "block", "experts", "small", "middle", "head", "root"]
 
 

@@ -77,6 +77,8 @@ def refuse(plan: Plan) -> None:
         raise FullshardError(f"prefetch ({plan.prefetch}) has no effect on JAX: XLA schedules gathers itself; leave it out")
     if plan.batch.sync == "last":
         raise FullshardError("batch.sync = 'last': on JAX gradients are reduced after every micro-batch; write 'every'")
+    if plan.precision.buffers is not None:
+        raise FullshardError(f"precision.buffers = {plan.precision.buffers!r}: the JAX engine casts no buffers; leave it out")
     if not plan.wire.is_plain:
         raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
     refuse_homes(plan, jax.devices()[0])

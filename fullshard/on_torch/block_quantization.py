@@ -23,7 +23,7 @@ TINY = torch.finfo(torch.float32).tiny  # the smallest scale: blocks of zeros ha
 SLICE = 1 << 24  # elements that are quantised at a time: as much fp32 memory is needed besides the message
 
 
-class Place(NamedTuple):
+class BlockRange(NamedTuple):
     """A part of every row: its elements, their blocks, and the elements of each block."""
 
     elements: slice
@@ -88,30 +88,30 @@ class BlockFormat:
         for place in self._places(len(message), elements):
             total[place.elements].copy_(self._decode(message, elements, place).sum(0).flatten())
 
-    def _places(self, rows: int, elements: int) -> Iterator[Place]:
+    def _places(self, rows: int, elements: int) -> Iterator[BlockRange]:
         """Parts of at most SLICE elements; the last block may be shorter than the others."""
         block = self.wire.block
         whole, rest = divmod(elements, block)
         step = max(1, SLICE // (rows * block))
         for first in range(0, whole, step):
             last = min(first + step, whole)
-            yield Place(slice(first * block, last * block), slice(first, last), block)
+            yield BlockRange(slice(first * block, last * block), slice(first, last), block)
         if rest:
-            yield Place(slice(whole * block, elements), slice(whole, whole + 1), rest)
+            yield BlockRange(slice(whole * block, elements), slice(whole, whole + 1), rest)
 
-    def _views(self, message: Tensor, elements: int, place: Place) -> tuple[Tensor, Tensor]:
+    def _views(self, message: Tensor, elements: int, place: BlockRange) -> tuple[Tensor, Tensor]:
         """The scales (rows × blocks × 1) and codes (rows × blocks × size) of a part."""
         start = SCALE_BYTES * -(-elements // self.wire.block)
         scales, codes = message[:, :start].view(torch.float32), message[:, start : start + elements].view(CODES[self.code])
         return scales[:, place.blocks].unsqueeze(-1), codes[:, place.elements].unflatten(1, (-1, place.size))
 
-    def _encode(self, message: Tensor, elements: int, place: Place, grouped: Tensor) -> None:
+    def _encode(self, message: Tensor, elements: int, place: BlockRange, grouped: Tensor) -> None:
         scales, codes = self._views(message, elements, place)
         largest = torch.linalg.vector_norm(grouped, math.inf, -1, keepdim=True, dtype=torch.float32)
         scales.copy_(largest.div_(LARGEST[self.code]).clamp_(min=TINY))
         scaled = grouped / scales  # in fp32, whatever the values are in
         codes.copy_(scaled.round_() if self.code == "int8" else scaled)
 
-    def _decode(self, message: Tensor, elements: int, place: Place) -> Tensor:
+    def _decode(self, message: Tensor, elements: int, place: BlockRange) -> Tensor:
         scales, codes = self._views(message, elements, place)
         return (codes if self.code == "int8" else codes.float()) * scales

@@ -32,6 +32,7 @@ def refuse(
     for unit in plan.units:
         _refuse_unknown_modules(unit, paths)
         _refuse_remat(unit, plan)
+    _refuse_buffers(model, plan)
     _refuse_homes(plan, optimizer, disk)
     _refuse_share(plan, cpu_share)
     _refuse_parameters(model, plan)
@@ -89,6 +90,20 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
         raise FullshardError("disk has no effect: no unit of the plan has a home on disk; leave it out")
     if disk is not None and not Path(disk).is_dir():
         raise FullshardError(f"{disk} is not a directory; make it first, on the disk that the plan is to use")
+
+
+def _refuse_buffers(model: nn.Module, plan: Plan) -> None:
+    """Refuse a buffer dtype without floating-point buffers, and one that would round running statistics."""
+    kind = plan.precision.buffers
+    if kind is None:
+        return
+    if not any(b.is_floating_point() for b in model.buffers()):
+        raise FullshardError(
+            f"precision.buffers = {kind!r} has no effect: this model has no floating-point buffers; leave it out"
+        )
+    for path, module in model.named_modules():
+        if kind != "fp32" and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            raise FullshardError(f"precision.buffers = {kind!r}: the running statistics of {path} need fp32; leave it out")
 
 
 def _refuse_share(plan: Plan, cpu_share: float | None) -> None:

@@ -95,6 +95,8 @@ def shard(
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
     initialized = materialize(model, paths, where, seed, init, source, elsewhere)
     checks.refuse_unset_anywhere(initialized.unset)
+    if plan.precision.buffers:
+        _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
     lockstep_generate(model)
     if memory:
         memory.install(model)
@@ -131,6 +133,13 @@ def _to_master(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert every parameter to the master dtype, in place, so that tied ones stay tied. Buffers keep their dtype."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert every floating-point buffer, in place, so that shared ones stay shared."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[FSDPModule]]:

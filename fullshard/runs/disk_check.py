@@ -2,7 +2,7 @@
 
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
-from fullshard.runs.prepare import Prepared, make_optimizer
+from fullshard.runs.prepare import Prepared, described_units, make_optimizer
 from fullshard.storage.disk_speed import Rates, no_disk, verdict
 
 TRIAL = 1 << 30  # bytes a rank, at most
@@ -11,7 +11,7 @@ SECONDS = 1.5
 
 def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
-    held = unit_sizes(prepared.plan, prepared.engine.describe(prepared.model, title=prepared.recipe.model.name))
+    held = unit_sizes(prepared.plan, described_units(prepared.recipe, prepared.model, prepared.engine))
     away = OffloadBytes(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
     if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations

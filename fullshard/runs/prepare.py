@@ -17,9 +17,10 @@ from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
 from fullshard.model.presets import PRESETS
-from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
+from fullshard.plan import Batch, Home, Plan
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
+from fullshard.planner.search.space import FIXABLE
 from fullshard.planner.time.timeline import timeline
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
@@ -100,9 +101,10 @@ def _plan(
     """The plan; its estimate, if costs are known; and the description with those costs. `data`: opens the training data, of
     which a batch is traced if the objective is not causal."""
     causal = recipe.data.objective == "causal"
-    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not recipe.lora and causal else None
+    own = recipe.lora or any(recipe.plan.unit_rules.values())  # other parameters or units than the preset's
+    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not own and causal else None
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
-        plan = make_plan(recipe, engine.describe(model, title=recipe.model.name, experts=recipe.plan.expert > 1), cluster.devices)
+        plan = make_plan(recipe, described_units(recipe, model, engine, experts=recipe.plan.expert > 1), cluster.devices)
         fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
         return plan, expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
     if shipped is None or not _traced(shipped, recipe.plan.compute):
@@ -123,6 +125,11 @@ def _plan(
     return found.plan, found.estimate, shipped
 
 
+def described_units(recipe: Recipe, model: Any, engine: Engine[Any, Any], *, experts: bool = False) -> Description:
+    """The model's units, as the recipe's rules group them. What they cost is not traced."""
+    return engine.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
+
+
 def run_loss(recipe: Recipe) -> str:
     """The name of the loss that a run computes, as `Engine.named_loss` knows it."""
     return "call" if recipe.model.call and recipe.loss == "plain" else recipe.loss
@@ -134,15 +141,14 @@ def planned_loss(recipe: Recipe) -> Literal["chunked", "plain"]:
 
 
 def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description:
-    """The model with its costs, which are kept on disk unless adapters change the model."""
-    name, sequence, compute = recipe.model.name, recipe.sequence, recipe.plan.compute
+    """The model with its costs, which are kept on disk unless adapters or rules for units change the description."""
+    rules, name, sequence, compute = recipe.plan.unit_rules, recipe.model.name, recipe.sequence, recipe.plan.compute
 
     def trace() -> Description:
-        return engine.describe(model, title=name, micro_batch=1, sequence=sequence, compute=compute)
+        return engine.describe(model, title=name, micro_batch=1, sequence=sequence, compute=compute, **rules)
 
-    return (
-        trace() if recipe.lora or recipe.model.call else cached_description(name, sequence=sequence, compute=compute, make=trace)
-    )
+    own = recipe.lora or recipe.model.call or any(rules.values())
+    return trace() if own else cached_description(name, sequence=sequence, compute=compute, make=trace)
 
 
 def _describe_example(recipe: Recipe, model: Any, engine: Engine[Any, Any], data: TrainingData) -> Description:
@@ -160,14 +166,17 @@ def _only_rows(recipe: Recipe, description: Description) -> dict[str, Any]:
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
     """The choices of the recipe that a search must keep. The compute dtype is always one of them."""
-    keys = changed(recipe.plan) & {"replicate", "tensor", "reduce", "master", "remat", "prefetch", "sync", "compile"}
+    keys = changed(recipe.plan) & (set(FIXABLE) - {"strategy"})
     pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
 def expected_of(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
-    if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
+    kinds = plan.precision
+    if description is None or plan.mesh.tensor > 1 or not _traced(description, kinds.compute):
+        return None
+    if kinds.output not in (None, kinds.compute):  # its activations are not predicted
         return None
     return estimate(
         plan,
@@ -199,7 +208,7 @@ def _filed(recipe: Recipe, plan: Plan, model: Any, expected: Estimate | None, en
     """Bytes of a rank's files, activations included if they are known."""
     if expected is not None:
         return expected.disk.allocated_bytes
-    return filed_bytes(plan, engine.describe(model, title=recipe.model.name), make_optimizer(recipe))
+    return filed_bytes(plan, described_units(recipe, model, engine), make_optimizer(recipe))
 
 
 def _traced(description: Description, compute: str) -> bool:
@@ -294,9 +303,10 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         replicate_below=wanted.replicate_below,
         keep_whole=wanted.keep_whole,
         spell=_spell,
-        precision=Precision(compute=wanted.compute, reduce=wanted.reduce, master=wanted.master),
+        precision=wanted.precision,
         batch=Batch(recipe.train.micro_batch, recipe.sequence, recipe.train.global_batch // rows, wanted.sync),
-        prefetch=Prefetch(wanted.prefetch, wanted.prefetch),
+        prefetch=wanted.depths,
+        wire=wanted.wire,
         remat=wanted.remat,
         remat_every=wanted.remat_every,
         compile=wanted.compile,

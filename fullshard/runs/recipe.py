@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.reading import parse_toml, read_text
+from fullshard.runs.plan_section import PlanSection
 from fullshard.runs.recipe_sections import (
     CheckpointSection,
     DataSection,
@@ -18,7 +19,6 @@ from fullshard.runs.recipe_sections import (
     LoraSection,
     ModelSection,
     OptimSection,
-    PlanSection,
     ProfileSection,
     RecipeSection,
     SampleSection,

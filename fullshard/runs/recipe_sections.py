@@ -10,7 +10,7 @@ from fullshard.data.batches import Boundaries, Packing
 from fullshard.data.collate import Pad
 from fullshard.data.images import Resize
 from fullshard.errors import nearest
-from fullshard.plan import DType, HomeName, Remat, Sync
+from fullshard.plan import HomeName
 from fullshard.runs.lr_schedule import ScheduleKind
 from fullshard.update_pieces import STAGING
 
@@ -228,49 +228,6 @@ class TrainSection(RecipeSection):
             raise ValueError("give either steps or tokens")
         if "max_rollbacks" in changed(self) and self.on_divergence != "rollback":
             raise ValueError("max_rollbacks has no effect with on_divergence = 'stop'; write on_divergence = 'rollback'")
-        return self
-
-
-class PlanSection(RecipeSection):
-    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds within `limit`; other keys
-    are then pinned. `cluster` (by default the devices that are there) is what it is found and predicted for. `plan = "zero3"`,
-    `plan = "auto"` and `plan = "plan.json"` are short for a table with that one key."""
-
-    file: str | None = None
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
-    cluster: str | None = None
-    limit: str | None = None
-    replicate: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
-    expert: int = Field(1, gt=0)
-    reshard: int | None = Field(None, gt=1)
-    replicate_below: int = Field(0, ge=0)
-    keep_whole: tuple[str, ...] = Field((), strict=False)
-    compute: DType = "fp32"
-    reduce: DType = "fp32"
-    master: Literal["fp32", "bf16"] = "fp32"
-    remat: Remat = "none"
-    remat_every: int = Field(1, gt=0)
-    prefetch: int = Field(1, gt=0)
-    sync: Sync = "every"
-    compile: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return {"file": value} if value.endswith(".json") else {"strategy": value}
-
-    @model_validator(mode="after")
-    def _file_or_strategy(self) -> Self:
-        if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
-            raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
-        if self.limit is not None and self.strategy != "auto":
-            raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
-        for key in ("expert", "reshard", "replicate_below", "keep_whole", "remat_every"):
-            if self.strategy == "auto" and key in changed(self):
-                raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
         return self
 
 

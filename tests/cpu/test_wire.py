@@ -11,7 +11,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data.pack import pack
 from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
-from tests.cpu import wire
+from tests.cpu import recipes, wire
 
 INT8 = fs.Wire("int8", "int8")
 BF16 = fs.Precision("bf16", "bf16")
@@ -119,7 +119,7 @@ def test_bytes_on_the_wire(ranks, world, strategy, arguments, more, share):
 
 
 def test_gradients_and_updates_beside_plain_ones(ranks):
-    """Also with offloaded state, a tensor axis and fp8."""
+    """Also with offloaded state and with fp8."""
     for found in ranks(2).run(wire.first_steps):
         assert found["gradient"] < 0.02  # of the plain gradient's norm
         assert found["loss"] < 0.003
@@ -166,3 +166,67 @@ def test_communication_without_shards_is_refused():
     plan = fs.ddp(on_torch.describe(model), devices=1)
     with pytest.raises(fs.FullshardError, match="nothing is gathered or reduced to shards by this plan; leave it out"):
         on_torch.shard(model, plan, fs.AdamW(lr=1e-3), communication=on_torch.Communication)
+
+
+# -- recipes ------------------------------------------------------------------------------------------
+
+RECIPE = """
+[model]
+name = "models.py:llama"
+[data]
+path = "bytes"
+sequence = 32
+[optim]
+lr = 1e-3
+[train]
+steps = 4
+global_batch = 8
+[checkpoint]
+final = false
+minutes = 0
+[plan]
+names = ["model.layers.*.mlp", "lm_head"]
+prefetch_backward = 2
+"""
+
+
+def test_a_recipe_quantises_and_says_how_well(ranks, tmp_path):
+    """With units by name, and unequal depths. The oracle is the same recipe with units found by themselves, all plain."""
+    (tmp_path / "models.py").write_text(recipes.MODELS)
+    (tmp_path / "small.toml").write_text(RECIPE)
+    pack([Path(wire.__file__)], tmp_path / "bytes", workers=1)
+    usual = ["plan.names=[]", "plan.prefetch_backward=1"]
+    int8 = ["plan.wire_gather=int8", "plan.wire_reduce=int8", "plan.error_feedback=true"]
+    plain, named, found = (ranks(2).run(wire.recipe_run, tmp_path, o, f"run{i}")[0] for i, o in enumerate((usual, [], int8)))
+    losses = [[line["loss"] for line in run if "loss" in line] for run in (plain, named, found)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=0.01)
+    assert losses[2] != losses[1]
+    (event,) = [line for line in found if line.get("event") == "wire"]
+    assert 0 < event["gather_error"] < 0.02
+    assert 0 < event["reduce_error"] < 0.02
+    assert not [line for line in plain if line.get("event") == "wire"]
+    written = fs.Plan.load(tmp_path / "run2" / "plan.json")
+    assert written.wire == fs.Wire("int8", "int8", error_feedback=True)
+    assert written.prefetch == fs.Prefetch(1, 2)
+    assert {"model.layers.0.mlp", "model.layers.1.mlp", "lm_head"} <= {m for u in written.units for m in u.modules}
+
+
+def test_buffers_are_cast(ranks):
+    found = ranks(2).run(wire.cast_buffers)[0]
+    assert found == {None: (torch.float32, True), "bf16": (torch.bfloat16, True)}
+
+
+def test_buffers_that_cannot_be_cast_are_refused():
+    with torch.device("meta"):
+        plain, normed = (
+            torch.nn.Sequential(torch.nn.Linear(4, 4)),
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)),
+        )
+    for model, sentence in (
+        (plain, "has no effect: this model has no floating-point buffers"),
+        (normed, "statistics of 1 need fp32"),
+    ):
+        plan = fs.zero3(on_torch.describe(model), devices=1, precision=fs.Precision(buffers="bf16"))
+        with pytest.raises(fs.FullshardError, match=sentence):
+            on_torch.shard(model, plan)

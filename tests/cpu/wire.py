@@ -1,6 +1,8 @@
 """Quantised collectives and collectives of one's own, beside plain ones. Runs inside ranks."""
 
+import copy
 import importlib.util
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
+from tests.cpu import recipes
 
 MODEL, SEQUENCE = "llama-nano", 16
 
@@ -80,7 +83,8 @@ def first_steps() -> dict[str, float]:
     world, model = dist.get_world_size(), on_torch.load_model(MODEL)
     made = lambda wire, **more: make_plan(model, "zero3", {"devices": world}, wire, **more)[0]
     int8 = fs.Wire("int8", "int8", error_feedback=True)
-    (plain, exact), (found, gradients) = _losses(made(fs.Wire())), _losses(made(int8))
+    (plain, exact), (found, _) = _losses(made(fs.Wire())), _losses(made(int8))
+    _, gradients = _losses(made(fs.Wire(reduce="int8")), steps=1)  # rounded parameters have other gradients
     away = [_with_home(made, int8, home) for home in (fs.Home(), fs.Home("host", "host"))]
     square = lambda tensors: sum(float(t.square().sum()) for t in tensors)
     return {
@@ -147,3 +151,44 @@ def _refused(plan: fs.Plan, communication) -> str:
     except fs.FullshardError as error:
         return str(error)
     return "not refused"
+
+
+def recipe_run(here: Path, overrides: list[str], name: str) -> list[dict]:
+    """The lines of metrics.jsonl of a small run on these ranks."""
+    recipe = here / "small.toml"
+    recipes.run(here, recipe, overrides, here / name)
+    return [json.loads(line) for line in (here / name / "metrics.jsonl").read_text().splitlines()]
+
+
+class Scaled(torch.nn.Module):
+    """A linear whose output is multiplied by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+        self.register_buffer("scale", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.normal_(self.linear.weight, std=0.1)
+        torch.nn.init.zeros_(self.linear.bias)
+        self.scale.copy_(torch.tensor([0.1, 0.2, 0.3, 1 / 3]))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def cast_buffers() -> dict:
+    """What a model with a buffer returns under a plan that casts it, and without a plan."""
+    with torch.device("meta"):
+        model = Scaled()
+    found = {}
+    x = torch.linspace(-1, 1, 16).view(2, 8)
+    for kind in (None, "bf16"):
+        plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), precision=fs.Precision(buffers=kind))
+        state = on_torch.shard(copy.deepcopy(model), plan, seed=3)
+        whole = {n: p.full_tensor().detach() for n, p in state.model.named_parameters()}
+        by_hand = x @ whole["linear.weight"].T + whole["linear.bias"]
+        scale = torch.tensor([0.1, 0.2, 0.3, 1 / 3]).to(torch.bfloat16 if kind else torch.float32)
+        found[kind] = (state.model.scale.dtype, torch.equal(state.model(x), by_hand * scale))
+    return found

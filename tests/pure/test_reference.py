@@ -6,7 +6,7 @@ import json
 import re
 import types
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import typer.main
@@ -77,7 +77,7 @@ def test_a_recipe_key_has_its_type_and_default(cells: list[str]):
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
+    return get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
 
 
 def _default(key: str, field: Any) -> str:
@@ -133,8 +133,8 @@ def paths(value: Any, before: str = "") -> set[str]:
 
 def test_the_plan_page_has_every_field_and_no_other():
     batch = fullshard.Batch(2, 1, dims="3×224×224")
-    wire = fullshard.Wire("int8")  # a plain one is not written
-    made = fullshard.zero3(fullshard.presets.describe("llama-nano"), devices=2, batch=batch, wire=wire)
+    written = {"wire": fullshard.Wire("int8"), "precision": fullshard.Precision(buffers="bf16")}  # not if they are the default
+    made = fullshard.zero3(fullshard.presets.describe("llama-nano"), devices=2, batch=batch, **written)
     table = section(page("plan"), "## Fields").partition("\n### ")[0]
     assert {names(cells[0])[0] for cells in rows(table)} == paths(json.loads(made.to_json()))
 

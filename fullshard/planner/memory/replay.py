@@ -6,7 +6,7 @@ Knows the buffers of FSDP2. Knows nothing of allocators.
 from collections.abc import Iterable
 
 from fullshard.model.costs import TOKENS, evaluate
-from fullshard.model.description import Description
+from fullshard.model.description import FLOATS, Description, Tensor
 from fullshard.model.kernel_workspace import CUBLAS_WORKSPACE, WORKSPACES
 from fullshard.plan import HomeName, Plan
 from fullshard.planner.memory.section_events import folded_events, sized_events
@@ -72,7 +72,11 @@ class Replay:
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
-            self._add("rest", f"buffer:{b.name}", b.nbytes, "buffers")
+            self._add("rest", f"buffer:{b.name}", self._buffer_bytes(b), "buffers")
+
+    def _buffer_bytes(self, buffer: Tensor) -> int:
+        kind = self.plan.precision.buffers
+        return buffer.nbytes if kind is None or buffer.dtype not in FLOATS else buffer.numel * item(kind)
 
     def states(self) -> None:
         """Allocate optimizer state, which the first update makes."""

@@ -17,7 +17,7 @@ from fullshard.plan import Plan
 from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
-from fullshard.planner.search.space import engine_for, plan_request, refuse_idle_backlog
+from fullshard.planner.search.space import engine_for, plan_request, refuse_choices_of_torch, refuse_idle_backlog
 from fullshard.text import seconds_text
 
 
@@ -73,6 +73,7 @@ def find_plan(
     chosen = engine_for(cluster, engine)
     request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen, check=check or request.check)
     refuse_idle_backlog(request)
+    refuse_choices_of_torch(request)
     room, reduced = available(cluster, limit), reduced_model(request)
     final, pool, offloaded = pick(request, reduced, room)
     if final is None:

@@ -11,7 +11,7 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError, nearest
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Batch, Home, Plan, Precision, Prefetch
+from fullshard.plan import Batch, Home, Plan, Precision, Prefetch, Wire
 from fullshard.planner.search.labels import plan_label
 from fullshard.strategies import STRATEGIES, choose
 
@@ -21,7 +21,9 @@ Family = list[tuple[str, Plan]]
 
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
-    "sync": str, "prefetch": int, "compile": bool, "compute": str, "reduce": str, "master": str,
+    "sync": str, "prefetch": int, "prefetch_forward": int, "prefetch_backward": int, "compile": bool, "compute": str,
+    "reduce": str, "master": str, "buffers": str, "wire_gather": str, "wire_reduce": str, "wire_block": int,
+    "error_feedback": bool,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
 STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
@@ -118,6 +120,13 @@ def engine_for(cluster: Cluster, wanted: str | None) -> str:
             f"{cluster.device.name} is a TPU, which only the JAX engine runs; write jax, or leave the engine out"
         )
     return wanted or ("jax" if is_tpu else "torch")
+
+
+def refuse_choices_of_torch(request: PlanRequest) -> None:
+    """Raise if something is pinned that only the torch engine has."""
+    for name in request.fix if request.engine == "jax" else ():
+        if name in ("buffers", "error_feedback") or name.startswith(("wire_", "prefetch")):
+            raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on the JAX engine; leave it out")
 
 
 def refuse_idle_backlog(request: PlanRequest) -> None:
@@ -227,7 +236,6 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
     for remat in REMATS if blocks else ("none",):
         if fix.get("remat", remat) != remat:
             continue
-        depth = fix.get("prefetch", 1)
         try:
             plan = choose(
                 name,
@@ -237,7 +245,8 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
                 **choices,
                 precision=precision_of(request),
                 batch=request.batch(1),
-                prefetch=Prefetch(depth, depth),
+                prefetch=_prefetch(fix),
+                wire=_wire(fix),
                 remat=remat,
                 compile=fix.get("compile", blocks and request.cluster.device.kind != "cpu"),
                 home=_least_offload(request.fixed_homes),
@@ -250,6 +259,18 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
     return found
 
 
+def _prefetch(fix: dict[str, Any]) -> Prefetch:
+    """The pinned depths; `prefetch` is that of both directions."""
+    both = fix.get("prefetch", 1)
+    return Prefetch(fix.get("prefetch_forward", both), fix.get("prefetch_backward", both))
+
+
+def _wire(fix: dict[str, Any]) -> Wire:
+    """The pinned wire, by default plain: what is approximate is never chosen."""
+    names = {"wire_gather": "gather", "wire_reduce": "reduce", "wire_block": "block", "error_feedback": "error_feedback"}
+    return Wire(**{part: fix[name] for name, part in names.items() if name in fix})
+
+
 def _least_offload(fixed: dict[str, Any]) -> Home:
     """The home with the most on the device: state leaves it only where parameters are pinned to disk."""
     return Home(**{"optimizer": "host" if fixed.get("params") == "disk" else "device", **fixed})
@@ -258,5 +279,5 @@ def _least_offload(fixed: dict[str, Any]) -> Home:
 def precision_of(request: PlanRequest) -> Precision:
     """The pinned precision; compute is bf16 by default, fp32 on CPUs."""
     gpu = request.cluster.device.kind != "cpu"
-    given = {k: request.fix[k] for k in ("compute", "reduce", "master") if k in request.fix}
+    given = {k: request.fix[k] for k in ("compute", "reduce", "master", "buffers") if k in request.fix}
     return Precision(**{"compute": "bf16" if gpu else "fp32", **given})

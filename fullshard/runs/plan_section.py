@@ -1,0 +1,95 @@
+"""The recipe's table of the plan: its keys, and the parts of a plan that they make."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fullshard.plan import DType, Precision, Prefetch, Remat, Sync, Wire, WireFormat
+from fullshard.plan_parts import BLOCK
+from fullshard.runs.recipe_sections import RecipeSection, changed
+
+
+class PlanSection(RecipeSection):
+    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds within `limit`; other keys
+    are then pinned. `classes`, `names` and `min_params` say which modules are units. `cluster` (by default the devices that are
+    there) is what it is found and predicted for. `plan = "zero3"`, `plan = "auto"` and `plan = "plan.json"` are short for a
+    table with that one key."""
+
+    file: str | None = None
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
+    cluster: str | None = None
+    limit: str | None = None
+    replicate: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0)
+    expert: int = Field(1, gt=0)
+    reshard: int | None = Field(None, gt=1)
+    replicate_below: int = Field(0, ge=0)
+    keep_whole: tuple[str, ...] = Field((), strict=False)
+    classes: tuple[str, ...] = Field((), strict=False)
+    names: tuple[str, ...] = Field((), strict=False)
+    min_params: int = Field(0, ge=0)
+    compute: DType = "fp32"
+    reduce: DType = "fp32"
+    master: Literal["fp32", "bf16"] = "fp32"
+    output: DType | None = None
+    buffers: DType | None = None
+    remat: Remat = "none"
+    remat_every: int = Field(1, gt=0)
+    prefetch: int = Field(1, gt=0)
+    prefetch_forward: int | None = Field(None, gt=0)
+    prefetch_backward: int | None = Field(None, gt=0)
+    sync: Sync = "every"
+    compile: bool = False
+    wire_gather: WireFormat = "plain"
+    wire_reduce: WireFormat = "plain"
+    wire_block: int = Field(BLOCK, ge=16)
+    error_feedback: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return {"file": value} if value.endswith(".json") else {"strategy": value}
+
+    @model_validator(mode="after")
+    def _file_or_strategy(self) -> Self:
+        if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
+            raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
+        if self.limit is not None and self.strategy != "auto":
+            raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
+        alone = ("expert", "reshard", "replicate_below", "keep_whole", "remat_every", "classes", "names", "min_params", "output")
+        for key in alone:
+            if self.strategy == "auto" and key in changed(self):
+                raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _what_has_an_effect(self) -> Self:
+        if self.prefetch != 1 and self.prefetch_forward is not None and self.prefetch_backward is not None:
+            raise ValueError("prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out")
+        if self.error_feedback and self.wire_reduce == "plain":
+            raise ValueError(
+                "error_feedback has no effect with wire_reduce = 'plain'; write wire_reduce = 'int8', or leave it out"
+            )
+        if self.wire_block != BLOCK and self.wire_gather == self.wire_reduce == "plain":
+            raise ValueError("wire_block has no effect without wire_gather or wire_reduce; write wire_gather = 'int8'")
+        return self
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.compute, self.reduce, self.master, self.output, self.buffers)
+
+    @property
+    def depths(self) -> Prefetch:
+        """How far ahead units are gathered: each direction's own depth, or that of both."""
+        return Prefetch(self.prefetch_forward or self.prefetch, self.prefetch_backward or self.prefetch)
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.wire_gather, self.wire_reduce, self.wire_block, self.error_feedback)
+
+    @property
+    def unit_rules(self) -> dict[str, Any]:
+        """Which modules are units, as `describe` takes it."""
+        return {"classes": self.classes, "names": self.names, "min_params": self.min_params}
