@@ -220,6 +220,7 @@ def _later_sync(request: PlanRequest, plan: Plan) -> Plan | None:
 
 
 def _deeper_prefetch(request: PlanRequest, plan: Plan) -> Plan | None:
-    """The plan with two units gathered ahead, if anything is gathered and prefetch is not fixed."""
+    """The plan with two units gathered ahead, if anything is gathered and no depth is fixed."""
     gathered = any(u.layout == "sharded" for u in plan.units)
-    return None if "prefetch" in request.fix or not gathered else replace(plan, prefetch=Prefetch(2, 2))
+    fixed = any(name.startswith("prefetch") for name in request.fix)
+    return None if fixed or not gathered else replace(plan, prefetch=Prefetch(2, 2))
