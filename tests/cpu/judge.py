@@ -16,7 +16,7 @@ from fullshard.runs.recipe import load_recipe
 from tests.cpu.chaos import Attempt, row_digest, run_once
 
 ROWS = 4  # of a step
-KNOWN = {"recipe.json", "plan.json", "run.json", "metrics.jsonl", "checkpoints"}
+KNOWN = {"recipe.json", "plan.json", "run.json", "metrics.jsonl", "ranks", "checkpoints"}
 
 
 class Judge:

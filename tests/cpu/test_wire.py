@@ -11,7 +11,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data.pack import pack
 from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
-from tests.cpu import recipes, wire
+from tests.cpu import live, recipes, wire
 
 INT8 = fs.Wire("int8", "int8")
 BF16 = fs.Precision("bf16", "bf16")
@@ -164,7 +164,8 @@ def test_a_short_demo_learns_as_much(ranks, library):
 def test_communication_without_shards_is_refused():
     model = on_torch.load_model(wire.MODEL)
     plan = fs.ddp(on_torch.describe(model), devices=1)
-    with pytest.raises(fs.FullshardError, match="nothing is gathered or reduced to shards by this plan; leave it out"):
+    refused = pytest.raises(fs.FullshardError, match="nothing is gathered or reduced to shards by this plan; leave it out")
+    with live.ranks(1), refused:
         on_torch.shard(model, plan, fs.AdamW(lr=1e-3), communication=on_torch.Communication)
 
 
@@ -228,5 +229,5 @@ def test_buffers_that_cannot_be_cast_are_refused():
         (normed, "statistics of 1 need fp32"),
     ):
         plan = fs.zero3(on_torch.describe(model), devices=1, precision=fs.Precision(buffers="bf16"))
-        with pytest.raises(fs.FullshardError, match=sentence):
+        with live.ranks(1), pytest.raises(fs.FullshardError, match=sentence):
             on_torch.shard(model, plan)
