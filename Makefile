@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS_demo := torch
-EXTRAS_install := data,hf
+EXTRAS_install := data,hf,page,plot,migrate
 EXTRAS_dev := dev,jax
 EXTRAS_docs := docs
 HOLDS_demo := demo
@@ -14,15 +14,15 @@ HOLDS_docs := docs
 # Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly.
 WORKERS := --numprocesses=3 --dist=loadfile
 
-# What `make test` runs of the JAX engine: its losses are those of torch, in Python and in runs that change the engine.
-JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_run_goes_on_on_the_other_engine
+# What `make test` runs of the JAX engine: its losses are those of torch, in Python and in a run.
+JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_run_on_jax_has_the_losses_of_torch
 
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-all test-jax lint bench docs clean
 
-# What a user needs: training, Hugging Face models, data preparation.
+# What a user needs: training, Hugging Face models, data preparation, benchmark plots, the page, migration.
 install: $(VENV)/.install
 
 demo: $(VENV)/.demo
