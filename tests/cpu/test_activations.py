@@ -42,7 +42,7 @@ def check(ranks, case: Case) -> None:
         assert spilled == fetched > 0
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_spilled_activations_change_no_bit(ranks, case):
     check(ranks, case)
@@ -55,6 +55,7 @@ def test_compiled_blocks_spill_too(ranks, remat):
     check(ranks, Case(remat=remat, compile=True))
 
 
+@pytest.mark.full
 def test_full_remat_moves_the_blocks_inputs(ranks):
     """Three blocks, of which the last stays; the tables once, not once a block."""
     found = ranks(2).run(activations.compare, Case(remat="full"))[0]

@@ -191,7 +191,7 @@ def described(name: str, rows: int = ROWS) -> fs.Description:
     return on_torch.describe(build(name), example=batch(rows), loss=loss)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_that_of_the_engine_at_other_rows_too(name, monkeypatch):
     _, batch, loss, few = MODELS[name]

@@ -9,7 +9,7 @@ from tests.cpu import any_model
 from tests.cpu.any_model import KINDS
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_is_unsharded(ranks, kind, strategy):
@@ -20,7 +20,7 @@ def test_sharded_is_unsharded(ranks, kind, strategy):
         assert found["moved"] > 1e-3
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_own_loop_is_unsharded(ranks, kind):
     for found in ranks(2).run(any_model.compared, kind, "zero3", own=True):
@@ -73,6 +73,7 @@ BERT = {
 }
 
 
+@pytest.mark.full
 def test_a_tensor_axis_by_patterns(ranks):
     """BERT has none of Llama's names."""
     for world in (2, 4):

@@ -35,6 +35,7 @@ LAYOUTS = [
 full = pytest.mark.full
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("origin", "targets"),
     [
@@ -139,6 +140,7 @@ def test_who_is_about_to_change_the_state_makes_the_copies_that_nobody_has_begun
         failing.finish()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "options", "said"),
     [
@@ -155,6 +157,7 @@ def test_strict_keys(ranks, tmp_path, kind, optimizer, options, said):
         assert said in sentence
 
 
+@pytest.mark.full
 def test_every_flipped_byte_is_refused_by_load(ranks, tmp_path):
     """All files; the first and last bytes, those around the header's end, and as many more at random."""
     ranks(2).run(checkpoint.save, str(tmp_path), "zero3")

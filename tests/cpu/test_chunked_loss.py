@@ -75,7 +75,7 @@ def test_what_is_alive_at_once_does_not_grow_with_tokens_times_vocabulary(tokens
     assert chunked.largest <= max(budget // 8, 8 * max(tokens, vocab))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world", "case"),
     [

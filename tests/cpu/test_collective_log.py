@@ -39,6 +39,7 @@ def total(collectives: list, kind: str, ranks: int | None = None) -> int:
     return sum(n for k, n, r in collectives if k == kind and ranks in (None, r) and n > 24)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_bytes_at_rest(ranks, world, strategy):
@@ -56,6 +57,7 @@ def test_bytes_at_rest_hybrid_and_mixed(ranks):
         assert found["params"] == 4 * (held(4, rank) - share + embed)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("compute", "item"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_zero3_gathers_twice_and_reduces_once(ranks, world, compute, item):
@@ -73,6 +75,7 @@ def test_zero2_gathers_once_and_reduces_once(ranks, world):
     assert total(found, "reduce") == 4 * whole(world)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "gathers", "reduces"), [("zero3", 8, 4), ("zero2", 4, 4), ("zero1", 1, 1)])
 def test_accumulating_four(ranks, strategy, gathers, reduces):
     found, _ = ranks(2).run(traffic.step_traffic, strategy, {"devices": 2}, accumulate=4)[0]

@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_activations_on_disk_change_no_bit(ranks, case):
     for found in ranks(2).run(disk_activations.compare, case):

@@ -15,6 +15,7 @@ from fullshard.runs.recipe import Recipe
 from tests.cpu.doc_blocks import FENCE, NOT_RUN, ROOT, SHELL, Block, blocks_of, commands_of, shows
 
 RUN = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]  # pages whose blocks are run
+TUTORIAL = ROOT / "docs/start.md"
 PAGES = [*RUN, ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md", ROOT / "benchmarks/results/README.md"]
 LANGUAGES = {"", "python", *SHELL, "text", "json", "toml"}
 COMMAND = re.compile(r"^(\$ |fullshard |torchrun |srun |pip |make |python )", re.M)
@@ -29,20 +30,29 @@ def name_of(page: Path) -> str:
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str | None]:
+def run_blocks(pages: list[Path]) -> dict[str, str | None]:
     """For each page what went wrong, or None. One process runs them all, without ranks or GPU."""
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.doc_blocks", *map(str, RUN)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cpu.doc_blocks", *map(str, pages)]
     done = subprocess.run(command, cwd=ROOT, env=kept | alone, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("page", RUN, ids=name_of)
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str | None]:
+    return run_blocks([page for page in RUN if page != TUTORIAL])
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if page != TUTORIAL], ids=name_of)
 def test_blocks_run(page: Path, outcomes):
     assert outcomes[str(page)] is None, outcomes[str(page)]
+
+
+@pytest.mark.full  # it trains for 200 steps
+def test_the_tutorial_runs():
+    assert run_blocks([TUTORIAL]) == {str(TUTORIAL): None}
 
 
 @each_page

@@ -41,6 +41,7 @@ def test_parameters_on_disk_train_as_on_the_device(ranks, clip):
     close(ranks, [Case(home, clip=clip, compute="bf16") for home in homes])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_all_streamed_and_all_on_the_cores(ranks, share):
     close(ranks, [Case((HOST,), share=share, clip=clip, compute="bf16", steps=8) for clip in (None, 1.0)])
@@ -71,7 +72,7 @@ def test_homes_on_a_hybrid_mesh(ranks):
     close(ranks, [Case((HOST, DISK), strategy="hybrid", arguments=(("replicate", 2),), steps=4)], world=4)
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_homes_go_with_everything_else(ranks, case):
     close(ranks, [case])
@@ -159,6 +160,7 @@ def test_looking_at_the_state_between_steps_changes_nothing(ranks):
             assert steps == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("share", "clip"), [(0.0, None), (0.5, 1.0), (1.0, None)])
 def test_parameters_on_the_host_train_as_on_the_device_to_the_bit(ranks, tmp_path, share, clip):
     """With masters between two roundings; and through saves, evaluations right after them, and loads."""
@@ -175,6 +177,7 @@ def test_parameters_on_the_host_train_as_on_the_device_to_the_bit(ranks, tmp_pat
         assert "leave state.values() first" in found["said"]
 
 
+@pytest.mark.full
 def test_a_kernel_for_a_run_of_a_piece_is_given_what_torchs_are(ranks):
     """Where there is Triton, packed pieces go through it (tests/gpu holds its bits against torch's)."""
     bf16 = Case((HOST, BESIDE), compute="bf16", steps=5, share=0.4)
@@ -202,6 +205,7 @@ def test_a_gradient_that_is_found_bad_too_late_is_said(ranks):
     assert all("not finite" in s and "optim.clip" in s for s in said), said
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("one", "other"),
     [((HOST, DISK), (Home(),)), ((Home(),), (DISK, Home("host", "host"))), ((DISK,), (HOST,)), ((BOTH,), (FILED,))],

@@ -24,14 +24,14 @@ def check(found: dict) -> None:
     assert found["whole"] <= 2e-6, found["whole"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_matches_unsharded(ranks, name):
     for found in ranks(2).run(hugging_face.errors, name, Case("zero3", remat="full", accumulate=2)):
         check(found)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", on_four(MODELS))
 def test_matches_unsharded_on_a_hybrid_mesh(ranks, name):
     for found in ranks(4).run(hugging_face.errors, name, Case("hybrid", {"replicate": 2, "shard": 2})):

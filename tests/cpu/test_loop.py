@@ -40,6 +40,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(ranks, optimi
         assert math.isfinite(found["loss"])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -17,6 +17,7 @@ from tests.cpu import objectives
 OTHERS = [kind for kind in objectives.KINDS if kind != "LlamaForCausalLM"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_training_matches_transformers_own_loss(ranks, tmp_path, kind):
     objectives.save(kind, tmp_path)

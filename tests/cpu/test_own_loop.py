@@ -15,7 +15,8 @@ EVERY = [Home(p, o, a) for p, o, a in product(PLACES, PLACES, PLACES) if (p, o) 
 PLAIN = fs.AdamW(lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full  # tests/cpu/test_homes.py has every home, too
+@pytest.mark.parametrize("world", [1, 2])
 def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(ranks, world):
     """Clipping, accumulation, a scheduler; 24 homes."""
     cases = [Case((home,), optimizer=PLAIN, steps=own_loop.STEPS) for home in EVERY]
@@ -24,7 +25,7 @@ def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(rank
             assert apart < 2e-5, case
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "accumulate"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 2)])
 def test_an_own_loop_in_bf16_is_train_step(ranks, world, accumulate):
     """Alone with one micro-batch, `train_step` keeps gradients in bf16; the caller's are scaled, and come in fp32. Torch's
     clipping rounds its factor in another place than `train_step`, which moves roundings to bf16."""
@@ -51,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_own_loop_goes_with_everything_else(ranks, case):
     for found in ranks(2).run(own_loop.from_the_device, [case], to_none=False):
@@ -71,6 +72,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.full
 def test_with_a_factor_by_all_counts_an_own_loop_is_train_step(ranks):
     """Labels that count differ between ranks and micro-batches, so that a mean of means would be another number."""
     for rank in ranks(2).run(own_loop.uneven_against_train_step, UNEVEN):
@@ -94,6 +96,7 @@ def test_an_own_loop_that_is_resumed_is_the_uninterrupted_one_to_the_bit(ranks, 
     assert ranks(2).run(own_loop.resumed, cases, str(tmp_path), own=own) == [[0.0] * len(cases)] * 2
 
 
+@pytest.mark.full
 def test_a_checkpoint_after_own_steps_holds_what_they_trained(ranks, tmp_path):
     cases = [Case((h,), compute="bf16", steps=2) for h in (HOST, BESIDE, BOTH, Home())]
     for rank in ranks(2).run(own_loop.saved, cases, str(tmp_path)):
@@ -103,6 +106,7 @@ def test_a_checkpoint_after_own_steps_holds_what_they_trained(ranks, tmp_path):
             assert found["names"] == ["step-00000002", "step-00000003"]
 
 
+@pytest.mark.full
 def test_dcp_takes_a_state_from_any_home_to_any_other_to_the_bit(ranks, tmp_path):
     kinds = [(HOST,), (BESIDE,), (BOTH,), (Home("host", "device"),), (HOST, Home(), DISK)]
     cases = [Case(h, compute="bf16", steps=2, share=1.0) for h in kinds]
@@ -136,6 +140,7 @@ def test_whole_weights_are_the_masters(ranks, homes):
     assert max(ranks(2).run(own_loop.full_state_dicts, Case(homes, compute="bf16", steps=2))) == 0.0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("homes", [(HOST,), (BESIDE,), (BOTH, Home())], ids=str)
 def test_state_dicts_without_dcp(ranks, homes):
     for found in ranks(2).run(own_loop.plain_state_dicts, Case(homes, compute="bf16", steps=2, share=0.0)):

@@ -72,6 +72,7 @@ def test_the_sample_covers_every_value_of_every_factor():
             assert {*hits} == {*STRATEGIES}, value
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("world", "case"), SAMPLED, ids=[f"{w}-{c}" for w, c in SAMPLED])
 def test_sampled(ranks, world, case):
     check(ranks, world, case)
@@ -97,7 +98,7 @@ VARIATIONS = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("world", "case"), VARIATIONS, ids=[f"{w}-{c}" for w, c in VARIATIONS])
 def test_deferred_sync_clipping_prefetch_and_the_tensor_axis(ranks, world, case):
     check(ranks, world, case)

@@ -85,6 +85,7 @@ def ran(name: str, loss: str) -> live.Step:
     return live.run_step(build(kind), wanted, LOSSES[loss], VOCAB)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_schedule_issues_the_collectives_that_the_engine_issues(name):
     kind, wanted = case(name)

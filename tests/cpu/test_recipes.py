@@ -74,6 +74,7 @@ def test_every_recipe_is_run():
     assert sorted(SMALLER) == sorted(p.name for p in (ROOT / "recipes").glob("*.toml"))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_recipe_trains_and_leaves_what_is_documented(ranks, here, name):
     directory, _ = train(ranks, here, name)

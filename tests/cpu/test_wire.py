@@ -102,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("world", "strategy", "arguments", "more", "share"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_bytes_on_the_wire(ranks, world, strategy, arguments, more, share):
     plain = ranks(world).run(wire.sent, strategy, arguments, fs.Wire(), **more)[0]
@@ -155,6 +156,7 @@ def test_the_demo_learns_as_much(ranks, library, world, feedback):
     assert abs(found[-1] / plain[-1] - 1) < 0.01
 
 
+@pytest.mark.full
 def test_a_short_demo_learns_as_much(ranks, library):
     plain, found = (ranks(2).run(wire.demo_losses, library, w, 8)[0] for w in (fs.Wire(), INT8))
     assert plain[-1] < 0.9 * plain[0]

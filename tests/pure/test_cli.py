@@ -33,6 +33,7 @@ def told(run: subprocess.CompletedProcess[str]) -> str:
 # -- what it says -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -147,6 +148,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("options", "said"), OPTIONS.items(), ids=OPTIONS)
 def test_each_option_reaches_the_plan(fullshard, options, said):
     plain = zero3(presets.describe("llama-nano"), 4)
@@ -198,11 +200,13 @@ BAD = [
 ]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(("line", "words"), BAD, ids=[line for line, _ in BAD])
 def test_bad_input(fullshard, tmp_path, line, words):
     assert_refused(fullshard(*line.split()), tmp_path, words)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 1}'])
 def test_a_bad_plan_file(fullshard, tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
@@ -216,6 +220,7 @@ def test_a_mesh_of_nothing(fullshard, tmp_path, options):
     assert_refused(fullshard(*PLAN, "--strategy", "hybrid", *options.split()), tmp_path)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("line", ["plan llama-nano", "plan llama-nano --devices x", "unit llama-nano", "units a --bogus"])
 def test_usage_errors_too(fullshard, tmp_path, line):
     assert_refused(fullshard(*line.split()), tmp_path)
@@ -233,6 +238,7 @@ def without(tmp_path_factory) -> str:
     return os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "line",
     [

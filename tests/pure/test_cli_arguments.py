@@ -55,7 +55,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
 def test_wrong_arguments(fullshard, tmp_path, arguments, words):
     before = sorted(os.listdir(tmp_path)) or ["a.txt", "pipe", "r.toml"]

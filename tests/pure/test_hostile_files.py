@@ -358,7 +358,7 @@ FORGED = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_manifest_gets_a_sentence_from_each_command(tmp_path, refused, kind):
     change, sentence = FORGED[kind]

@@ -21,12 +21,14 @@ def test_published_sizes(name, parameters):
     assert presets.describe(name).numel == parameters
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_counted_as_the_module_is(name):
     """The description from sizes alone is, tensor by tensor, that of the real module."""
     assert presets.describe(name) == on_torch.describe(on_torch.load_model(name), title=name)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_module_has_that_many_parameters(name):
     model = on_torch.load_model(name)

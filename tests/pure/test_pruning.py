@@ -42,6 +42,7 @@ def renamed(place: Local) -> None:
 DAMAGES = [flip, cut, no_json, renamed]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_for_every_set_of_damaged_ones_the_newest_whole_ones_stay(tmp_path, keep, damage):

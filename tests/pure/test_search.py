@@ -42,6 +42,7 @@ def by_hand(name: str, where: Cluster, sequence: int, rows: int) -> dict[str, fl
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("limit", [None, "40GiB", "14GiB"])
 def test_the_pick_is_the_best_of_all(limit):
     where = Cluster.named("8xh100")
@@ -244,6 +245,7 @@ def test_a_search_can_be_ended():
         find_plan(presets.describe("gpt2"), Cluster.named("8xh100"), sequence=1024, check=check)
 
 
+@pytest.mark.full
 def test_if_no_change_alone_helps_the_message_names_one_that_does_with_offload():
     large, small = presets.describe("llama3-405b"), presets.describe("llama3-8b")
     with pytest.raises(FullshardError, match=r"; 8 devices should fit with offload to host memory or disk"):
@@ -269,6 +271,7 @@ def test_what_does_not_fit_on_a_device_goes_to_the_host_as_little_of_it_as_neede
     assert any(a.step_seconds is None and "needs 195.32 GiB of 134.51 GiB" in a.reason for a in found.alternatives)
 
 
+@pytest.mark.full
 def test_a_smaller_limit_offloads_more_and_is_never_faster():
     description, where = presets.describe("llama3-8b"), Cluster.named("1xh200")
     seconds, away = [], []
@@ -340,6 +343,7 @@ def test_what_the_host_has_no_room_for_goes_to_disk_if_it_may():
         find_plan(description, small_host(60 << 30), sequence=4096, disk=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["optimizer", "params", "activations"])
 def test_what_is_fixed_to_the_host_does_not_go_on_to_disk(kind):
     """8B parameters, 32,768 tokens without remat, and a host of 40 GiB: there is room on disk only."""
@@ -373,6 +377,7 @@ def test_staging_on_the_way_to_disk_counts_as_host_memory():
     assert found.estimate.disk.terms["optimizer"] > 40e9
 
 
+@pytest.mark.full
 def test_few_candidates_are_estimated_exactly_where_nothing_fits_on_the_device(monkeypatch):
     judged = []
     predict = full_model.predict
@@ -485,6 +490,7 @@ PARAMETERS = 8_030_261_248  # of llama3-8b
 STATE = 12 * PARAMETERS  # bytes: a master and two moments in fp32
 
 
+@pytest.mark.full
 def test_no_plan_has_more_on_disk_than_the_cluster():
     """All state on disk takes 89.75 GiB: it fits on a disk of 95, of which 5% stay free, and not on one of 94."""
     description, gib = presets.describe("llama3-8b"), 1 << 30
