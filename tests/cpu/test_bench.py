@@ -27,6 +27,7 @@ def bench(tmp_path_factory):
 MATRIX = ("llama-nano", "--over", "model.name=llama-125m,llama-nano", "sequence=16", "--limit", "100MiB", "--steps", "1")
 
 
+@pytest.mark.full
 def test_out_of_memory_is_a_row_and_the_rest_goes_on(bench):
     done, found = bench(*MATRIX)
     assert done.returncode == 0, done.stderr

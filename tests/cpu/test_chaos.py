@@ -78,6 +78,7 @@ def test_kills_of_a_run_that_rolls_back(here, kills):
     assert {m.split(" ", 2)[2] for m in found["met"]} >= {*ROLLBACK_PHASES}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_kills_while_the_disk_is_full(here, kills):
     """The run's directory is on a disk of a few MiB, which is filled to the last byte before the kill and freed after it."""

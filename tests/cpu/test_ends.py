@@ -123,6 +123,7 @@ def last_line(process: subprocess.Popen) -> str:
     return process.communicate(timeout=200)[1].strip().splitlines()[-1]
 
 
+@pytest.mark.full
 def test_the_first_real_error_is_the_last_line_and_its_code_survives(here):
     process = start(here, "raise", "--run", "runs/raise")
     assert last_line(process) == "error: rank 1: ValueError: planted"

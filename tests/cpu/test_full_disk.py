@@ -82,6 +82,7 @@ def steps(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.mark.full
 def test_training_goes_on_without_room_and_every_line_is_written_in_the_end(here, disk):
     run = disk / "run"
     training = Training(here, "train.steps=1000000", "schedule.kind=constant", "checkpoint.minutes=0.0", "--run", str(run))
