@@ -41,7 +41,7 @@ def read_torch(document: Event) -> RankTrace:
     events = sorted((_event(e, start) for e in raw), key=lambda e: (e.begin, -e.end))
     about = document.get("fullshard", {})
     steps = _steps(events)
-    marks = [(e.begin, e.name.removeprefix(MARK)) for e in events if e.name.startswith(MARK)]
+    marks = [(e.begin, e.name.removeprefix(MARK)) for e in events if e.cat == "user_annotation" and e.name.startswith(MARK)]
     phases = find_phases(marks, steps)
     places = find_units([(e.begin, e.end, e.name) for e in events if e.cat == "user_annotation"], about.get("units", {}))
     on_gpu = any(e.cat == "kernel" for e in events)
