@@ -52,6 +52,11 @@ def _align(cell: str, width: int, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
 
 
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
 def spans(names: Sequence[str]) -> list[str]:
     """Numbered names in short: `layers.0 … layers.30, every 2nd (16)`; other names as they are."""
     runs: list[list[str]] = []

@@ -45,7 +45,7 @@ def test_a_plan_with_more_on_disk_than_is_free_is_refused(small):
 
 
 def test_what_is_searched_for_has_room_on_the_real_disk(small):
-    with pytest.raises(FullshardError, match=r"nothing fits: .* of the disk"):
+    with pytest.raises(FullshardError, match=r"nothing fits: .* of the disk's"):
         prepare(recipe(small, plan={"strategy": "auto", "compute": "bf16"}, home={"optimizer": "disk"}), 2)
 
 

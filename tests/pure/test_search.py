@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import traceback
 
 import pytest
 from typer.testing import CliRunner
@@ -214,13 +215,15 @@ def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
 
 def test_nothing_fits_says_what_would():
     short = (
-        r"optimizer, params and activations on host\) needs 18.* of 75\.73 GiB a device and .* of 214\.58 GiB of the host; "
-        r"another remat than 'none' \(.*, remat full, .*\) or 4 devices would fit"
+        r"optimizer, params and activations on host\) needs 18.* of the device's 75\.73 GiB and .* of the host's 214\.58 GiB; "
+        r"another remat than 'none' \(.*, remat full, .*\) or 4 devices with no choice fixed would fit"
     )
     with pytest.raises(FullshardError, match=short):
         find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
     pinned = {"home.optimizer": "device", "home.params": "device", "home.activations": "device"}
-    with pytest.raises(FullshardError, match=r"; optimizer.* on host .*\(.* of the host\) or 32 devices"):
+    with pytest.raises(
+        FullshardError, match=r"; optimizer.* on host .*\(.* of the host\) or 32 devices with no choice fixed would fit"
+    ):
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
 
 
@@ -229,7 +232,7 @@ def test_nothing_fits_carries_the_plans_of_its_figures():
         find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
     assert caught.value.shortages
     for shortage in caught.value.shortages:
-        assert f"{bytes_text(shortage.needed)} of {bytes_text(shortage.room)} a device" in str(caught.value)
+        assert f"{bytes_text(shortage.needed)} of the device's {bytes_text(shortage.room)}" in str(caught.value)
         assert sum(shortage.peak.terms.values()) <= shortage.needed
 
 
@@ -243,6 +246,15 @@ def test_a_search_can_be_ended():
 
     with pytest.raises(InterruptedError):
         find_plan(presets.describe("gpt2"), Cluster.named("8xh100"), sequence=1024, check=check)
+
+
+def test_a_search_can_be_ended_while_it_looks_for_changes_that_would_fit():
+    def check() -> None:
+        if any(frame.name == "nothing_fits" for frame in traceback.extract_stack()):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        find_plan(presets.describe("llama3-8b"), Cluster.named("1xrtx4090"), sequence=4096, disk=False, check=check)
 
 
 @pytest.mark.full
@@ -504,7 +516,7 @@ def test_no_plan_has_more_on_disk_than_the_cluster():
     judged = estimate(found.plan, description, full)
     assert not judged.fits
     assert judged.to_dict()["fits"] is False
-    with pytest.raises(FullshardError, match=r"nothing fits: .* and 89\.75 GiB of 89\.30 GiB of the disk"):
+    with pytest.raises(FullshardError, match=r"nothing fits: .* and 89\.75 GiB of the disk's 89\.30 GiB"):
         find_plan(description, full, sequence=4096, fix=fix)
 
 
@@ -513,7 +525,7 @@ def test_what_neither_host_nor_disk_has_room_for_does_not_fit():
     found = find_plan(description, Cluster.named("1xrtx4090"), sequence=4096, global_batch=8)
     filed = found.estimate.disk.allocated_bytes
     assert filed > 64 * gib
-    with pytest.raises(FullshardError, match=r"nothing fits: .* at least .* of 60\.80 GiB of the disk"):
+    with pytest.raises(FullshardError, match=r"nothing fits: .* at least .* of the disk's 60\.80 GiB"):
         find_plan(description, Cluster.named("1xrtx4090").with_disk(64 * gib), sequence=4096, global_batch=8)
 
 

@@ -17,7 +17,7 @@ from fullshard.planner.search.pick import exact_result, offload_modes, offloaded
 from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.search.space import PlanRequest, precision_of
 from fullshard.strategies import choose
-from fullshard.text import bytes_text, seconds_text
+from fullshard.text import bytes_text, listed, seconds_text
 
 SAFE_ROOM = 0.88  # of memory: offloaded plans whose reduced-model estimate is below this always fit
 
@@ -109,12 +109,13 @@ def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Cand
     if not any(ways):
         helps = "nothing small helps: take devices with more memory"
     found = _shortages(request, reduced, leanest, room)
-    needs = [f"{f'with {s.label} ' if i else ''}{_needs(request, s)}" for i, s in enumerate(found)]
-    return NothingFitsError(f"nothing fits: the leanest plan ({leanest.label}) needs {', and '.join(needs)}; {helps}", found)
+    needs = [f"the leanest plan ({leanest.label}) needs {_needs(request, found[0])}"]
+    needs += [f"with {s.label} it needs {_needs(request, s)}" for s in found[1:]]
+    return NothingFitsError(f"nothing fits: {'; '.join([*needs, helps])}", found)
 
 
 def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> tuple[Shortage, ...]:
-    """The leanest plan as it is, and with everything that may leave the device on the host."""
+    """The leanest plan as it is, and with everything that may leave the device on the host, if that needs less of the device."""
     fixed = "cpu_share" in request.fix
     offload = OffloadLevels.of(leanest.plan, request.description, request.fixed_homes, all_cores=not fixed)
     if not offload.top or request.fix.get("tensor", 1) > 1:
@@ -122,12 +123,14 @@ def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, 
     top = offload.at(offload.top)
     if leanest.offload is not None:
         return (_shortage(request, reduced, leanest.label, top, room),)
-    plans = {leanest.label: leanest.plan, home_words(top): top}
-    return tuple(_shortage(request, reduced, label, plan, room) for label, plan in plans.items())
+    there = _shortage(request, reduced, leanest.label, leanest.plan, room)
+    away = _shortage(request, reduced, home_words(top), top, room)
+    return (there, away) if away.needed < there.needed else (there,)
 
 
 def _shortage(request: PlanRequest, reduced: ReducedModel, label: str, plan: Plan, room: int) -> Shortage:
     arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip}
+    request.check()
     share = cores_share(plan, request.cluster, request.optimizer)
     peak = predict(plan, request.description, **arguments, cpu_share=share, reserved=False)  # type: ignore[arg-type]
     return Shortage(label, plan, peak, peak.allocated + reduced.slack(plan), room)
@@ -138,11 +141,11 @@ def _needs(request: PlanRequest, s: Shortage) -> str:
     on_host, on_disk = sum(s.peak.host.values()), sum(s.peak.disk.values())
     there, most = host_available(request.cluster, s.needed), disk_available(request.cluster)
     shortage = max(0, on_host - there) if request.to_disk else 0
-    parts = [f"{bytes_text(s.needed)} of {bytes_text(s.room)} a device"]
-    parts += [f"{bytes_text(on_host)} of {bytes_text(there)} of the host"] if on_host else []
-    parts += [f"{bytes_text(on_disk)} of {bytes_text(most)} of the disk"] if on_disk else []
-    parts += [f"at least {bytes_text(shortage)} of {bytes_text(most)} of the disk"] if shortage else []
-    return " and ".join(parts)
+    parts = [f"{bytes_text(s.needed)} of the device's {bytes_text(s.room)}"]
+    parts += [f"{bytes_text(on_host)} of the host's {bytes_text(there)}"] if on_host else []
+    parts += [f"{bytes_text(on_disk)} of the disk's {bytes_text(most)}"] if on_disk else []
+    parts += [f"at least {bytes_text(shortage)} of the disk's {bytes_text(most)}"] if shortage else []
+    return listed(parts)
 
 
 # -- changes that would help ---------------------------------------------------------------------------------
@@ -172,8 +175,9 @@ def _unpinned(request: PlanRequest, room: int) -> str | None:
 
 
 def _more_devices(request: PlanRequest) -> list[Change]:
-    """Twice as many devices, four times as many and so on, each with the leanest plan."""
+    """Twice as many devices, four times as many and so on, each with the leanest plan of all: nothing stays fixed."""
     found: list[Change] = []
+    freed = " with no choice fixed" if request.fix else ""
     devices = request.cluster.devices
     while (devices := 2 * devices) <= 16384:
         more = replace(
@@ -187,7 +191,7 @@ def _more_devices(request: PlanRequest) -> list[Change]:
             batch=request.batch(1),
             remat="full" if blocks_of(request.description) else "none",
         )
-        found.append((f"{devices} devices", more, plan))
+        found.append((f"{devices} devices{freed}", more, plan))
     return found
 
 
@@ -209,6 +213,7 @@ def _first_to_fit(changes: list[Change], room: int) -> str | None:
 
 
 def _would_fit(request: PlanRequest, reduced: ReducedModel, plan: Plan, room: int) -> bool:
+    request.check()
     if reduced.needed(plan) > room or reduced.reserved(plan) > room:
         return False
     return FullModel(request).judge(plan).estimate is not None
@@ -223,6 +228,7 @@ def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
 def _fits_offloaded(request: PlanRequest, plan: Plan, room: int) -> bool:
     reduced = reduced_model(request)
     for activations, all_cores in offload_modes(request):
+        request.check()
         asked = replace(request, disk_activations=activations)
         if any(with_slack(asked, reduced, c, room) for c in offloaded_candidates(asked, reduced, [("", plan)], room, all_cores)):
             return True

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fullshard.plan import Plan, Unit
+from fullshard.text import listed
 from fullshard.update_pieces import STAGING
 
 
@@ -28,7 +29,7 @@ def home_words(plan: Plan) -> str:
             there = [u for u in plan.units if getattr(u.home, kind) == place]
             if there:
                 found.setdefault((_which_units(plan, there, kind), place), []).append(kind)
-    words = [f"{_listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
+    words = [f"{listed(kinds)}{which} on {place}" for (which, place), kinds in found.items()]
     words += [] if plan.cpu_share is None else [f"{plan.cpu_share:.0%} of the updates by the cores"]
     words += [] if plan.staging == STAGING else [f"{plan.staging} pieces of state on the device at a time"]
     return ", ".join(words if plan.backlog is None else [*words, f"a backlog of {plan.backlog} pieces"])
@@ -41,7 +42,3 @@ def _which_units(plan: Plan, there: list[Unit], kind: str) -> str:
         return ""
     end = "the last " if every[-len(there) :] == there else "the first " if every[: len(there)] == there else ""
     return f" of {end}{len(there)} unit{'s' if len(there) > 1 else ''}"
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
