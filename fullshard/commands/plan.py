@@ -9,7 +9,7 @@ import typer
 from fullshard.commands.common import AsJson, Classes, EngineName, MinParams, Model, Names, describe_model, print_json
 from fullshard.commands.option_groups import grouped
 from fullshard.commands.search_plan import SearchOptions, search, show_found
-from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, spell_option, strategy_plan
+from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, refuse_beside_cluster, strategy_plan
 from fullshard.engine import ENGINES, refuse_engine
 from fullshard.errors import FullshardError
 from fullshard.model import presets
@@ -77,8 +77,7 @@ def plan(
         raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
     wanted = _with_extra_fixes(search_options, context.args)
     if wanted.cluster is not None:
-        for name, value in strategy_options.given().items():
-            raise FullshardError(f"{spell_option(name)} has no effect with --cluster; write --fix {name}={value}")
+        refuse_beside_cluster(strategy_options, unit_options)
         found, saves = search(model, sequence, wanted, engine)
         if output:
             _write(output, found.plan)

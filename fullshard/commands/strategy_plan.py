@@ -1,8 +1,8 @@
 """`fullshard plan MODEL --devices N`: write down the plan of a named strategy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,10 +17,6 @@ Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})
 Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
-FIXABLE = (
-    *("strategy", "compute", "remat", "micro_batch", "accumulate", "sync", "prefetch", "prefetch_forward", "prefetch_backward"),
-    *("reshard", "compile", "buffers", "wire_gather", "wire_reduce", "error_feedback"),
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class StrategyOptions:
     compute: Annotated[DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")] = (
         None
     )
-    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32  # type: ignore[attr-defined]
+    reduce: Annotated[DType | None, typer.Option(help="Dtype of gradients on the wire.", show_default="fp32")] = None
     remat: Annotated[Remat | None, typer.Option(help="What blocks recompute in backward.", show_default="none")] = None
     remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1
     micro_batch: Annotated[
@@ -68,10 +64,8 @@ class StrategyOptions:
     error_feedback: Annotated[bool, typer.Option("--error-feedback", help="Add what rounding took to later gradients.")] = False
 
     def given(self) -> dict[str, object]:
-        """The options that are set and that a search can keep with `--fix`."""
-        found = {name: getattr(self, name) or None for name in FIXABLE}
-        found |= {name: n if (n := getattr(self, name)) != 1 else None for name in ("replicate", "tensor")}
-        return {name: value for name, value in found.items() if value is not None}
+        """The options that are set, by the names of their fields."""
+        return _given(self, besides="devices")
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,26 @@ class UnitOptions:
     classes: Classes = None
     names: Names = None
     min_params: MinParams = 0
+
+    def given(self) -> dict[str, object]:
+        """The options that are set, by the names that the command line has for them."""
+        return {"class" if name == "classes" else name: value for name, value in _given(self).items()}
+
+
+def _given(options: Any, besides: str = "") -> dict[str, object]:
+    """The fields of a group of options that are not at their defaults."""
+    found = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+    return {name: value for name, value in found.items() if name != besides}
+
+
+def refuse_beside_cluster(strategy: StrategyOptions, units: UnitOptions) -> None:
+    """Raise for options that a search would not heed, with what to write instead."""
+    from fullshard.planner.search.space import FIXABLE
+
+    for name, value in (strategy.given() | units.given()).items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        instead = f"--fix {name}={text}" if name in FIXABLE else "--devices in its place, or leave it out"
+        raise FullshardError(f"{spell_option(name)} has no effect with --cluster; write {instead}")
 
 
 def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: UnitOptions, engine: str = "torch") -> Plan:
@@ -110,7 +124,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
 
 def _precision(o: StrategyOptions) -> Precision:
     more = {name: str(kind) for name, kind in (("output", o.output_dtype), ("buffers", o.buffers)) if kind}
-    return Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce), **more)  # type: ignore[arg-type]
+    return Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce or "fp32"), **more)  # type: ignore[arg-type]
 
 
 def _prefetch(o: StrategyOptions) -> Prefetch:
