@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Checkpoints:
         w = self.wanted
         kept = Retention(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
         checkpoint_dir = str(checkpoint_dir_of(prepared.recipe, directory))
+        self.own = None if w.path else directory / "checkpoints"  # a directory that the user named stays, empty or not
         self.writer = prepared.engine.checkpointer(checkpoint_dir, state, keep=kept, overlap=w.background, run=str(directory))
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
         self.saving: PendingSave | None = None
@@ -208,8 +210,12 @@ class Checkpoints:
         self.writer.close()
 
     def release(self) -> None:
-        """Let others write to the checkpoint directory, whatever has become of the other ranks."""
+        """Let others write to the checkpoint directory, whatever has become of the other ranks. The run's own goes if nothing
+        was saved there."""
         self.writer.release()
+        if self.own is not None:
+            with suppress(OSError):  # it holds something
+                self.own.rmdir()
 
 
 LONGEST_WAIT = 64  # steps between two attempts at a save that fails again and again

@@ -209,6 +209,7 @@ def test_a_recipe_quantises_and_says_how_well(ranks, tmp_path):
     assert 0 < event["gather_error"] < 0.02
     assert 0 < event["reduce_error"] < 0.02
     assert not [line for line in plain if line.get("event") == "wire"]
+    assert not (tmp_path / "run2/checkpoints").exists()  # nothing was saved
     written = fs.Plan.load(tmp_path / "run2" / "plan.json")
     assert written.wire == fs.Wire("int8", "int8", error_feedback=True)
     assert written.prefetch == fs.Prefetch(1, 2)
