@@ -44,7 +44,7 @@ class Case:
     model: str = "llama-nano"
     frozen: str = ""
     remat: str = "none"
-    steps: int = 20
+    steps: int = 5
     backlog: int | None = None
 
     def __str__(self) -> str:
