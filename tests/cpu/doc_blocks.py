@@ -14,10 +14,12 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.command import fullshard_here
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.M | re.S)
@@ -119,19 +121,8 @@ def run_shell(block: Block, name: str) -> None:
 
 def in_process(command: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a `fullshard` command."""
-    from fullshard.cli import main
-
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = shlex.split(command, comments=True)
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            main()
-        code: Any = 0
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv = before
-    return code or 0, out.getvalue(), err.getvalue()
+    done = fullshard_here(*shlex.split(command, comments=True)[1:])
+    return done.returncode, done.stdout, done.stderr
 
 
 def in_shell(command: str) -> tuple[int, str, str]:

@@ -36,10 +36,13 @@ from fullshard.checkpoint import lease
 from fullshard.checkpoint.place import open_place
 from fullshard import FullshardError
 lease.DYING = float(sys.argv[2])
-while time.time() < float(sys.argv[3]):
-    pass
+place = open_place(sys.argv[1])
+place.files()  # what comes from a store is ready, too
+if sys.argv[3] == "asked":
+    print("ready", flush=True)
+    sys.stdin.readline()
 try:
-    held = lease.take_lease(open_place(sys.argv[1]), "runs/a")
+    held = lease.take_lease(place, "runs/a")
     print("took", flush=True)
     time.sleep(600)
 except FullshardError as error:
@@ -47,10 +50,10 @@ except FullshardError as error:
 """
 
 
-def hold(where, dying: float = 0.5, begin: float = 0.0, **variables: str) -> subprocess.Popen:
-    """A process that takes the lease of a directory, and prints that it did or why not."""
-    line = [sys.executable, "-c", HOLD, str(where), str(dying), str(begin)]
-    return subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
+def hold(where, dying: float = 0.5, begin: str = "at once", **variables: str) -> subprocess.Popen:
+    """A process that takes the lease of a directory, at once or when it is asked, and prints that it did or why not."""
+    line, pipe = [sys.executable, "-c", HOLD, str(where), str(dying), begin], subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env={**os.environ, **variables}, stdin=pipe, stdout=pipe, text=True)
 
 
 @contextmanager
@@ -85,12 +88,15 @@ def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkey
 
 
 def test_of_several_starters_one_wins(place):
-    """Eight processes at the same time, over the lease of one that has ended."""
+    """Five processes at the same time, over the lease of one that has ended."""
     dead = dataclasses.replace(lease._this_process("gone"), pid=2**22 - 1)
     if isinstance(place, Local):
         place.path.mkdir()
     assert place.create(lease.lease_name(7), dead.to_bytes())
-    starters = [hold(place, begin=time.time() + 8) for _ in range(8)]
+    starters = [hold(place, begin="asked") for _ in range(5)]
+    assert [s.stdout.readline() for s in starters] == ["ready\n"] * 5
+    for starter in starters:
+        print(file=starter.stdin, flush=True)
     said = [s.stdout.readline() for s in starters]
     for starter in starters:
         starter.kill()

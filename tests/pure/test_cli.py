@@ -1,26 +1,26 @@
+import functools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fullshard import Plan, zero3
 from fullshard.model import presets
+from tests import command
 
 PLAN = ("plan", "llama-nano", "--devices", "4")
 
 
 @pytest.fixture
 def fullshard(tmp_path):
-    """The real command, in an empty directory."""
+    """The command in an empty directory; in a process of its own where the environment is to differ."""
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        plain = {**os.environ, "COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1", **environment}
-        command = [sys.executable, "-m", "fullshard", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=60)
+        return command.fullshard_process(*arguments, cwd=tmp_path, **environment) if environment else here(*arguments)
 
+    here = functools.partial(command.fullshard_here, cwd=tmp_path)
     return call
 
 
@@ -33,7 +33,6 @@ def told(run: subprocess.CompletedProcess[str]) -> str:
 # -- what it says -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -148,7 +147,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize(("options", "said"), OPTIONS.items(), ids=OPTIONS)
 def test_each_option_reaches_the_plan(fullshard, options, said):
     plain = zero3(presets.describe("llama-nano"), 4)
@@ -200,13 +198,11 @@ BAD = [
 ]
 
 
-@pytest.mark.quick(7)
 @pytest.mark.parametrize(("line", "words"), BAD, ids=[line for line, _ in BAD])
 def test_bad_input(fullshard, tmp_path, line, words):
     assert_refused(fullshard(*line.split()), tmp_path, words)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 1}'])
 def test_a_bad_plan_file(fullshard, tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
@@ -220,7 +216,6 @@ def test_a_mesh_of_nothing(fullshard, tmp_path, options):
     assert_refused(fullshard(*PLAN, "--strategy", "hybrid", *options.split()), tmp_path)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("line", ["plan llama-nano", "plan llama-nano --devices x", "unit llama-nano", "units a --bogus"])
 def test_usage_errors_too(fullshard, tmp_path, line):
     assert_refused(fullshard(*line.split()), tmp_path)
@@ -238,7 +233,7 @@ def without(tmp_path_factory) -> str:
     return os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "line",
     [

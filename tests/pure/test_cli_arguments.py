@@ -1,8 +1,7 @@
 """Arguments of every wrong kind: one line on stderr, exit code 2, nothing written, no traceback."""
 
+import functools
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -10,22 +9,18 @@ from fullshard import FullshardError
 from fullshard.cli import app, refusal, refuse_arguments
 from fullshard.data.pack import pack
 from fullshard.runs.run_directory import refuse_path
+from tests import command
 
 
 @pytest.fixture
 def fullshard(tmp_path):
-    """The real command, in a directory with a text, a pipe and a recipe."""
+    """The command, in a directory with a text, a pipe and a recipe."""
     (tmp_path / "a.txt").write_text("hello")
     os.mkfifo(tmp_path / "pipe")
     text = '[model]\nname="llama-nano"\n[data]\npath="t"\nsequence=8\n[optim]\nlr=1e-3\n[train]\nsteps=1\nglobal_batch=2\n'
     (tmp_path / "r.toml").write_text(text)
 
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fullshard", *arguments]
-        plain = {**os.environ, "COLUMNS": "120", "TERM": "dumb"}
-        return subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-
-    return call
+    return functools.partial(command.fullshard_here, cwd=tmp_path)
 
 
 LONG = "a" * 5000
@@ -55,7 +50,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
 def test_wrong_arguments(fullshard, tmp_path, arguments, words):
     before = sorted(os.listdir(tmp_path)) or ["a.txt", "pipe", "r.toml"]
@@ -111,7 +105,7 @@ def test_an_argument_that_no_file_can_be_called(argument):
 
 
 def test_every_command_refuses_an_unknown_option():
-    for command in [c.name or c.callback.__name__ for c in app.registered_commands]:
+    for name in [c.name or c.callback.__name__ for c in app.registered_commands]:
         with pytest.raises(Exception) as caught:  # noqa: PT011 - typer's own, whose name depends on its version
-            app([command, "--no-such-option"], standalone_mode=False)
+            app([name, "--no-such-option"], standalone_mode=False)
         assert refusal(caught.value) is not None
