@@ -231,12 +231,15 @@ def average(
 def can_resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     ranks: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="For this many ranks.", show_default="as here")
+        int | None, typer.Option("--ranks", metavar="N", min=1, help="For this many ranks.", show_default="as here")
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
+    from fullshard.engine import load_engine
     from fullshard.runs.resuming import resumable
+    from fullshard.runs.run_directory import engine_of_run
 
+    load_engine(engine_of_run(run), f"can-resume {run}")  # without it the answer is neither yes nor no
     try:
         typer.echo(f"yes: {resumable(run, ranks)}")
     except FullshardError as error:

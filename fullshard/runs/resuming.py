@@ -128,4 +128,4 @@ def resumable(directory: Path, ranks: int | None) -> str:
     refuse_mismatch(str(checkpoint_dir.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
     left, devices = prepared.recipe.steps - manifest.step, prepared.plan.mesh.devices
     on = "1 rank" if devices == 1 else f"{devices} ranks ({prepared.plan.mesh})"
-    return f"{checkpoint_dir.child(whole)} on {on}, {left} steps to go"
+    return f"{checkpoint_dir.child(whole)} on {on}, {f'{left} steps to go' if left > 0 else 'and all its steps are done'}"

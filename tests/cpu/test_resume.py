@@ -181,7 +181,7 @@ def test_more_steps_at_a_constant_rate_change_nothing(here, ranks):
 def test_can_resume_says_yes_or_why_not_without_ranks(here, uninterrupted, monkeypatch):
     monkeypatch.chdir(here)
     said = resumable(Path("runs/whole"), 4)
-    assert said == "runs/whole/checkpoints/step-00000008 on 4 ranks (1×4×1), 0 steps to go"
+    assert said == "runs/whole/checkpoints/step-00000008 on 4 ranks (1×4×1), and all its steps are done"
     with pytest.raises(FullshardError, match="is not a multiple of 6: 3 data ranks"):
         resumable(Path("runs/whole"), 3)
     with pytest.raises(FullshardError, match="is no run"):

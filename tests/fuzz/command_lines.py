@@ -82,7 +82,7 @@ COMMANDS: dict[str, tuple[list[str], list[list[str]], dict[str, list[str]]]] = {
     "checkpoint diff": ([], [F, F], {}),
     "checkpoint gc": (["--dry-run"], [F], {"--keep": N}),
     "checkpoint average": ([], [F, F], {"-o": F}),
-    "checkpoint can-resume": ([], [F], {"--nproc": N}),
+    "checkpoint can-resume": ([], [F], {"--ranks": N}),
     "checkpoint export": ([], [F], {"-o": F, "--format": ["hf", "torch", "peft", "x"], "--config": F, "--dtype": T}),
     "checkpoint import": ([], [F], {"-o": F, "--step": N, "--prefix": T}),
     "": ([], [T], {}),

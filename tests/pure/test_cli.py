@@ -262,5 +262,13 @@ def test_what_needs_torch_says_so(fullshard, without, tmp_path):
     assert_refused(run, tmp_path, "'own.py:make' needs torch (no torch here); pip install 'fullshard[torch]'")
 
 
+def test_can_resume_does_not_say_no_where_the_engine_is_absent(fullshard, without, tmp_path, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    (run / "run.json").write_text('{"engine": "jax"}')
+    ended = fullshard("checkpoint", "can-resume", str(run), PYTHONPATH=without)
+    ended.stderr = ended.stderr.removeprefix("TRIED jax")
+    assert_refused(ended, tmp_path, f"can-resume {run} needs jax (no jax here); pip install 'fullshard[jax]'")
+
+
 def test_a_misspelt_preset_without_torch(fullshard, without):
     assert "did you mean 'llama3-8b'?" in fullshard("units", "llama3-8bb", PYTHONPATH=without).stderr

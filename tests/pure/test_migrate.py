@@ -189,6 +189,20 @@ def test_an_unknown_key_is_told(tmp_path, name):
     assert "# not carried over:" in made.recipe
 
 
+ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+
+
+@pytest.mark.parametrize(("precision", "wire"), [("bf16", ["int8", "int8", True]), ("fp16", [None, None, None])])
+def test_quantised_traffic_of_zero_plus_plus(tmp_path, precision, wire):
+    """The three keys of ZeRO++ and LoCo. fullshard quantises nothing where it computes in fp16, and says so."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({precision: {"enabled": True}, "zero_optimization": {"stage": 3, **ZEROPP}}))
+    made = migrate(path)
+    found = keys_of(made.recipe)
+    assert [found.get(f"plan.{key}") for key in ("wire_gather", "wire_reduce", "error_feedback")] == wire
+    assert ("only shards travel quantised here" in made.report) == (precision == "fp16")
+
+
 def test_a_recipe_with_gaps_is_refused_and_values_fill_them(here, tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(migrate(here / "llama_13b.json").recipe)

@@ -17,7 +17,8 @@ DTYPES = {
     "float16": "fp16",
 }
 ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
-ZERO = "zero_optimization"
+ZERO, LOCO = "zero_optimization", "zeropp_loco_param"
+UNQUANTISED = "only shards travel quantised here, and not with fp16; write plan.compute = 'bf16'"
 BUCKET = "a unit is the bucket here, and traffic overlaps with computing"
 
 IDLE = {
@@ -77,8 +78,9 @@ LOST = {
     "comms_logger.*": "`fullshard profile RECIPE` lists collectives by size",
     "autotuning.*": "plan.strategy = 'auto' finds the plan without trial runs",
     "elasticity.*": "a run resumes on any number of ranks by hand; the global batch stays",
-    f"{ZERO}.zero_quantized_*": "traffic is not quantised here; write plan.reduce = 'bf16' to halve it",
-    f"{ZERO}.zeropp_loco_param.*": "traffic is not quantised here",
+    f"{ZERO}.zero_quantized_nontrainable_weights": "all parameters of a unit travel alike; write plan.wire_gather = 'int8'",
+    f"{ZERO}.zero_quantized_*": UNQUANTISED,
+    f"{ZERO}.{LOCO}.*": "plan.error_feedback keeps all that rounding took, and needs plan.wire_reduce = 'int8'",
     f"{ZERO}.zenflow.*": "every gradient is applied in its own step here",
     f"{ZERO}.leaf_module*": "for mixtures write plan.expert, or name modules: `fullshard units MODEL --names PATTERN`",
     f"{ZERO}.save_muon_momentum_buffer_in_memory": "there is no such optimizer here",
@@ -102,6 +104,7 @@ def read_deepspeed(draft: Draft) -> None:
     carry_stage(draft)
     _carry_homes(draft)
     _carry_precision(draft)
+    _carry_wire(draft)
     _carry_optimizer(draft)
     _carry_schedule(draft)
     _carry_batch(draft)
@@ -201,6 +204,20 @@ def _carry_precision(draft: Draft) -> None:
         draft.carry(source, "plan.reduce", DTYPES[draft.word(source)])
     elif source in draft.leaves:
         draft.ignore(source, "gradients are reduced in fp32: plan.reduce")
+
+
+def _carry_wire(draft: Draft) -> None:
+    """ZeRO++: quantised gathers (qwZ), quantised reductions (qgZ), and LoCo, which keeps what rounding took."""
+    weights, gradients, feedback = (f"{ZERO}.{key}" for key in ("zero_quantized_weights", "zero_quantized_gradients", LOCO))
+    found = {key: entry.value for key, entry in draft.entries.items() if key in ("plan.strategy", "plan.compute")}
+    if found.get("plan.strategy") == "ddp" or found.get("plan.compute") == "fp16":
+        return
+    if draft.get(weights) is True:
+        draft.carry(weights, "plan.wire_gather", "int8")
+    if draft.get(gradients) is True:
+        draft.carry(gradients, "plan.wire_reduce", "int8")
+        if sources := [key for key in draft.leaves if key.startswith(f"{feedback}.")]:
+            draft.carry(sources, "plan.error_feedback", True)
 
 
 def _carry_optimizer(draft: Draft) -> None:
