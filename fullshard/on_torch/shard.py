@@ -78,12 +78,7 @@ def shard(
     apply_expert_axis(model, plan, meshes)
     if plan.precision.compute != "fp32":
         compute_in_fp32(model)
-    for unit in plan.units:
-        for module in modules_of(model, unit):
-            apply_remat(module, unit.remat)
-    if plan.compile:
-        for module in compiled_modules(model, plan):
-            module.forward = torch.compile(module.forward)
+    apply_remat_and_compile(model, plan)
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
@@ -121,6 +116,16 @@ def frozen_on_meta(model: nn.Module, source: Weights | None) -> list[str]:
 
 def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:
     return [model.get_submodule(path) for path in unit.modules]
+
+
+def apply_remat_and_compile(model: nn.Module, plan: Plan) -> None:
+    """Let modules recompute and be compiled as their units say. Remat comes first: it is inside what is compiled."""
+    for unit in plan.units:
+        for module in modules_of(model, unit):
+            apply_remat(module, unit.remat)
+    if plan.compile:
+        for module in compiled_modules(model, plan):
+            module.forward = torch.compile(module.forward)
 
 
 def compiled_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:

@@ -151,7 +151,7 @@ def test_what_does_not_fit_has_one_figure_in_sentence_and_chart(tab):
     for kind in ("params", "optimizer", "activations"):
         tab.select_option(f"[name='home.{kind}']", "device")
     sentence = answered(tab)
-    figure = re.search(r"needs ([\d.]+ \w+) of ([\d.]+ \w+)", sentence)
+    figure = re.search(r"needs ([\d.]+ \w+) of the device's ([\d.]+ \w+)", sentence)
     drawn = " ".join(tab.locator("#memory .annotation-text").all_text_contents())
     assert figure[1] in drawn
     assert f"{figure[2]} may be used" in drawn

@@ -23,7 +23,8 @@ OWNERS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "home.cpu_share": ("home.optimizer", ("host", "disk")),
     "home.backlog": ("home.optimizer", ("host", "disk")),
 }
-UNUSED = ("eval", "sample", "checkpoint", "log", "schedule")  # sections that no case reads
+UNUSED = ("eval", "sample", "checkpoint", "log", "schedule", "profile")  # sections that no case reads
+UNTIMED = ("steps", "tokens", "hang_seconds", "max_skips", "on_divergence", "max_rollbacks")  # keys of `train` that none reads
 Choices = dict[str, Any]  # values by key
 
 
@@ -59,7 +60,8 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
 def known_keys() -> dict[str, Any]:
     """The keys of a recipe that can be tried, each with its field."""
     kinds = {name: _section(field.annotation) for name, field in Recipe.model_fields.items() if name not in UNUSED}
-    return {f"{name}.{key}": field for name, kind in kinds.items() for key, field in kind.model_fields.items()}
+    every = {f"{name}.{key}": field for name, kind in kinds.items() for key, field in kind.model_fields.items()}
+    return {key: field for key, field in every.items() if key not in {f"train.{name}" for name in UNTIMED}}
 
 
 def full_key(name: str) -> str:
@@ -71,7 +73,8 @@ def full_key(name: str) -> str:
     if fitting:
         raise FullshardError(f"{name} is a key of several sections; write {' or '.join(fitting)}")
     short = [key.partition(".")[2] for key in known]
-    raise FullshardError(f"unknown key {name!r}: it is none of a recipe's that can be tried{nearest(name, [*known, *short])}")
+    hint = "; --steps sets the timed steps" if name.endswith("steps") else nearest(name, [*known, *short])
+    raise FullshardError(f"unknown key {name!r}: it is none of a recipe's that change a step{hint}")
 
 
 def split_values(text: str) -> list[str]:

@@ -16,8 +16,7 @@ from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.loss import IGNORED
 from fullshard.on_torch.ranks import start
-from fullshard.on_torch.remat import apply_remat
-from fullshard.on_torch.shard import compiled_modules, modules_of
+from fullshard.on_torch.shard import apply_remat_and_compile, compiled_modules
 from fullshard.plan import Plan
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -95,12 +94,7 @@ def prepare_blocks(request: PeerRequest) -> tuple[nn.Module, torch.device]:
         raise FullshardError("peers are measured in fp32 and bf16; write compute=bf16")
     if hasattr(model, "config"):
         model.config.use_cache = False  # a Hugging Face model would keep keys and values for generation
-    for unit in plan.units:
-        for module in modules_of(model, unit):
-            apply_remat(module, unit.remat)
-    if plan.compile:
-        for module in compiled_modules(model, plan):
-            module.forward = torch.compile(module.forward)
+    apply_remat_and_compile(model, plan)
     return model, device
 
 
