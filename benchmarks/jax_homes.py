@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def xla_bytes(state, batches) -> dict:
-    """What XLA says of the compiled step. Compiles it a second time."""
+    """What XLA says of the compiled step."""
     from fullshard import on_jax
 
     found = on_jax.lowered_step(state, batches, loss=on_jax.chunked_loss).compile().memory_analysis()

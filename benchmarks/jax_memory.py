@@ -2,13 +2,17 @@
 
     python -m benchmarks.jax_memory -o benchmarks/results/DATE-jax-memory-h200.json
 
-The cases run in the order of their sizes: an allocator's peak cannot be reset, so each must rise above those before it.
+Each case runs in a process of its own, since an allocator's peak cannot be reset. `--at-once 3` runs three at a time: their
+memory, at most 120 GiB, must fit together.
 """
 
 import argparse
-import gc
 import json
+import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,12 +63,35 @@ def measure(case: Case, sequence: int, device: str) -> dict:
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}] * case.accumulate
     loss = on_jax.chunked_loss if case.loss == "chunked" else on_jax.summed_loss
     peak = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-    before = peak()
     on_jax.train_step(state, batches, loss=loss, clip=1.0).loss.block_until_ready()
     xla = on_jax.lowered_step(state, batches, loss=loss).compile().memory_analysis()
     compiled = xla.argument_size_in_bytes + xla.output_size_in_bytes + xla.temp_size_in_bytes - xla.alias_size_in_bytes
-    measured = peak() if peak() > before else None
-    return {"planner": predicted.device.allocated_bytes, "xla": compiled, "measured": measured}
+    return {"planner": predicted.device.allocated_bytes, "xla": compiled, "measured": peak() or None, "jax": jax.__version__}
+
+
+def run_alone(args: argparse.Namespace, index: int) -> dict:
+    """The row of a case, from a process of its own that takes device memory as it needs it."""
+    command = [sys.executable, "-m", "benchmarks.jax_memory", "--device", args.device, "--alone", str(index)]
+    command += ["--small"] if args.small else []
+    began = time.perf_counter()
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    case = asdict(cases(args)[index])
+    found = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"error": done.stderr[-300:]}
+    return case | found | {"seconds": time.perf_counter() - began}
+
+
+def told(row: dict) -> str:
+    what = f"{row['preset']} × {row['batch']} {row['remat']} {row['loss']} ×{row['accumulate']}"
+    if "error" in row:
+        return f"{what}: {row['error']}"
+    of = row["measured"] or row["xla"]
+    parts = ", ".join(f"{name} {row[name] / 2**30:.2f} GiB ({row[name] / of - 1:+.1%})" for name in ("planner", "xla"))
+    return f"{what}: {of / 2**30:.2f} GiB{'' if row['measured'] else ' (by XLA)'}; {parts}; {row['seconds']:.0f} s"
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    return SMALL if args.small else CASES
 
 
 def main() -> None:
@@ -72,19 +99,19 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--device", default="h200", help="the planner's name of this device")
     parser.add_argument("--small", action="store_true", help="three tiny models, on any machine")
+    parser.add_argument("--at-once", type=int, default=1, help="how many cases run at a time")
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # this case, in this process
     args = parser.parse_args()
     sequence, rows = 16 if args.small else SEQUENCE, []
-    for case in SMALL if args.small else CASES:
-        began = time.perf_counter()
-        found = measure(case, sequence, args.device)
-        gc.collect()
-        rows.append(asdict(case) | found | {"seconds": time.perf_counter() - began})
-        of = found["measured"] or found["xla"]
-        told = ", ".join(f"{name} {found[name] / 2**30:.2f} GiB ({found[name] / of - 1:+.1%})" for name in ("planner", "xla"))
-        what = f"{case.preset} × {case.batch} {case.remat} {case.loss} ×{case.accumulate}"
-        print(f"{what}: {of / 2**30:.2f} GiB{'' if found['measured'] else ' (by XLA)'}; {told}", flush=True)
-        if args.output:
-            args.output.write_text(json.dumps({"sequence": sequence, "device": args.device, "rows": rows}, indent=1) + "\n")
+    if args.alone is not None:
+        print(json.dumps(measure(cases(args)[args.alone], sequence, args.device)), flush=True)
+        return
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for row in pool.map(lambda index: run_alone(args, index), range(len(cases(args)))):
+            rows.append(row)
+            print(told(row), flush=True)
+            if args.output:
+                args.output.write_text(json.dumps({"sequence": sequence, "device": args.device, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,13 +79,10 @@ def train_step(
     if lr is not None:
         expect_number("train_step: lr", lr)
     units = _units(state) if unit_norms else ()
-    key = ("step", loss, unit_norms)
-    if key not in state.compiled:
-        state.compiled[key] = _compile(state, loss, units)
     rate = np.float32(state.optimizer.lr if lr is None else lr)
     limit = np.float32(np.inf if clip is None else clip)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
-    state.params, state.moments, state.rest, found = state.compiled[key](*args)
+    state.params, state.moments, state.rest, found = _program(state, loss, units)(*args)
     if state.step == 0:
         state.check()
     state.step += 1
@@ -95,11 +92,11 @@ def train_step(
 def lowered_step(
     state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss, platform: str | None = None
 ) -> Any:
-    """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it. `platform`: another one than this
-    process's, such as `cuda`, to show what is lowered for it."""
+    """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it, if `train_step` did not.
+    `platform`: another one than this process's, such as `cuda`, to show what is lowered for it."""
     rate = limit = np.float32(1.0)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, ()))
-    return _compile(state, loss).trace(*args).lower(lowering_platforms=None if platform is None else (platform,))
+    return _program(state, loss).trace(*args).lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def compilations(state: JaxState) -> int:
@@ -145,6 +142,14 @@ def _units(state: JaxState) -> tuple[str, ...]:
 
 def _norm(grads: Params) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+
+def _program(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -> Any:
+    """The step for a loss. There is one, so that XLA compiles it once, whoever asks for it."""
+    key = ("step", loss, units)
+    if key not in state.compiled:
+        state.compiled[key] = _compile(state, loss, units)
+    return state.compiled[key]
 
 
 def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -> Any:
