@@ -1,4 +1,4 @@
-"""Compare the memory of a JAX step on one GPU with two predictions: the planner's, made for torch, and XLA's own.
+"""Compare the memory of a JAX step on one GPU with two predictions: the planner's and XLA's own.
 
     python -m benchmarks.jax_memory -o benchmarks/results/DATE-jax-memory-h200.json
 
@@ -57,7 +57,7 @@ def measure(case: Case, sequence: int, device: str) -> dict:
     compute = "fp32" if device == "cpu" else "bf16"
     shape, precision = fs.Batch(case.batch, sequence, case.accumulate), fs.Precision(compute=compute)
     plan = fs.ddp(on_jax.describe(make), devices=1, remat=case.remat, batch=shape, precision=precision, compile=True)
-    predicted = fs.estimate(plan, presets.describe(case.preset), fs.Cluster.load(f"1x{device}"), loss=case.loss)
+    predicted = fs.estimate(plan, presets.describe(case.preset), fs.Cluster.load(f"1x{device}"), loss=case.loss, engine="jax")
     state = on_jax.shard(make, plan, fs.AdamW(lr=1e-4))
     ids = np.random.default_rng(0).integers(0, size.vocab, (case.batch, sequence + 1)).astype(np.int32)
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}] * case.accumulate

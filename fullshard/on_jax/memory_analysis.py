@@ -17,8 +17,7 @@ from fullshard.text import bytes_text, count_text, table
 
 NUMBERS = 8  # bytes: learning rate and clipping limit
 EXACTNESS = (  # benchmarks/results/2026-11-17-jax-memory-h200.json
-    "The estimate is that of a compiled step of the torch engine. On one H200 it was 0.3% below and 7.6% above the peak of JAX's "
-    "allocator on Llama 1.5B and 3.6B, and 19% to 38% above it on Llama 125M."
+    "The estimate was between 3% below and 6% above the peak of JAX's allocator on one H200, for 7 steps of Llama 125M to 3.6B."
 )
 
 
@@ -92,7 +91,8 @@ def _estimate(state: JaxState, description: Description, loss: LossFunction) -> 
     if description.costs is None:
         raise FullshardError("this description has no costs; write fullshard.presets.describe(name), or describe it on torch")
     name = "chunked" if loss is chunked_loss else "plain"
-    return predict(replace(state.plan, compile=True), description, loss=name, optimizer=state.optimizer, reserved=False)
+    plan = replace(state.plan, compile=True)
+    return predict(plan, description, loss=name, optimizer=state.optimizer, reserved=False, engine="jax")
 
 
 def _both(sizes: tuple[int, int]) -> str:

@@ -103,18 +103,20 @@ def estimate(
     reserved: bool = True,
     clip: bool = True,
     peak: PeakMemory | None = None,
+    engine: str = "torch",
 ) -> Estimate:
     """What `plan` costs on `cluster`.
 
     `limit`: bytes of a device to use, in place of all it has. `reserved`: whether to predict the allocator's bytes. `clip`:
-    whether gradients are clipped, so that updates wait for the norm. `peak`: the plan's peak memory, if it is known.
+    whether gradients are clipped, so that updates wait for the norm. `peak`: the plan's peak memory, if it is known. `engine`:
+    whose memory it is; the time is that of torch's kernels.
     """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     with_allocator = reserved and cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
-    peak = peak or predict(plan, description, **common, reserved=with_allocator)
+    peak = peak or predict(plan, description, **common, reserved=with_allocator, engine=engine)
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds

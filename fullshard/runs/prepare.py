@@ -106,7 +106,8 @@ def _plan(
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, described_units(recipe, model, engine, experts=recipe.plan.expert > 1), cluster.devices)
         fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
-        return plan, expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster), shipped
+        expected = expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster, engine.name)
+        return plan, expected, shipped
     if shipped is None or not _traced(shipped, recipe.plan.compute):
         shipped = describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data())
     found = find_plan(
@@ -172,7 +173,9 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
     return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
 
 
-def expected_of(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Estimate | None:
+def expected_of(
+    recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster, engine: str = "torch"
+) -> Estimate | None:
     kinds = plan.precision
     if description is None or plan.mesh.tensor > 1 or not _traced(description, kinds.compute):
         return None
@@ -185,6 +188,7 @@ def expected_of(recipe: Recipe, plan: Plan, description: Description | None, clu
         loss=planned_loss(recipe),
         optimizer=make_optimizer(recipe),
         clip=recipe.optim.clip is not None,
+        engine=engine,
     )
 
 

@@ -9,6 +9,7 @@ from fullshard.plan import Plan
 from fullshard.planner.memory.allocator import GRAIN, replay
 from fullshard.planner.memory.replay import Replay
 from fullshard.planner.memory.tape import PeakGauge, Tape, Term
+from fullshard.planner.memory.xla_replay import XlaReplay
 from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
@@ -51,19 +52,20 @@ def predict(
     reserved: bool = True,
     clip: bool = True,
     cpu_share: float = SHARE,
+    engine: str = "torch",
 ) -> PeakMemory:
     """Predict the peak of a steady step of `plan` on a rank's device, in its host's memory and on disk.
 
     `reserved = False` leaves the allocator out. That is ten times as fast, and `allocated` is then a few MiB too low, as
     it lacks the ends of blocks that the allocator does not split. `clip` and `cpu_share` (the share of pieces that the
     CPU updates) matter only with offload. Gradients of offloaded units count until the unit's next forward, which is an
-    upper bound.
+    upper bound. `engine`: which carries the plan out. On JAX there is nothing beside what is allocated.
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = Replay(plan, description, slots, clip=clip, cpu_share=cpu_share)
+    player = (XlaReplay if engine == "jax" else Replay)(plan, description, slots, clip=clip, cpu_share=cpu_share)
     taken = None
-    if reserved:
+    if reserved and engine == "torch":
         starts, alike, before = _three_steps(player, description, operations)
         allocated, taken = _with_allocator(player.tape, starts, alike)
         where = _highest(player.tape, starts[-1])[1]

@@ -38,8 +38,8 @@ class SearchResult:
 
 # Measured on an H200: benchmarks/results/2026-11-17-jax-memory-h200.json
 ON_JAX = (
-    "carried out by the JAX engine (--engine jax); the estimate is of torch's allocator and kernels: on one H200, XLA needed as "
-    "much memory or up to 27% less, and a step of Llama 1.5B and 3.6B took 4% to 6% less time"
+    "carried out by the JAX engine (--engine jax); on one H200, estimates of its memory were 3% too low to 6% too high; the time "
+    "is that of torch's kernels: a step of Llama 1.5B and 3.6B took 4% to 6% less"
 )
 CALL = "find_plan(on_torch.describe(model, micro_batch=1, sequence=4096), Cluster.load('8xh200'))"
 
