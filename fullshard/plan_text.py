@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fullshard.plan_parts import Home, Unit
-from fullshard.text import labelled, spans, table
+from fullshard.text import counted, labelled, spans, table
 
 if TYPE_CHECKING:
     from fullshard.plan import Plan
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def plan_text(plan: "Plan") -> str:
     """The choices of a plan, and a table of its units; units that are alike share a row."""
     head = [
-        f"mesh       {plan.mesh} = {plan.mesh.devices} devices (replicate × shard × tensor)",
+        f"mesh       {plan.mesh} = {counted(plan.mesh.devices, 'device')} (replicate × shard × tensor)",
         f"precision  {plan.precision}",
         f"batch      {plan.batch}",
         f"prefetch   {plan.prefetch}",
@@ -44,7 +44,7 @@ def plan_summary(plan: "Plan") -> str:
     remat = [f"remat {remat}" for remat in dict.fromkeys(choices[2] for choices in kinds)]
     homes = [f"home {home}" for home in dict.fromkeys(choices[3] for choices in kinds)]
     lines = [
-        labelled("mesh", [f"{plan.mesh} = {plan.mesh.devices} devices (replicate × shard × tensor)"]),
+        labelled("mesh", [f"{plan.mesh} = {counted(plan.mesh.devices, 'device')} (replicate × shard × tensor)"]),
         labelled("precision", str(plan.precision).split(", ")),
         labelled("batch", str(plan.batch).split(", ")),
         labelled("units", [*alike, *remat, *homes, *(["compiled"] if plan.compile else [])]),

@@ -52,6 +52,11 @@ def _align(cell: str, width: int, right: bool) -> str:
     return cell.rjust(width) if right else cell.ljust(width)
 
 
+def counted(n: int, word: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
 def listed(words: Sequence[str]) -> str:
     """`a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

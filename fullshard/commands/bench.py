@@ -15,7 +15,7 @@ from fullshard.engine import refuse_engine
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
 from fullshard.status import shown
-from fullshard.text import parse_bytes, seconds_text
+from fullshard.text import counted, parse_bytes, seconds_text
 
 if TYPE_CHECKING:
     from fullshard.observe.bench.matrix import Matrix, Wanted
@@ -101,7 +101,8 @@ def _run(wanted: "Wanted", again: bool, as_json: bool) -> None:
     matrix = _make(wanted, wanted.output / "data")
     count, left = len(matrix.cases), unfinished(matrix.cases, CaseFiles(wanted.output), wanted.seconds)
     todo = sum(not c.refused for c in matrix.cases) if again else left
-    about = f"{count} cases on {matrix.settings.ranks} ranks, {todo} to run, each within {seconds_text(wanted.seconds)}"
+    cases, ranks = counted(count, "case"), counted(matrix.settings.ranks, "rank")
+    about = f"{cases} on {ranks}, {todo} to run, each within {seconds_text(wanted.seconds)}"
     typer.echo(f"{about}; results go to {wanted.output}", err=True)
     try:
         with CaseProgress(count, matrix.axes) as progress:

@@ -24,7 +24,8 @@ def bench(tmp_path_factory):
 
 
 # A rank of Llama 125M needs over a GiB. The limit of a CPU rank is approximate: memory that Python has freed can be used again.
-MATRIX = ("llama-nano", "--over", "model.name=llama-125m,llama-nano", "sequence=16", "--limit", "100MiB", "--steps", "1")
+CHOICES = ("model.name=llama-125m,llama-nano", "sequence=16", "home.optimizer=disk")
+MATRIX = ("llama-nano", "--over", *CHOICES, "--limit", "100MiB", "--steps", "1")
 
 
 @pytest.mark.full

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fullshard.cli import app
 from fullshard.errors import FullshardError
 from fullshard.observe.bench import report
 from fullshard.observe.bench.axes import Axis, full_key, parse_axes, product, split_values
@@ -80,6 +82,15 @@ def test_the_last_axis_changes_fastest():
 
 
 # -- recipes of cases -----------------------------------------------------------------------------------------
+
+
+def test_a_case_with_homes_on_disk_is_predicted_before_it_ran(tmp_path, monkeypatch):
+    """The bench makes the directory. A dry run leaves none behind."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["bench", "llama-nano", "--over", "home.optimizer=device,disk", "sequence=16", "--ranks=1", "--dry-run", "--json"]
+    done = CliRunner().invoke(app, asked)
+    assert [case["refused"] for case in json.loads(done.stdout)] == [None, None]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_disk_is_there_for_cases_that_use_it():

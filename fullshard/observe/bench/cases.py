@@ -95,17 +95,17 @@ class Settings:
     versions: dict[str, str]
 
 
-def make_cases(base: Base, axes: list[Axis], peers: Sequence[str], settings: Settings, directory: Path) -> list[Case]:
-    """All cases, unchecked: fullshard's first, then each peer's."""
+def make_cases(base: Base, axes: list[Axis], peers: Sequence[str], settings: Settings, disk: Path) -> list[Case]:
+    """All cases, unchecked: fullshard's first, then each peer's. `disk`: for homes there, where the recipe names no directory."""
     shared = [axis for axis in axes if axis.key in PEER_KEYS]
-    found = [_case(OWN, base, choices, settings, directory) for choices in product(axes, base.choices())]
+    found = [_case(OWN, base, choices, settings, disk) for choices in product(axes, base.choices())]
     for peer in peers:
-        found += [_case(peer, base, choices, settings, directory) for choices in product(shared, base.choices())]
+        found += [_case(peer, base, choices, settings, disk) for choices in product(shared, base.choices())]
     return found
 
 
-def _case(system: str, base: Base, choices: Choices, settings: Settings, directory: Path) -> Case:
-    tree = with_choices(base.tree, choices, directory / "disk")
+def _case(system: str, base: Base, choices: Choices, settings: Settings, disk: Path) -> Case:
+    tree = with_choices(base.tree, choices, disk)
     peer = None if system == OWN else system
     if peer:
         tree = _for_peer(tree)

@@ -50,7 +50,7 @@ class Matrix:
 
 
 def make_matrix(wanted: Wanted, version: str, directory: Path) -> Matrix:
-    """Check everything that can be checked before ranks start. `directory`: for the tokens of a MODEL."""
+    """Check everything that can be checked before ranks start. `directory`: for the tokens of a MODEL, and for homes on disk."""
     axes = parse_axes(wanted.axes)
     if wanted.target.endswith(".toml"):
         load_recipe(wanted.target, [])  # a wrong one is told before the seconds that imports take
@@ -66,7 +66,11 @@ def make_matrix(wanted: Wanted, version: str, directory: Path) -> Matrix:
         base.tree["data"]["path"] = str(_tokens(base, axes, directory))
     versions = {"fullshard": version, **engine.versions()}
     settings = Settings(wanted.engine, ranks, wanted.steps, wanted.warmup, wanted.limit, versions)
-    cases = checked(make_cases(base, axes, peers, settings, wanted.output), engine, bench)
+    disk = directory / "disk"
+    made = make_cases(base, axes, peers, settings, disk)
+    if any(case.spec.recipe.get("disk", {}).get("path") == str(disk) for case in made):
+        disk.mkdir(parents=True, exist_ok=True)
+    cases = checked(made, engine, bench)
     if refused := [case.refused for case in cases if case.refused] if all(c.refused for c in cases) else []:
         several = f"no case can run, the first because: {refused[0]}"
         raise FullshardError(refused[0] if len(cases) == 1 else several)
@@ -82,7 +86,7 @@ def _peers(wanted: Wanted, bench: BenchEngine) -> list[str]:
 
 
 def _tokens(base: Base, axes: list[Axis], directory: Path) -> Path:
-    trees = [with_choices(base.tree, choices, directory) for choices in product(axes, base.choices())]
+    trees = [with_choices(base.tree, choices, directory / "disk") for choices in product(axes, base.choices())]
     directory.mkdir(parents=True, exist_ok=True)
     return write_tokens(base, trees, directory)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fullshard.observe.profile.breakdown import LANES
 from fullshard.observe.profile.recommend import LANE_WORDS
-from fullshard.text import bytes_text, rate_text, seconds_text, table
+from fullshard.text import bytes_text, counted, rate_text, seconds_text, table
 
 UNITS = 12  # rows of a table of units; the rest is in breakdown.json
 NOTABLE = 0.02  # of a step: exposed or idle time below it is not told as a finding
@@ -15,7 +15,8 @@ def report(found: dict[str, Any]) -> str:
     """The whole report of a `breakdown.json`."""
     steps = found["steps"]
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    head = f"{which} on {found['world']} {found['device']} ranks of {found['engine']}: {_time(found['step_seconds'])} a step"
+    ranks = counted(found["world"], f"{found['device']} rank")
+    head = f"{which} on {ranks} of {found['engine']}: {_time(found['step_seconds'])} a step"
     parts = [head, *_findings(found), _lanes(found), _busy(found), _ranks(found), _units(found), _collectives(found)]
     parts += [_kernels(found), _memory(found), _phases(found), recommendation_text(found)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -18,7 +18,7 @@ from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
 from fullshard.planner.search.space import engine_for, plan_request, refuse_choices_of_torch, refuse_idle_backlog
-from fullshard.text import seconds_text
+from fullshard.text import counted, seconds_text
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,6 @@ def find_plan(
 def summary(found: SearchResult) -> str:
     """How many plans were considered, and a line for each alternative with the reason why it lost."""
     lines = [f"{a.label}: {a.reason}" for a in found.alternatives]
-    plans = "1 plan" if found.considered == 1 else f"{found.considered} plans"
-    head = f"{plans} considered in {seconds_text(found.search_seconds)}{'; the others:' if lines else ''}"
+    considered = f"{counted(found.considered, 'plan')} considered in {seconds_text(found.search_seconds)}"
+    head = f"{considered}; the others:" if lines else considered
     return "\n".join([*([ON_JAX] if found.engine == "jax" else []), head, *[f"  {line}" for line in lines]])
