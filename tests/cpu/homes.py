@@ -54,8 +54,8 @@ class Case:
 
 
 def resident(case: Case) -> Case:
-    """The same with everything on the device."""
-    return replace(case, homes=(Home(),), backlog=None)
+    """The same with everything on the device, where nothing is shared out."""
+    return replace(case, homes=(Home(),), backlog=None, share=Case.share)
 
 
 def make(case: Case, disk: str) -> on_torch.State:

@@ -62,7 +62,7 @@ def plain(name: str, *, lora: bool = False) -> torch.nn.Module:
 
 
 def oracle(name: str, parts: int, clip: float | None, lora: bool):
-    return parity.unsharded(name, parts, clip, plain(name, lora=lora))
+    return parity.unsharded(name, parts, clip, model=plain(name, lora=lora))
 
 
 def errors(name: str, case: parity.Case, *, lora: bool = False) -> dict:
@@ -82,7 +82,7 @@ def movement(name: str) -> dict[str, float]:
     """How far the oracle's own weights moved."""
     model = plain(name)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    _, _, after = parity.unsharded(name, 1, None, model)
+    _, _, after = parity.unsharded(name, 1, model=model)
     return parity.distance(after, before)
 
 

@@ -26,7 +26,7 @@ from fullshard.plan import Home
 from tests.cpu import homes
 from tests.cpu.homes import Case
 
-STEPS = 6
+STEPS = 4
 
 
 def on_device(state: on_torch.State, step: int) -> list[dict[str, torch.Tensor]]:

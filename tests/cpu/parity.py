@@ -15,7 +15,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models import Llama
 
 DEVICE = os.environ.get("FULLSHARD_TEST_DEVICE", "cpu")  # the GPU tests run the same code
-VOCAB, ROWS, LENGTH, STEPS, LR = 50, 16, 12, 10, 1e-4
+VOCAB, ROWS, LENGTH, STEPS, LR = 50, 16, 12, 4, 1e-4
 # No dimension but the heads' divides by 4: shards are uneven, some ranks hold padding.
 SIZE = LlamaSize(dim=24, layers=3, heads=4, kv_heads=2, ffn=42, vocab=VOCAB, sequence=64)
 
@@ -32,6 +32,7 @@ class Case:
     clip: float | None = None
     prefetch: int = 1
     loss: str = "summed"  # summed | chunked
+    steps: int = STEPS
 
     def __str__(self) -> str:
         extra = "-".join(f"{k}{v}" for k, v in self.arguments.items() if k != "devices")
@@ -55,20 +56,20 @@ def checked(model: torch.nn.Module) -> bool:
     return not any(".lora_" in name for name, _ in model.named_parameters())
 
 
-def data(seed: int = 0) -> list[dict[str, torch.Tensor]]:
+def data(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     """The global batch of each step, with labels missing unevenly: ranks have different token counts."""
-    draw = torch.Generator().manual_seed(seed)
-    steps = []
-    for _ in range(STEPS):
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(steps):
         ids = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=draw)
         labels = ids[:, 1:].clone()
         for row in range(ROWS):
             labels[row, : row % 5] = -100
-        steps.append({"input_ids": ids[:, :-1].to(DEVICE), "labels": labels.to(DEVICE)})
-    return steps
+        found.append({"input_ids": ids[:, :-1].to(DEVICE), "labels": labels.to(DEVICE)})
+    return found
 
 
-def unsharded(kind: str, parts: int, clip: float | None = None, model: torch.nn.Module | None = None):
+def unsharded(kind: str, parts: int, clip: float | None = None, steps: int = STEPS, model: torch.nn.Module | None = None):
     """The oracle: one process, torch's AdamW, gradients accumulated over the same micro-batches.
 
     The same, because Adam divides by the gradient's size: an element whose gradient nearly cancels over the
@@ -79,7 +80,7 @@ def unsharded(kind: str, parts: int, clip: float | None = None, model: torch.nn.
         on_torch.initialize(model, torch.device(DEVICE), seed=7)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
     losses, norms = [], []
-    for batch in data():
+    for batch in data(steps):
         tokens, total = (batch["labels"] != -100).sum(), 0.0
         for ids, labels in zip(batch["input_ids"].chunk(parts), batch["labels"].chunk(parts), strict=True):
             logits = model(ids)
@@ -118,7 +119,7 @@ def sharded(case: Case, model: torch.nn.Module | None = None):
     )
     state = on_torch.shard(model, plan, fs.AdamW(lr=LR), seed=7, device=DEVICE, first_step_checks=checked(model))
     losses, norms = [], []
-    for batch in data():
+    for batch in data(case.steps):
         mine = _mine(batch, on_torch.data_rank(plan.mesh), plan.mesh.data, case.accumulate)
         result = on_torch.train_step(state, mine, clip=case.clip, loss=getattr(on_torch, f"{case.loss}_loss"))
         losses.append(result.loss.item())
@@ -126,7 +127,7 @@ def sharded(case: Case, model: torch.nn.Module | None = None):
     return losses, norms, {n: p.full_tensor().detach().cpu() for n, p in state.model.named_parameters()}
 
 
-def stock(kind: str, accumulate: int):
+def stock(kind: str, accumulate: int, steps: int):
     """The same with bare `fully_shard`, as its documentation says to use it."""
     model = build(kind)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -146,7 +147,7 @@ def stock(kind: str, accumulate: int):
     on_torch.initialize(model, torch.device(DEVICE), seed=7)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
     losses = []
-    for batch in data():
+    for batch in data(steps):
         tokens = (batch["labels"] != -100).sum()
         total = torch.zeros((), device=DEVICE)
         for part in _mine(batch, rank, world, accumulate):
@@ -195,7 +196,7 @@ def from_first(function, *args):
 
 def oracle(case: Case):
     """The unsharded run."""
-    return once(from_first, unsharded, case.kind, parts(case), case.clip)
+    return once(from_first, unsharded, case.kind, parts(case), case.clip, case.steps)
 
 
 def errors(case: Case) -> dict[str, float]:
@@ -210,7 +211,7 @@ def errors(case: Case) -> dict[str, float]:
 def bf16_errors(case: Case) -> dict:
     """Distances of fullshard and of stock `fully_shard` from the fp32 oracle, both in bf16."""
     losses, _, params = sharded(case)
-    stock_losses, stock_params = once(stock, case.kind, case.accumulate)
+    stock_losses, stock_params = once(stock, case.kind, case.accumulate, case.steps)
     want_losses, _, want_params = oracle(case)
     ours, theirs = distance(params, want_params), distance(stock_params, want_params)
     return {
