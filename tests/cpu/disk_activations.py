@@ -100,11 +100,11 @@ def requests(case: Case, steps: int = 1) -> dict:
 
 def as_planned() -> tuple[list[int], list[int], dict[str, int]]:
     """Bytes that a step spills, fetches, writes and reads; what the schedule says of them; and the planner's on disk. Both
-    leave alone what is small beside a block's input of 2 × 16 × 192 numbers in bf16."""
+    leave alone what is small beside a block's input of 8 × 192 numbers in bf16."""
     before = hooks.SMALL["cpu"], saved_activations.SMALL
-    hooks.SMALL["cpu"] = saved_activations.SMALL = 8192
+    hooks.SMALL["cpu"] = saved_activations.SMALL = 2048
     try:
-        name, shape, accumulate = "llama-bytes", (2, 16), 2
+        name, shape, accumulate = "llama-bytes", (1, 8), 2
         costed, bf16 = presets.describe(name), fs.Precision(compute="bf16")
         batch = fs.Batch(*shape, accumulate)
         plan = fs.zero3(costed, devices=dist.get_world_size(), batch=batch, remat="full", precision=bf16)

@@ -1,9 +1,10 @@
 """Code blocks of Markdown pages, and a program that runs them.
 
-`python -m tests.cpu.doc_blocks PAGE...` imports torch once and forks a process for each page. It prints a JSON object: for
-each page None, or what went wrong. The blocks of a page run in order, in one directory. Seconds go to stderr.
+`python -m tests.cpu.doc_blocks PAGE...` imports what is slow once and forks a process for each page. It prints a JSON
+object: for each page None, or what went wrong. The blocks of a page run in order, in one directory. Seconds go to stderr.
 """
 
+import importlib
 import io
 import json
 import os
@@ -26,6 +27,8 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.M | re.S)
 NOT_RUN = re.compile(r"#[ \t]*not run\b[ \t]*:?[ \t]*(.*)")
 SHELL = ("sh", "bash", "console")
 ANYTHING = "…"  # in shown output: any text; alone on a line: any lines
+# Before the forks: they take seconds, and most pages need them.
+PRELOADED = ("fullshard.cli", "fullshard.planner.search.search", "fullshard.on_torch", "torch._dynamo", "transformers", "peft")
 SHARED = ("README.md", "docs", "examples", "recipes")  # what a page finds in its directory
 
 
@@ -166,6 +169,6 @@ def _run_forked(page: Path, directory: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    import fullshard.on_torch  # noqa: F401  before the fork: it takes seconds
-
+    for module in PRELOADED:
+        importlib.import_module(module)
     print(json.dumps(run_pages([Path(name) for name in sys.argv[1:]])))

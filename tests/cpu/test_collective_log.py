@@ -9,6 +9,20 @@ BLOCK = [(24, 24), (12, 24), (12, 24), (24, 24), (42, 24), (42, 24), (24, 42), (
 UNITS = {"embed": [(50, 24)], "block0": BLOCK, "block1": BLOCK, "block2": BLOCK, "head": [(24,), (50, 24)]}
 
 
+@pytest.fixture(scope="module")
+def traffic_of(ranks):
+    """`traffic_of(2, "zero3", …)`: each rank's collectives of a step and bytes at rest. Several tests look at the same ones."""
+    known: dict[str, list] = {}
+
+    def call(world: int, *arguments, **options) -> list:
+        key = repr((world, arguments, options))
+        if key not in known:
+            known[key] = ranks(world).run(traffic.step_traffic, *arguments, **options)
+        return known[key]
+
+    return call
+
+
 def rest(shape: tuple[int, ...]) -> int:
     n = 1
     for size in shape[1:]:
@@ -42,17 +56,17 @@ def total(collectives: list, kind: str, ranks: int | None = None) -> int:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_bytes_at_rest(ranks, world, strategy):
-    for rank, (_, found) in enumerate(ranks(world).run(traffic.step_traffic, strategy, {"devices": world})):
+def test_bytes_at_rest(traffic_of, world, strategy):
+    for rank, (_, found) in enumerate(traffic_of(world, strategy, {"devices": world})):
         elements = whole() if strategy == "ddp" else held(world, rank)
         assert found == {"params": 4 * elements, "optimizer": 8 * elements, "gradients": 0, "buffers": 0}
 
 
-def test_bytes_at_rest_hybrid_and_mixed(ranks):
-    for rank, (_, found) in enumerate(ranks(4).run(traffic.step_traffic, "hybrid", {"replicate": 2, "shard": 2})):
+def test_bytes_at_rest_hybrid_and_mixed(traffic_of):
+    for rank, (_, found) in enumerate(traffic_of(4, "hybrid", {"replicate": 2, "shard": 2})):
         assert found["params"] == 4 * held(2, rank % 2)
     embed = 50 * 24
-    for rank, (_, found) in enumerate(ranks(4).run(traffic.step_traffic, "mixed", {"devices": 4, "replicate": ["embed"]})):
+    for rank, (_, found) in enumerate(traffic_of(4, "mixed", {"devices": 4, "replicate": ["embed"]})):
         share = max(0, min(13, 50 - 13 * rank)) * 24
         assert found["params"] == 4 * (held(4, rank) - share + embed)
 
@@ -60,8 +74,8 @@ def test_bytes_at_rest_hybrid_and_mixed(ranks):
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("compute", "item"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_zero3_gathers_twice_and_reduces_once(ranks, world, compute, item):
-    found, _ = ranks(world).run(traffic.step_traffic, "zero3", {"devices": world}, compute=compute)[0]
+def test_zero3_gathers_twice_and_reduces_once(traffic_of, world, compute, item):
+    found, _ = traffic_of(world, "zero3", {"devices": world}, compute=compute)[0]
     assert total(found, "gather") == 2 * item * whole(world)
     assert total(found, "reduce") == 4 * whole(world)
     assert total(found, "all_reduce") == 0
@@ -69,56 +83,56 @@ def test_zero3_gathers_twice_and_reduces_once(ranks, world, compute, item):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_zero2_gathers_once_and_reduces_once(ranks, world):
-    found, _ = ranks(world).run(traffic.step_traffic, "zero2", {"devices": world})[0]
+def test_zero2_gathers_once_and_reduces_once(traffic_of, world):
+    found, _ = traffic_of(world, "zero2", {"devices": world})[0]
     assert total(found, "gather") == 4 * whole(world)
     assert total(found, "reduce") == 4 * whole(world)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "gathers", "reduces"), [("zero3", 8, 4), ("zero2", 4, 4), ("zero1", 1, 1)])
-def test_accumulating_four(ranks, strategy, gathers, reduces):
-    found, _ = ranks(2).run(traffic.step_traffic, strategy, {"devices": 2}, accumulate=4)[0]
+def test_accumulating_four(traffic_of, strategy, gathers, reduces):
+    found, _ = traffic_of(2, strategy, {"devices": 2}, accumulate=4)[0]
     assert total(found, "gather") == gathers * 4 * whole(2)
     assert total(found, "reduce") == reduces * 4 * whole(2)
 
 
-def test_deferred_sync_reduces_once(ranks):
-    found, _ = ranks(2).run(traffic.step_traffic, "zero3", {"devices": 2}, accumulate=4, sync="last")[0]
+def test_deferred_sync_reduces_once(traffic_of):
+    found, _ = traffic_of(2, "zero3", {"devices": 2}, accumulate=4, sync="last")[0]
     assert total(found, "gather") == 8 * 4 * whole(2)
     assert total(found, "reduce") == 4 * whole(2)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ddp_all_reduces_once(ranks, world):
-    found, _ = ranks(world).run(traffic.step_traffic, "ddp", {"devices": world})[0]
+def test_ddp_all_reduces_once(traffic_of, world):
+    found, _ = traffic_of(world, "ddp", {"devices": world})[0]
     assert total(found, "gather") == total(found, "reduce") == 0
     assert total(found, "all_reduce") == 4 * whole()
 
 
-def test_hybrid_adds_the_all_reduce_of_a_shard(ranks):
-    found, _ = ranks(4).run(traffic.step_traffic, "hybrid", {"replicate": 2, "shard": 2})[0]
+def test_hybrid_adds_the_all_reduce_of_a_shard(traffic_of):
+    found, _ = traffic_of(4, "hybrid", {"replicate": 2, "shard": 2})[0]
     assert total(found, "gather", 2) == total(found, "gather") == 2 * 4 * whole(2)
     assert total(found, "reduce", 2) == total(found, "reduce") == 4 * whole(2)
     assert total(found, "all_reduce") == 4 * whole(2) // 2
 
 
-def test_hpz_gathers_over_all_then_over_two(ranks):
-    found, _ = ranks(4).run(traffic.step_traffic, "hpz", {"devices": 4, "reshard": 2})[0]
+def test_hpz_gathers_over_all_then_over_two(traffic_of):
+    found, _ = traffic_of(4, "hpz", {"devices": 4, "reshard": 2})[0]
     assert total(found, "gather", 4) == 4 * whole(4)
     assert total(found, "gather", 2) == 4 * whole(4)  # the two ranks hold the padded halves between them
     assert total(found, "reduce", 4) == 4 * whole(4)
 
 
-def test_mixed_moves_only_the_sharded_units(ranks):
-    found, _ = ranks(4).run(traffic.step_traffic, "mixed", {"devices": 4, "replicate": ["embed"]})[0]
+def test_mixed_moves_only_the_sharded_units(traffic_of):
+    found, _ = traffic_of(4, "mixed", {"devices": 4, "replicate": ["embed"]})[0]
     sharded = whole(4) - padded(UNITS["embed"], 4)
     assert total(found, "gather") == 2 * 4 * sharded
     assert total(found, "all_reduce") == 4 * 50 * 24
 
 
-def test_frozen_parameters_are_gathered_but_not_reduced(ranks):
-    found, held_bytes = ranks(2).run(traffic.step_traffic, "zero3", {"devices": 2}, kind="lora")[0]
+def test_frozen_parameters_are_gathered_but_not_reduced(traffic_of):
+    found, held_bytes = traffic_of(2, "zero3", {"devices": 2}, kind="lora")[0]
     lora = [(4, 24), (24, 4), (4, 24), (12, 4), (4, 42), (24, 4)]  # A and B of q, v and down
     assert total(found, "reduce") == 4 * 3 * padded(lora, 2)
     assert held_bytes["optimizer"] == 8 * 3 * sum(-(-s[0] // 2) * rest(s) for s in lora)

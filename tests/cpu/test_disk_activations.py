@@ -61,7 +61,7 @@ def test_no_more_than_two_blocks_are_in_host_memory(ranks, remat):
 def test_the_bytes_of_a_step_are_those_of_the_schedule(ranks):
     found, said, disk = ranks(2).run(disk_activations.as_planned)[0]
     assert found == said
-    inputs = 3 * 2 * 2 * 16 * 192  # bytes, of all blocks but the last
+    inputs = 3 * 2 * 8 * 192  # bytes, of all blocks but the last
     assert found[0] == 2 * inputs  # two micro-batches
     assert disk == {"activations": inputs}
 

@@ -17,7 +17,8 @@ def test_two_ranks_are_one(ranks, kind):
 
 
 @pytest.mark.parametrize(
-    ("expert", "replicate", "accumulate", "remat"), [(4, 1, 1, "none"), (2, 1, 2, "full"), (2, 2, 1, "none")]
+    ("expert", "replicate", "accumulate", "remat"),
+    [(4, 1, 1, "none"), pytest.param(2, 1, 2, "full", marks=pytest.mark.full), (2, 2, 1, "none")],
 )
 def test_four_ranks_are_one(ranks, expert, replicate, accumulate, remat):
     """Experts over all four, over two and sharded over the others, over two and replicated."""
@@ -45,6 +46,7 @@ def test_exchanged_bytes_are_the_formulas(ranks):
     assert sent == 2 * 4 * formula
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 1)])
 def test_a_checkpoint_goes_on_with_experts_spread_otherwise(ranks, tmp_path, first, second):
     for apart in ranks(4).run(experts.resumed, str(tmp_path), "mixtral", first, second):

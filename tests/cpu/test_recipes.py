@@ -21,7 +21,14 @@ BYTES = [*FEW, "data.tokenizer=bytes", "data.workers=1"]
 
 # Only sizes: what a recipe chooses stays as it is.
 SMALLER = {
-    "bytes.toml": ["data.path=bytes", "train.steps=12", "schedule.warmup=2", "sample.every=6", "sample.tokens=4"],
+    "bytes.toml": [
+        "data.path=bytes",
+        "data.sequence=32",
+        "train.steps=12",
+        "schedule.warmup=2",
+        "sample.every=6",
+        "sample.tokens=4",
+    ],
     "gpt.toml": ["data.path=bytes", "model.name=models.py:gpt", "train.steps=4", "train.global_batch=64"],
     "llama-125m.toml": [*LLAMA, "train.micro_batch=4", "schedule.warmup=2", "eval.every=2", "eval.batches=2"],
     "llama3-8b.toml": [*LLAMA, "schedule.warmup=1", "schedule.decay=2"],

@@ -21,6 +21,7 @@ from fullshard.runs.lr_schedule import factor
 from fullshard.runs.prepare import make_optimizer, prepare
 from fullshard.runs.recipe import load_recipe
 from fullshard.strategies import zero3
+from tests.command import fullshard_here
 
 MODEL = """
 from fullshard.on_torch.models import Llama
@@ -208,7 +209,7 @@ def children(pid: int) -> list[str]:
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(here):
-    done = train(here, "--dry-run", "--run", "runs/dry")
+    done = fullshard_here("train", "recipe.toml", "--dry-run", "--run", "runs/dry", cwd=here)
     assert done.returncode == 0, done.stderr
     assert '"decay_all": false' in done.stderr  # all keys, and the table of units
     assert "model.layers.0 … model.layers.1 (2)  sharded" in done.stderr
@@ -218,7 +219,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(here):
 
 
 def test_bad_input_exits_2_with_one_line(here):
-    done = train(here, "optim.lrr=1", "--run", "runs/bad")
+    done = fullshard_here("train", "recipe.toml", "optim.lrr=1", "--run", "runs/bad", cwd=here)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if not line.endswith(" …")]  # without what it was doing
     assert len(said) == 1

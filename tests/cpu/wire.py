@@ -11,16 +11,17 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
+from fullshard.model import presets
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import recipes
 
 MODEL, SEQUENCE = "llama-nano", 16
 
 
-def make_plan(model, strategy: str, arguments: dict, wire: fs.Wire, **more) -> tuple[fs.Plan, fs.Description]:
+def make_plan(strategy: str, arguments: dict, wire: fs.Wire, **more) -> tuple[fs.Plan, fs.Description]:
     """A plan for all ranks, and the description with costs that predictions need."""
     precision = more.pop("precision", fs.Precision())
-    described = on_torch.describe(model, micro_batch=1, sequence=SEQUENCE, compute=precision.compute)
+    described = presets.describe(MODEL)
     return fs.strategy(
         strategy, described, **arguments, precision=precision, batch=fs.Batch(1, SEQUENCE), wire=wire, **more
     ), described
@@ -35,7 +36,7 @@ def batches(mesh: fs.Mesh, step: int = 0) -> list[dict[str, torch.Tensor]]:
 def sent(strategy: str, arguments: dict, wire: fs.Wire, **more) -> dict:
     """Bytes that this rank sends in a steady step: counted, and predicted."""
     model = on_torch.load_model(MODEL)
-    plan, described = make_plan(model, strategy, arguments, wire, **more)
+    plan, described = make_plan(strategy, arguments, wire, **more)
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=7)
     for step in range(2):
         with on_torch.record() as traffic:
@@ -80,8 +81,8 @@ def _losses(plan: fs.Plan, steps: int = 3, **more) -> tuple[list[float], dict[st
 
 def first_steps() -> dict[str, float]:
     """How far quantised steps are from plain ones."""
-    world, model = dist.get_world_size(), on_torch.load_model(MODEL)
-    made = lambda wire, **more: make_plan(model, "zero3", {"devices": world}, wire, **more)[0]
+    world = dist.get_world_size()
+    made = lambda wire, **more: make_plan("zero3", {"devices": world}, wire, **more)[0]
     int8 = fs.Wire("int8", "int8", error_feedback=True)
     (plain, exact), (found, _) = _losses(made(fs.Wire())), _losses(made(int8))
     _, gradients = _losses(made(fs.Wire(reduce="int8")), steps=1)  # rounded parameters have other gradients
@@ -122,8 +123,8 @@ class Counted(on_torch.Communication):
 
 def own_communication() -> dict:
     """A run with `Counted` beside a plain one, its bytes beside those of the log, and what is refused."""
-    model, arguments = on_torch.load_model(MODEL), {"devices": dist.get_world_size()}
-    plan = make_plan(model, "zero3", arguments, fs.Wire())[0]
+    arguments = {"devices": dist.get_world_size()}
+    plan = make_plan("zero3", arguments, fs.Wire())[0]
     Counted.units = []
     plain = _losses(plan)[0]
     losses = _losses(plan, communication=Counted)[0]
@@ -133,7 +134,7 @@ def own_communication() -> dict:
     with on_torch.record() as traffic:
         on_torch.train_step(state, batches(plan.mesh))
     logged = sum(sent_bytes(c.kind, c.nbytes, c.ranks) for c in traffic.collectives if c.kind != "all_reduce")
-    quantized = make_plan(model, "zero3", arguments, fs.Wire("int8"))[0]
+    quantized = make_plan("zero3", arguments, fs.Wire("int8"))[0]
     return {
         "counted": Counted.sent,
         "logged": logged,

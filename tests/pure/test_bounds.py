@@ -28,6 +28,7 @@ def asked(name: str, where: str, sequence: int, rows: int, limit: int | None) ->
     return request, reduced_model(request), available(cluster, request.limit)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", ASKED, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_nothing_is_left_out_that_would_have_won(case):
     """Every plan of every family: the first that fits, timed."""
@@ -54,6 +55,7 @@ def test_most_plans_are_not_estimated():
     assert len(reduced.times) < 25
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", ASKED, ids=lambda c: f"{c[0]}-{c[1]}")
 def test_lower_bounds_hold_for_every_plan(case):
     request, reduced, room = asked(*case)
