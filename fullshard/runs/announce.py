@@ -38,7 +38,7 @@ def _task(prepared: Prepared, run: Path, resume: str | None) -> str:
 
 
 def _resumed_from(prepared: Prepared, run: Path, resume: str | None) -> Any:
-    """The checkpoint that a run goes on from, if it is whole."""
+    """The checkpoint that a run goes on from. If its newest one is damaged, the ranks say so and take an older one."""
     if resume is None:
         return None
     if resume != "auto":

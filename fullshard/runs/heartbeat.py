@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fullshard.storage.memory_limits import resident_bytes
+
 EVERY = 5.0  # seconds between two writes of a rank, at least
 WRITES = 20.0  # a second of all ranks together, at most: they may share a file system
 
@@ -32,7 +34,7 @@ class Heartbeat:
             return
         self.next = now + self.every
         told = {"step": step, "doing": doing, "idle_seconds": round(idle, 1), "step_seconds": step_seconds, "ended": ended}
-        self._write(self.about | told | {"rss": _resident_bytes(), "every": self.every, "time": time.time()})
+        self._write(self.about | told | {"rss": resident_bytes().get("host_rss"), "every": self.every, "time": time.time()})
 
     def _write(self, record: dict[str, Any]) -> None:
         fresh = self.path.with_name(f".{self.path.name}.partial")
@@ -44,11 +46,3 @@ class Heartbeat:
             if not self.failed:
                 print(f"cannot write {self.path}: {error.strerror}; the run goes on without it", file=sys.stderr, flush=True)
             self.failed = True
-
-
-def _resident_bytes() -> int | None:
-    """Bytes of memory that this process holds; None where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_drawn_with_the_figures_of_its_sentence():
     assert not found["fits"]
     for bar in found["bars"]:
         assert sum(bar["terms"].values()) == bar["needed"] > bar["available"]
-        assert f"needs {bytes_text(bar['needed'])} of {bytes_text(bar['available'])} a device" in found["sentence"]
+        assert f"needs {bytes_text(bar['needed'])} of the device's {bytes_text(bar['available'])}" in found["sentence"]
 
 
 WRONG = [
@@ -239,6 +239,18 @@ def test_of_a_long_run_few_rows_are_kept(tmp_path, monkeypatch):
     assert reader.recorded == 1020
     assert max(reader.series()["loss"]) == 99.0
     assert reader.series()["step"][-1] == 1020
+
+
+def test_checkpoints_are_looked_for_where_the_recipe_saves_them(tmp_path):
+    run, saves = tmp_path / "run", tmp_path / "saves"
+    make(saves, step=7)
+    for number, (path, url) in enumerate([(str(saves), None), (f"file://{saves}", None), ("s3://bucket/saves",) * 2]):
+        own = run / str(number)
+        own.mkdir(parents=True)
+        (own / "recipe.json").write_text(json.dumps({"checkpoint": {"path": path}}))
+        found = RunView(own).snapshot()
+        assert [r["step"] for r in found["checkpoints"]] == ([] if url else [7])
+        assert found["about"]["checkpoint_url"] == url
 
 
 def test_checkpoints_have_verdicts(tmp_path):

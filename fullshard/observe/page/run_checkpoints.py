@@ -16,7 +16,7 @@ STAGED = re.compile(r"\.(step-\d+)\.[0-9a-f]+\.(partial|removed)")
 
 @dataclass
 class RunCheckpoints:
-    """The directory RUN/checkpoints. `verified`: what reading every byte showed, by name and time of writing."""
+    """The directory of a run's checkpoints. `verified`: what reading every byte showed, by name and time of writing."""
 
     directory: Path
     verified: dict[tuple[str, float], list[str]] = field(default_factory=dict)

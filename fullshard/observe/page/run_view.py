@@ -51,7 +51,15 @@ class RunView:
         }
 
     def _look_slowly(self) -> None:
-        self.slow = {"about": self._about(), "checkpoints": self._checkpoints(), "profile": last_profile(self.directory)}
+        recipe = _read(self.directory / "recipe.json")
+        where = str(_table(recipe, "checkpoint").get("path") or self.directory / "checkpoints").removeprefix("file://")
+        remote = "://" in where  # on another machine, which the page does not ask
+        about = {"steps": _table(recipe, "train").get("steps"), "model": _table(recipe, "model").get("name")}
+        self.slow = {
+            "about": about | {"checkpoint_url": where if remote else None},
+            "checkpoints": [] if remote else self._checkpoints(Path(where)),
+            "profile": last_profile(self.directory),
+        }
         self.next_look = time.monotonic() + SETTLED
 
     def verify(self, name: str) -> Json:
@@ -59,13 +67,9 @@ class RunView:
         self.next_look = 0.0
         return found
 
-    def _about(self) -> Json:
-        """A few facts of the recipe."""
-        recipe = _read(self.directory / "recipe.json")
-        train, model, save = (_table(recipe, key) for key in ("train", "model", "checkpoint"))
-        return {"steps": train.get("steps"), "model": model.get("name"), "checkpoint_dir": save.get("dir")}
-
-    def _checkpoints(self) -> list[Json]:
+    def _checkpoints(self, directory: Path) -> list[Json]:
+        if directory != self.checkpoints.directory:
+            self.checkpoints = RunCheckpoints(directory)
         try:
             return self.checkpoints.rows()
         except (FullshardError, OSError) as error:

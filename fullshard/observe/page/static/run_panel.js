@@ -20,7 +20,7 @@ export function runPanel(index, run) {
   };
   const show = (now) => {
     renew("ranks", now.ranks, ranks);
-    renew("checkpoints", { rows: now.checkpoints, dir: now.about.checkpoint_dir }, (data) => checkpoints(index, data));
+    renew("checkpoints", { rows: now.checkpoints, url: now.about.checkpoint_url }, (data) => checkpoints(index, data));
     renew("events", now.events, events);
     if (kept.get("profile") !== JSON.stringify(now.profile)) drawProfile(profile, now.profile);
     kept.set("profile", JSON.stringify(now.profile));
@@ -46,9 +46,9 @@ function ranks(found) {
   return [make("h3", {}, "Ranks"), table(["Rank", "Health", "Doing", "Step", "Step time", "Host memory", "Where"], rows, [0, 3, 4, 5])];
 }
 
-function checkpoints(index, { rows, dir }) {
-  const elsewhere = dir ? make("p", { class: "note" }, `This run saves to ${dir}; fullshard checkpoint ls lists it.`) : null;
-  if (!rows.length) return [make("h3", {}, "Checkpoints"), elsewhere ?? make("p", { class: "note" }, "There is none yet.")];
+function checkpoints(index, { rows, url }) {
+  const none = url ? `This run saves to ${url}; fullshard checkpoint ls ${url} lists it.` : "There is none yet.";
+  if (!rows.length) return [make("h3", {}, "Checkpoints"), make("p", { class: "note" }, none)];
   const body = rows.map((row) => [
     row.name,
     word(row.verdict),
@@ -60,11 +60,7 @@ function checkpoints(index, { rows, dir }) {
       .join(", "),
     row.verdict === "whole" ? verifyButton(index, row.name) : "",
   ]);
-  return [
-    make("h3", {}, "Checkpoints"),
-    ...(elsewhere ? [elsewhere] : []),
-    table(["Checkpoint", "Verdict", "", "Written", "Size", "Metrics", ""], body, [4]),
-  ];
+  return [make("h3", {}, "Checkpoints"), table(["Checkpoint", "Verdict", "", "Written", "Size", "Metrics", ""], body, [4])];
 }
 
 function verifyButton(index, name) {
