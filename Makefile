@@ -11,8 +11,10 @@ HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
 HOLDS_docs := docs
-# Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly.
-WORKERS := --numprocesses=3 --dist=loadfile
+# Three workers keep two cores busy: many tests wait. A file stays with one worker: its tests share what is costly. Files
+# begin in the order that is given, those of minutes first: at the end no worker is left alone with one.
+WORKERS := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+TORCH := tests/cpu tests/fuzz tests/pure
 
 # What `make test` runs of the JAX engine: its losses are those of torch, in Python and in a run.
 JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_run_on_jax_has_the_losses_of_torch
@@ -20,7 +22,7 @@ JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_ru
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all test-jax lint bench docs clean
+.PHONY: install demo test test-torch test-jax-first test-all test-jax lint style types bench docs clean
 
 # What a user needs: training, Hugging Face models, data preparation, benchmark plots, the page, migration.
 install: $(VENV)/.install
@@ -28,21 +30,31 @@ install: $(VENV)/.install
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --steps 300
 
-test: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/pure tests/cpu tests/fuzz
-	$(BIN)/python -m pytest $(WORKERS) $(JAX_FIRST)
+# Two at a time: mypy and the few tests of JAX fill the cores while tests of torch wait. Each of the three can fail it.
+test: style
+	$(MAKE) --no-print-directory --jobs=2 types test-torch test-jax-first
+
+test-torch: $(VENV)/.dev
+	$(BIN)/python -m pytest $(WORKERS) -m "not full" $(TORCH)
+
+test-jax-first: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(JAX_FIRST)
 
 test-all: lint
-	$(BIN)/python -m pytest $(WORKERS) tests/pure tests/cpu tests/fuzz
+	$(BIN)/python -m pytest $(WORKERS) $(TORCH)
 	$(BIN)/python -m pytest $(WORKERS) tests/jax
 
 # All that is quick of the JAX engine. By itself: a process that has used JAX must not fork, as loaders of torch do.
 test-jax: $(VENV)/.dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/jax
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev

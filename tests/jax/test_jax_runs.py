@@ -9,15 +9,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from fullshard import FullshardError
+import fullshard as fs
+from fullshard import FullshardError, on_jax
 from fullshard.data.pack import pack
 from fullshard.engine import load_engine
 from fullshard.on_jax import engine
 from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
 from tests.cpu.slurm import slurm  # noqa: F401 - a fixture
+from tests.jax.conftest import QUICK
 
 RECIPE = """
 [model]
@@ -67,17 +71,6 @@ def two(rngs):
 def no_rngs():
     return Bigrams(nnx.Rngs(0))
 """
-WEIGHTS = """
-import sys
-import fullshard as fs
-from fullshard import on_jax
-from fullshard.on_jax.engine import load_model
-import numpy as np
-from safetensors.numpy import save_file
-make = load_model(sys.argv[1])
-state = on_jax.shard(make, fs.ddp(on_jax.describe(make), devices=1), seed=5)
-save_file({name: np.asarray(value) for name, value in state.params.items()}, "weights/model.safetensors")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +82,16 @@ def here(tmp_path_factory) -> Path:
     pack(texts, path / "tokens", workers=1)
     pack(texts[:1], path / "valid", workers=1)
     (path / "weights").mkdir()
-    subprocess.run([sys.executable, "-c", WEIGHTS, "llama-bytes"], cwd=path, env=environment(), check=True, timeout=120)
+    make = engine.load_model("llama-bytes")
+    drawn = on_jax.shard(make, fs.ddp(on_jax.describe(make), devices=1), seed=5)
+    save_file({name: np.asarray(value) for name, value in drawn.params.items()}, path / "weights/model.safetensors")
     return path
 
 
 def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "XLA_FLAGS")}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **more}
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK)}
+    return {**kept, **ours, **more}
 
 
 def train(here: Path, run: str, *arguments: str, on: str = "jax", **more: str) -> subprocess.CompletedProcess:
