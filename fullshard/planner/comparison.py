@@ -192,5 +192,6 @@ def _compared(
     name: str, words: str, plan: Plan, description: Description, cluster: Cluster, limit: int | None, clip: bool
 ) -> ComparedPlan:
     found = estimate(plan, description, cluster, limit=limit, clip=clip)
-    most = most_by_term(plan, description, GROUPS, clip=clip, cpu_share=cores_share(plan, cluster))
+    share, on_cuda = cores_share(plan, cluster), cluster.device.kind == "cuda"
+    most = most_by_term(plan, description, GROUPS, clip=clip, cpu_share=share, cublas=on_cuda)
     return ComparedPlan(name, words, plan, found, most, wire_bytes(plan, description, clip=clip))

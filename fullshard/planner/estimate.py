@@ -114,9 +114,9 @@ def estimate(
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
-    with_allocator = reserved and cluster.device.kind == "cuda"
+    on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
-    peak = peak or predict(plan, description, **common, reserved=with_allocator, engine=engine)
+    peak = peak or predict(plan, description, **common, reserved=reserved and on_cuda, engine=engine, cublas=on_cuda)
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds

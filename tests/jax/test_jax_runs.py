@@ -96,7 +96,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def train(here: Path, run: str, *arguments: str, on: str = "jax", **more: str) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", run, "--engine", on, *arguments]
-    return subprocess.run(line, cwd=here, env=environment(**more), capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(line, cwd=here, env=environment(**more), capture_output=True, text=True, timeout=400, check=False)
 
 
 def lines(here: Path, run: str) -> list[dict]:

@@ -109,6 +109,7 @@ def test_cpus_have_no_other_home_and_tpus_no_zero2():
     assert [p.name for p in on_cpu.plans] == ["ddp", "zero1", "zero2", "zero3"]
     assert (on_cpu.precision.compute, on_cpu.compile) == ("fp32", False)
     assert "in MiB" in comparison_text(on_cpu)
+    assert not any("workspace" in p.estimate.device.terms for p in on_cpu.plans)  # cuBLAS's
     on_tpu = compared(NANO, "8xv5p", sequence=16)
     assert "zero2" not in by_name(on_tpu)
     assert "JAX engine" in comparison_text(on_tpu)

@@ -160,8 +160,5 @@ def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
         found = expected_of(recipe, plan, description, prepared.cluster)
     if found is None or description is None:
         return None
-    allocated = found.device.allocated_bytes
-    if prepared.cluster.device.kind == "cpu":
-        allocated -= found.device.terms.get("workspace", 0)  # cuBLAS's
     sent = wire_bytes(plan, description, loss=planned_loss(recipe), clip=recipe.optim.clip is not None).total
-    return Predicted(allocated, found.device.reserved_bytes, found.step_seconds, sent, found.mfu, found.fits)
+    return Predicted(found.device.allocated_bytes, found.device.reserved_bytes, found.step_seconds, sent, found.mfu, found.fits)

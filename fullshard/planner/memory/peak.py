@@ -53,17 +53,19 @@ def predict(
     clip: bool = True,
     cpu_share: float = SHARE,
     engine: str = "torch",
+    cublas: bool = True,
 ) -> PeakMemory:
     """Predict the peak of a steady step of `plan` on a rank's device, in its host's memory and on disk.
 
     `reserved = False` leaves the allocator out. That is ten times as fast, and `allocated` is then a few MiB too low, as
     it lacks the ends of blocks that the allocator does not split. `clip` and `cpu_share` (the share of pieces that the
     CPU updates) matter only with offload. Gradients of offloaded units count until the unit's next forward, which is an
-    upper bound. `engine`: which carries the plan out. On JAX there is nothing beside what is allocated.
+    upper bound. `engine`: which carries the plan out. On JAX there is nothing beside what is allocated. `cublas`: whether
+    cuBLAS multiplies, whose workspaces count; not on a CPU.
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = (XlaReplay if engine == "jax" else Replay)(plan, description, slots, clip=clip, cpu_share=cpu_share)
+    player = (XlaReplay if engine == "jax" else Replay)(plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
     taken = None
     if reserved and engine == "torch":
         starts, alike, before = _three_steps(player, description, operations)
@@ -110,13 +112,14 @@ def most_by_term(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     cpu_share: float = SHARE,
+    cublas: bool = True,
 ) -> dict[str, int]:
     """The most bytes of each group of terms during a steady step. Groups peak at different times, so the sum is above the peak.
 
     `groups`: the name of a term's group.
     """
     operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
+    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share, cublas=cublas)
     tape = _steady(player, description, operations).tape
     now, most = dict.fromkeys(groups.values(), 0), dict.fromkeys(groups.values(), 0)
     for delta, term in zip(tape.deltas, tape.terms, strict=True):

@@ -19,10 +19,20 @@ from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
 
 class Replay:
-    """Plays the operations of a step onto a tape. `slots`: tensors of optimizer state for each parameter."""
+    """Plays the operations of a step onto a tape. `slots`: tensors of optimizer state for each parameter. `cublas`: whether
+    cuBLAS multiplies."""
 
-    def __init__(self, plan: Plan, description: Description, slots: int, *, clip: bool = True, cpu_share: float = SHARE):
-        self.plan, self.tape, self.slots = plan, Tape(), slots
+    def __init__(
+        self,
+        plan: Plan,
+        description: Description,
+        slots: int,
+        *,
+        clip: bool = True,
+        cpu_share: float = SHARE,
+        cublas: bool = True,
+    ):
+        self.plan, self.tape, self.slots, self.cublas = plan, Tape(), slots, cublas
         self.units = unit_sizes(plan, description)
         self.away = OffloadBytes(plan, self.units, slots, clip=clip, cpu_share=cpu_share)
         self.waiting = WaitingGradients(self.away)
@@ -100,7 +110,7 @@ class Replay:
 
     def workspaces(self, *threads: str) -> None:
         """Allocate cuBLAS's workspaces: one for the thread that runs forward, one for autograd's."""
-        for thread in threads or ("forward", "backward"):
+        for thread in (threads or ("forward", "backward")) if self.cublas else ():
             if ("workspace", thread) not in self.tape.alive:
                 self._add("workspace", thread, CUBLAS_WORKSPACE, "workspace")
 

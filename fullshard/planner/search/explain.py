@@ -130,6 +130,7 @@ def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, 
 
 def _shortage(request: PlanRequest, reduced: ReducedModel, label: str, plan: Plan, room: int) -> Shortage:
     arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip, "engine": request.engine}
+    arguments["cublas"] = request.cluster.device.kind == "cuda"
     request.check()
     share = cores_share(plan, request.cluster, request.optimizer)
     peak = predict(plan, request.description, **arguments, cpu_share=share, reserved=False)  # type: ignore[arg-type]

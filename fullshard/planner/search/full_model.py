@@ -67,8 +67,8 @@ class FullModel:
         if peak is not None and (peak.device > self.room or self.host_shortage(peak) > 0):
             return FullResult(plan, peak.device + slack, fits_host=self.host_shortage(peak) <= 0)
         r, arguments = self.request, self._arguments(plan)
-        reserved = r.cluster.device.kind == "cuda"
-        predicted = predict(plan, r.description, **arguments, reserved=reserved, engine=r.engine)
+        on_cuda = r.cluster.device.kind == "cuda"
+        predicted = predict(plan, r.description, **arguments, reserved=on_cuda, engine=r.engine, cublas=on_cuda)
         needed = predicted.allocated if predicted.reserved is None else predicted.reserved
         if needed > self.room:
             return FullResult(plan, needed)
