@@ -48,10 +48,8 @@ def complete(found: dict[str, Any], step: PlannedStep | None) -> dict[str, Any]:
     if step is not None and (estimate := step.estimate) is not None:
         found["predicted"] = predicted_lanes(estimate)
         if found["memory"]:
-            terms = dict(sorted(estimate.device.terms.items(), key=lambda item: -item[1]))
-            unused = terms.pop("workspace", 0) if found["device"] == "cpu" else 0  # cuBLAS's
-            found["memory"]["estimated_bytes"] = estimate.device.allocated_bytes - unused
-            found["memory"]["estimated_kinds"] = terms
+            found["memory"]["estimated_bytes"] = estimate.device.allocated_bytes
+            found["memory"]["estimated_kinds"] = dict(sorted(estimate.device.terms.items(), key=lambda item: -item[1]))
     found["recommendation"] = recommend(found, step)
     return found
 
