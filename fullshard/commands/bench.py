@@ -94,7 +94,7 @@ def _show_predictions(wanted: "Wanted", as_json: bool) -> None:
 def _run(wanted: "Wanted", again: bool, as_json: bool) -> None:
     from fullshard.observe.bench import report
     from fullshard.observe.bench.case_progress import CaseProgress
-    from fullshard.observe.bench.matrix import run_matrix, unfinished, write_files
+    from fullshard.observe.bench.matrix import finished, run_matrix, unfinished, write_files
     from fullshard.observe.bench.run_cases import CaseFiles
 
     _refuse_output(wanted.output)
@@ -108,7 +108,10 @@ def _run(wanted: "Wanted", again: bool, as_json: bool) -> None:
         with CaseProgress(count, matrix.axes) as progress:
             found = run_matrix(matrix, again=again, tell=progress.tell)
     except KeyboardInterrupt:
-        typer.echo(f"ended; finished cases are in {wanted.output}/cases, and the same command runs the others", err=True)
+        part = finished(matrix)
+        if part.measured():
+            write_files(part, wanted.output)
+        typer.echo(f"ended; {wanted.output} has {len(part.results)} of {cases}, and the same command runs the others", err=True)
         raise
     files, missing = write_files(found, wanted.output)
     if as_json:

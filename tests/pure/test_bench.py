@@ -1,6 +1,7 @@
 """The cases of a benchmark and its tables, without ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fullshard.observe.bench.axes import Axis, full_key, parse_axes, product, sp
 from fullshard.observe.bench.base_recipe import Base, with_choices
 from fullshard.observe.bench.case_process import Spec
 from fullshard.observe.bench.cases import TITLES, Case, Predicted, Settings, make_cases
+from fullshard.observe.bench.matrix import Matrix, Wanted, finished
 from fullshard.observe.bench.pareto_plot import draw
 from fullshard.observe.bench.run_cases import CaseFiles, Result, run_all, summary, typical
 
@@ -233,6 +235,16 @@ def test_finished_cases_do_not_run_again(tmp_path, monkeypatch):
     assert ran == ["ddp", "zero3", "ddp"]
     run_all(cases, files, 20.0, again=True, tell=lambda i, c, r, kept: None)
     assert ran[3:] == ["ddp", "zero3"]
+
+
+def test_a_benchmark_that_was_ended_has_tables_of_the_cases_that_ran(tmp_path):
+    axis = Axis("plan.strategy", ("ddp", "zero2", "zero3"))
+    ran, second, left = make_cases(Base("m", TREE), [axis], [], SETTINGS, tmp_path)
+    refused = replace(second, refused="it cannot")
+    CaseFiles(tmp_path).save(Result(ran.key, ran.system, ran.choices, "ok", measured={"hardware": "CPU", "seconds": 1.0}))
+    wanted = Wanted("m", (), (), "torch", 2, 3, 1, 10.0, None, tmp_path, "fullshard bench")
+    found = finished(Matrix(wanted, (), SETTINGS, (ran, refused, left)))
+    assert [(r.key, r.outcome) for r in found.results] == [(ran.key, "ok"), (refused.key, "refused")]
 
 
 def test_a_damaged_file_is_no_result(tmp_path):

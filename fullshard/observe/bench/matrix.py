@@ -15,7 +15,7 @@ from fullshard.observe.bench.axes import Axis, parse_axes, product
 from fullshard.observe.bench.base_recipe import Base, load_base, with_choices, write_tokens
 from fullshard.observe.bench.cases import Case, Settings, checked, make_cases
 from fullshard.observe.bench.report import Bench, markdown, to_dict
-from fullshard.observe.bench.run_cases import CaseFiles, Result, run_all
+from fullshard.observe.bench.run_cases import CaseFiles, Result, known_result, run_all
 from fullshard.runs.recipe import load_recipe, make_recipe
 from fullshard.status import say
 from fullshard.text import bytes_text, seconds_text, table
@@ -98,7 +98,17 @@ def run_matrix(matrix: Matrix, *, again: bool, tell: Tell) -> Bench:
     """Run what has no result yet."""
     wanted = matrix.wanted
     wanted.output.mkdir(parents=True, exist_ok=True)
-    results = run_all(list(matrix.cases), CaseFiles(wanted.output), wanted.seconds, again=again, tell=tell)
+    return _bench(matrix, run_all(list(matrix.cases), CaseFiles(wanted.output), wanted.seconds, again=again, tell=tell))
+
+
+def finished(matrix: Matrix) -> Bench:
+    """The cases that have a result, of a benchmark that was ended."""
+    files, seconds = CaseFiles(matrix.wanted.output), matrix.wanted.seconds
+    return _bench(matrix, [r for case in matrix.cases if (r := known_result(case, files, seconds)) is not None])
+
+
+def _bench(matrix: Matrix, results: list[Result]) -> Bench:
+    wanted = matrix.wanted
     seen = [r.measured["hardware"] for r in results if r.outcome == "ok"]
     units = {make_recipe(c.spec.recipe, "a case").unit for c in matrix.cases if not c.refused}
     about = {

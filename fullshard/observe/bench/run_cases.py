@@ -199,13 +199,18 @@ def run_all(
     after it."""
     found = []
     for i, case in enumerate(cases, 1):
-        if case.refused is not None:
-            result, kept = Result(case.key, case.system, case.choices, "refused", case.refused), False
-        elif (earlier := None if again else files.load(case, limit)) is not None:
-            result, kept = replace(earlier, predicted=case.predicted), True
-        else:
+        earlier = None if again and case.refused is None else known_result(case, files, limit)
+        if earlier is None:
             tell(i, case, None, False)
-            result, kept = run_case(case, files, limit), False
-        tell(i, case, result, kept)
+        result = earlier or run_case(case, files, limit)
+        tell(i, case, result, earlier is not None and case.refused is None)
         found.append(result)
     return found
+
+
+def known_result(case: Case, files: CaseFiles, limit: float) -> Result | None:
+    """The result of a case that need not run: it is refused, or ran before. None for the others."""
+    if case.refused is not None:
+        return Result(case.key, case.system, case.choices, "refused", case.refused)
+    earlier = files.load(case, limit)
+    return None if earlier is None else replace(earlier, predicted=case.predicted)
