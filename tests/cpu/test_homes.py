@@ -73,7 +73,7 @@ def test_homes_on_a_hybrid_mesh(ranks):
     close(ranks, [Case((HOST, DISK), strategy="hybrid", arguments=(("replicate", 2),), steps=3)], world=4)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_homes_go_with_everything_else(ranks, case):
     close(ranks, [case])

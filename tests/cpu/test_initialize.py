@@ -17,6 +17,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["plain", "tied", "llama", "gemma3"])
 def test_the_same_weights_at_every_world_size_and_strategy(ranks, name):
     want = ranks(1).run(initial.unsharded_digest, name)[0]
@@ -36,6 +37,7 @@ def test_the_same_weights_under_every_grouping(ranks):
         assert ranks(2).run(initial.digest, "plain", "zero3", {"devices": 2}, grouping)[0] == want
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["lora", "mixtral", "gpt2"])
 def test_the_same_weights_where_the_tensor_axis_does_not_reach(ranks, name):
     want = ranks(2).run(initial.unsharded_digest, name)[0]

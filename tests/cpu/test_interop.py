@@ -20,6 +20,7 @@ def numbers(found: dict) -> list[float]:
     return [*chain(*found["logged"]), found["evaluated"]]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("own", [True, False], ids=["our optimizer", "its optimizer"])
 def test_trainer_on_two_ranks_is_the_stock_trainer_on_one(ranks, tmp_path, own):
     stock = ranks(1).run(interop.stock_trainer, str(tmp_path / "stock"), own=own)[0]
@@ -43,8 +44,15 @@ def test_trainer_with_everything_in_host_memory(ranks, tmp_path):
         assert far(found["weights"], one["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop", "fabric_loop"])
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("accelerate_loop", "zero3"),
+        ("fabric_loop", "ddp"),
+        pytest.param("accelerate_loop", "ddp", marks=pytest.mark.full),
+        pytest.param("fabric_loop", "zero3", marks=pytest.mark.full),
+    ],
+)
 def test_a_loop_on_two_ranks_is_plain_torch_on_one(ranks, tmp_path, name, strategy):
     plain = ranks(1).run(interop.by_hand)[0]
     assert plain["losses"][0] > plain["losses"][-1] + 0.03  # it learns

@@ -38,14 +38,20 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> Path:
-    """A recipe, its model and its data; and the same run under `fullshard train`, the oracle."""
+    """A recipe, its model and its data."""
     path = tmp_path_factory.mktemp("joining")
     (path / "model.py").write_text(MODEL)
     (path / "recipe.toml").write_text(RECIPE)
     pack(sorted(Path(json.__file__).parent.glob("*.py")), path / "tokens", workers=1)
-    done = subprocess.run(cli("--ranks", "2", "--run", "own"), **options(path), check=False)
-    assert done.returncode == 0, done.stderr
     return path
+
+
+@pytest.fixture(scope="module")
+def own(here) -> list[float]:
+    """The losses of the same run under `fullshard train`, the oracle."""
+    done = subprocess.run(cli("--ranks", "2", "--run", "own"), **options(here), check=False)
+    assert done.returncode == 0, done.stderr
+    return losses(here / "own")
 
 
 def cli(*arguments: str) -> list[str]:
@@ -65,11 +71,12 @@ def losses(run: Path) -> list[float]:
 # -- SLURM --------------------------------------------------------------------------------------------
 
 
-def test_tasks_of_srun_on_two_nodes_are_ranks(slurm, here):  # noqa: F811
+@pytest.mark.full  # where there is a SLURM, it takes a minute; a wrong recipe under srun is quick
+def test_tasks_of_srun_on_two_nodes_are_ranks(slurm, here, own):  # noqa: F811
     line = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", *cli("--run", "srun")]
     done = subprocess.run(line, **options(here, slurm), check=False)
     assert done.returncode == 0, done.stderr
-    assert losses(here / "srun") == pytest.approx(losses(here / "own"), rel=2e-6)
+    assert losses(here / "srun") == pytest.approx(own, rel=2e-6)
     assert json.loads((here / "srun/plan.json").read_text())["mesh"]["shard"] == 2
 
 
@@ -183,7 +190,7 @@ def test_steps_at_the_same_time_have_ports_of_their_own(task):
 
 
 @pytest.mark.full
-def test_two_launchers_are_two_machines(here):
+def test_two_launchers_are_two_machines(here, own):
     (port,) = free_ports(1)
     given = options(here)
     given.pop("timeout"), given.pop("capture_output")
@@ -201,5 +208,5 @@ def test_two_launchers_are_two_machines(here):
         for machine in machines:
             machine.kill()
     assert [machine.returncode for machine in machines] == [0, 0], said
-    assert losses(here / "two") == pytest.approx(losses(here / "own"), rel=2e-6)
+    assert losses(here / "two") == pytest.approx(own, rel=2e-6)
     assert json.loads((here / "two/plan.json").read_text())["mesh"]["replicate"] == 2
