@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fullshard.errors import FullshardError, first_line
+from fullshard.on_torch.kernels.softmax_loss import softmax_loss_
 from fullshard.on_torch.loss import IGNORED, TensorBatch
 from fullshard.on_torch.model_call import call_model, computes_loss, find_logits, own_call
 from fullshard.on_torch.private import all_reduce
@@ -174,8 +175,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         (grad_output,) = outputs
         hidden, *sums = ctx.saved_tensors
         # In float32: rounding the factor 1 / tokens to bf16 would bias all gradients by up to 0.4%.
-        scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(sums, ctx.dtypes, strict=True)]
+        scaled = [None if g is None else _scaled(g, grad_output, d) for g, d in zip(sums, ctx.dtypes, strict=True)]
         return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None, None)
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`total * factor` in `dtype`, computed in float32 in one pass."""
+    if total.dtype is dtype:
+        return total.mul_(factor)
+    return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
 
 
 def _one_chunk(
@@ -189,37 +197,34 @@ def _one_chunk(
     vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """The loss of one chunk. Writes the gradient of the input and adds the gradients of weight and bias, in place."""
-    counted_C = (labels_C != IGNORED).float()
-    column_C1 = labels_C.clamp(min=0).unsqueeze(1)
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
     if vocabulary is None:
-        logp_CV = torch.log_softmax(logits_CV, -1, dtype=torch.float32)
-        del logits_CV
-        here_C1 = None
-        loss = -(logp_CV.gather(1, column_C1).squeeze(1) * counted_C).sum()
+        loss, grad_CV = softmax_loss_(logits_CV, labels_C).sum(), logits_CV
     else:
-        inside_C1 = (column_C1 >= vocabulary.start) & (column_C1 < vocabulary.start + len(weight_VD))
-        column_C1, here_C1 = (column_C1 - vocabulary.start).clamp(0, len(weight_VD) - 1), inside_C1.float()
-        logp_CV = _split_log_softmax(logits_CV, vocabulary)
-        del logits_CV
-        own_C = (logp_CV.gather(1, column_C1) * here_C1).squeeze(1)
-        loss = -(vocabulary.summed(own_C) * counted_C).sum()
-    if grad_hidden_CD is None and grad_weight_VD is None:
-        return loss
-    # Softmax minus one at the label, in place. Rows without a label are zeroed later, where they have D columns, not V.
-    one_C1 = logp_CV.new_full((1, 1), -1.0) if here_C1 is None else -here_C1
-    logp_CV.exp_().scatter_add_(1, column_C1, one_C1.expand_as(column_C1))
-    del one_C1
-    grad_CV = logp_CV.to(weight_VD.dtype)
-    counted_C1 = counted_C.unsqueeze(1).to(hidden_CD.dtype)
+        loss, grad_CV = _split_loss(logits_CV, labels_C, vocabulary)
+    del logits_CV
     if grad_hidden_CD is not None:
         torch.mm(grad_CV, weight_VD, out=grad_hidden_CD)
-        grad_hidden_CD.mul_(counted_C1)
     if grad_weight_VD is not None:
-        _add_product(grad_weight_VD, grad_CV.t(), hidden_CD * counted_C1)
+        _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
     if grad_bias_V is not None:
-        grad_bias_V.add_((logp_CV * counted_C.unsqueeze(1)).sum(0))
+        grad_bias_V.add_(grad_CV.sum(0, dtype=torch.float32))
     return loss
+
+
+def _split_loss(logits_CV: Tensor, labels_C: Tensor, vocabulary: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """The loss of a chunk, and the gradient of this rank's part of the logits."""
+    counted_C = (labels_C != IGNORED).float()
+    column_C = labels_C.clamp(min=0) - vocabulary.start
+    here_C = ((column_C >= 0) & (column_C < logits_CV.shape[1])).float()
+    column_C1 = column_C.clamp(0, logits_CV.shape[1] - 1).unsqueeze(1)
+    dtype = logits_CV.dtype
+    logp_CV = _split_log_softmax(logits_CV, vocabulary)
+    del logits_CV
+    own_C = logp_CV.gather(1, column_C1).squeeze(1) * here_C
+    loss = -(vocabulary.summed(own_C) * counted_C).sum()
+    logp_CV.exp_().scatter_add_(1, column_C1, -here_C.unsqueeze(1)).mul_(counted_C.unsqueeze(1))
+    return loss, logp_CV.to(dtype)
 
 
 def _split_log_softmax(logits_CV: Tensor, vocabulary: VocabularyPart) -> Tensor:

@@ -162,6 +162,7 @@ COLLECTIVES: dict[str, OpKind] = {  # of a tensor or expert axis; FSDP's do not 
 NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach"}
 
 
+PASSES = {"fullshard::softmax_loss_": 3}  # operators that work in place, and how often they pass over their first argument
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 WORK_WITHOUT_OUTPUT = {*COLLECTIVES, *PRODUCTS, *CONVOLUTIONS}  # kernels whose work is known though they made no tensor
@@ -196,6 +197,8 @@ def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Kern
     if name in COLLECTIVES:
         return COLLECTIVES[name], 0, max(t.nbytes for t in [*inputs, *outputs]), ()
     moved = sum([t.nbytes for t in [*inputs, *outputs]])
+    if name in PASSES:
+        moved += (PASSES[name] - 1) * inputs[0].nbytes
     if name in PRODUCTS:
         a, b = [t for t in inputs if t.ndim > 1][-2:]
         batch = a.shape[0] if a.ndim == 3 else 1

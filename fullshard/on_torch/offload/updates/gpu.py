@@ -3,13 +3,12 @@
 import threading
 from collections.abc import Callable
 from functools import cache
-from subprocess import SubprocessError
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.on_torch.kernels.usable_kernel import Found, usable_kernel
 from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 from fullshard.on_torch.offload.stores.packing import pack, unpack
@@ -167,29 +166,14 @@ def triton_kernel(device: torch.device, rule: Rule) -> ModuleType | None:
 
 
 @cache
-def find_kernel(device: torch.device, rule: Rule) -> tuple[ModuleType | None, str]:
-    """The module `triton_adam`, or None and the reason: there is no Triton, it cannot compile for this device, or its results
-    differ from torch's. Any other error is raised."""
+def find_kernel(device: torch.device, rule: Rule) -> Found:
+    """The module `triton_adam`, or None and the reason."""
     if device.type != "cuda" or rule.kind not in ("adamw", "adam"):
         return None, "it has none for this device" if device.type != "cuda" else f"it has none for {rule.kind}"
-    try:
-        from fullshard.on_torch.offload.kernels import triton_adam as found
 
-        return (found, "") if found.agrees(rule, device) else (None, "Triton's differs from torch's on this GPU")
-    except ImportError as error:
-        return None, f"Triton cannot be imported ({first_line(error)})"
-    except (OSError, SubprocessError) as error:
-        return None, f"Triton finds no compiler that works ({first_line(error)})"
-    except RuntimeError as error:
-        if "C compiler" in str(error):
-            return None, f"Triton finds no compiler that works ({first_line(error)})"
-        raise _broken(error) from error
-    except Exception as error:
-        raise _broken(error) from error
+    def find() -> ModuleType | None:
+        from fullshard.on_torch.offload.kernels import triton_adam
 
+        return triton_adam if triton_adam.agrees(rule, device) else None
 
-def _broken(error: Exception) -> FullshardError:
-    return FullshardError(
-        f"the Triton kernel of the optimizer's update fails on this GPU ({type(error).__name__}: {first_line(error)}); report "
-        "it, and go on without Triton: pip uninstall triton"
-    )
+    return usable_kernel("the optimizer's update", find)
