@@ -202,6 +202,13 @@ class Plan:
         alone = self.mesh.devices == 1 and self.batch.accumulate == 1 and self.precision.reduce == "fp32"
         return self.precision.compute if alone else self.precision.reduce
 
+    @property
+    def keeps_computed_gradients(self) -> bool:
+        """True if gradients of resident units can wait for their update as they were computed, in bf16: on one device with one
+        micro-batch nothing is added up, so it is exact. An engine does so where its update takes them."""
+        alone = self.mesh.data == 1 and self.batch.accumulate == 1
+        return alone and (self.precision.compute, self.precision.reduce, self.precision.master) == ("bf16", "fp32", "fp32")
+
     def packs(self, home: Home, slots: int) -> bool:
         """True if only the low 16 bits of the fp32 master are stored; its high half is the bf16 parameter.
 

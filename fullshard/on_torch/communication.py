@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.private import can_replace_collectives, replace_collectives
+from fullshard.on_torch.fsdp_groups import can_replace_collectives, replace_collectives
 from fullshard.plan import Plan, Unit
 
 # Their names since torch 2.13, which deprecates the older ones.

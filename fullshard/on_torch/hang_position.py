@@ -8,7 +8,8 @@ from types import FrameType
 from typing import Any
 
 from fullshard.hang_report import innermost_line, main_thread_frame, stack_of
-from fullshard.on_torch.private import FSDPParamGroup, flight_records
+from fullshard.on_torch.fsdp_groups import FSDPParamGroup
+from fullshard.on_torch.private import flight_records
 
 TORCH_PATH = f"{os.sep}torch{os.sep}"
 DISTRIBUTED_PATH = f"{TORCH_PATH}distributed{os.sep}"

@@ -1,22 +1,18 @@
-"""All private torch APIs that the engine uses, so that a new torch version needs changes in one file only."""
+"""All private torch APIs that the engine uses but those of FSDP (`fsdp_groups`), so that a new torch needs changes here only."""
 
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
-from torch import _C, Tensor, _foreach_copy_, cuda, dtype, empty, nn, ones_like
+from torch import _C, Tensor, cuda, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,28 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "WRAPPERS",
-    "FSDPParamGroup",
-    "GatherGroup",
     "MemoryHistory",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "adam_lists",
     "addresses",
     "all_reduce",
     "all_to_all",
-    "avoid_reduction_uploads",
-    "can_replace_collectives",
     "clear_dtensor_cache",
     "default_store",
     "dtensor_like",
     "fake_ranks",
     "flight_records",
-    "forget_unfinished",
-    "gather_group",
-    "group_label",
     "group_size",
     "inner",
     "persistent_buffers",
-    "replace_collectives",
     "run_backward",
     "saved_tensor_hooks",
     "sharded_dim",
@@ -101,15 +90,6 @@ def clear_dtensor_cache() -> None:
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
-
-
-def forget_unfinished(modules: Iterable[FSDPModule], *_: object) -> None:
-    """Let the next forward of a unit of several modules gather it, though one of them did not run in the last: torch 2.11
-    waits for that one, such as T5's `shared`, whose weight other modules have. `modules`: one of each unit."""
-    for module in modules:
-        running = getattr(module._get_fsdp_state(), "_modules_to_run_forward", None)
-        if running is not None:
-            running.clear()
 
 
 def sharded_dim(placement: Placement) -> int | None:
@@ -172,6 +152,14 @@ def dtensor_like(like: DTensor, part: Tensor) -> DTensor:
     return DTensor(part, dataclasses.replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
+def adam_lists(optimizer: Any, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
+    """The parameters of a group of torch's Adam that have gradients, their gradients, both moments and steps. Makes the state
+    of those that have none."""
+    parameters, gradients, first, second, largest, steps = ([], [], [], [], [], [])  # type: ignore[var-annotated]
+    optimizer._init_group(group, parameters, gradients, first, second, largest, steps)
+    return parameters, gradients, first, second, steps
+
+
 def persistent_buffers(model: nn.Module) -> set[str]:
     """The names of the buffers that are part of the state dict."""
     return {
@@ -180,77 +168,6 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-
-
-class GatherGroup:
-    """FSDP's parameter group of one unit, with the operations that offloading needs."""
-
-    def __init__(self, group: Any):
-        self.group = group
-
-    def reduce_into(self, kind: dtype) -> None:
-        """Keep gradients in this dtype after the reduction, instead of casting them to the shards' dtype. FSDP resets this
-        when it initialises lazily, so it must be called before every gather."""
-        self.group._orig_dtype = kind
-
-    def around_gather(self, before: Callable[[], None], at_copy: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call `before` before a gather is issued, `at_copy` before the gathered parameters are copied out, and `after` when
-        that copy is queued. In a group of one rank, FSDP reads the shard at the time of the copy-out."""
-        group, unshard, wait = self.group, self.group.unshard, self.group.wait_for_unshard
-
-        def issue(async_op: bool = False) -> None:
-            if group.is_sharded and group._all_gather_result is None:
-                before()
-            unshard(async_op)
-
-        def copy_out() -> None:
-            if group._all_gather_result is None:
-                return wait()
-            at_copy()
-            wait()
-            after()
-
-        group.unshard, group.wait_for_unshard = issue, copy_out
-
-    def adopt(self) -> None:
-        """Register the modules' current parameters as FSDP's shards, permanently. FSDP would do so at its first run and after
-        `load_state_dict`, when the storage of offloaded shards is already freed."""
-        for p in self.group.fsdp_params:
-            p.reset_sharded_param()
-            p._init_extensions()
-            p.reset_sharded_param = _do_nothing
-        self.group._reset_sharded_params = True
-
-    def hold_gathers(self, event: Any) -> None:
-        """Make all later gathers wait for `event` before they read the shards."""
-        self.group._wait_all_gather_streams_on_event(event)
-
-    def padded(self) -> list[tuple[Any, int]]:
-        """(parameter, number of elements of its padded shard) for each parameter."""
-        return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in self.group.fsdp_params]
-
-    def buffers(self) -> list[tuple[Any, Tensor]]:
-        """(parameter, its flat padded shard) for each parameter."""
-        return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def gather_group(module: FSDPModule) -> GatherGroup | None:
-    """The module's parameter group; None if it has no parameters of its own."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and newer; fullshard makes one per module
-    if groups is not None:
-        return GatherGroup(groups[0]) if groups else None
-    return GatherGroup(state._fsdp_param_group) if state._fsdp_param_group else None
-
-
-def group_label(module: FSDPModule) -> str | None:
-    """The name of the module's parameter group in traces; None if it has no parameters of its own."""
-    group = gather_group(module)
-    return None if group is None else str(group.group._module_fqn or "")
 
 
 class MemoryHistory:
@@ -266,61 +183,3 @@ class MemoryHistory:
         if self.record:
             cuda.memory._dump_snapshot(str(path))
             self.record(enabled=None)
-
-
-GatherFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, shard, group
-ReduceFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, gradients, group
-
-
-def can_replace_collectives() -> bool:
-    """True if this torch lets FSDP's collectives be replaced."""
-    kinds = all(hasattr(_fsdp_api, name) for name in ("AllGather", "ReduceScatter"))
-    return kinds and all(hasattr(FSDPModule, f"set_custom_{name}") for name in ("all_gather", "reduce_scatter"))
-
-
-def replace_collectives(module: FSDPModule, gather: GatherFunction | None, reduce: ReduceFunction | None) -> None:
-    """Let FSDP call these functions for the module's own parameters; None leaves its own collective. `reduce` sums; FSDP's
-    average is taken from the sum."""
-    if gather is not None:
-        module.set_custom_all_gather(_make_gather(gather))
-    if reduce is not None:
-        module.set_custom_reduce_scatter(_make_reduce(reduce))
-
-
-def _allocate(self: Any, size: Any, *, dtype: dtype, device: Any) -> Tensor:
-    return empty(*size, dtype=dtype, device=device)
-
-
-def _make_gather(function: GatherFunction) -> Any:
-    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        function(output_tensor, input_tensor, group)  # FSDP takes None for a collective that is on the stream already
-
-    return type("Gather", (_fsdp_api.AllGather,), {"allocate": _allocate, "__call__": call})()
-
-
-def _make_reduce(function: ReduceFunction) -> Any:
-    def call(
-        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        function(output_tensor, input_tensor, group)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-
-    return type("Reduce", (_fsdp_api.ReduceScatter,), {"allocate": _allocate, "__call__": call})()
-
-
-@cache
-def avoid_reduction_uploads() -> None:
-    """Replace FSDP's copy-in before reduce-scatter by plain copies.
-
-    FSDP's own kernel uploads a table of addresses on the compute stream each time. While an offloaded optimizer fills
-    PCIe, backward would wait for that upload at every unit. Plain copies upload nothing.
-    """
-    _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_copy_in, _fsdp_collectives.foreach_reduce_scatter_copy_in)
-
-
-def _copy_in(original: Callable[..., None], gradients: list[Tensor], flat: Tensor, ranks: int) -> None:
-    if not flat.is_cuda or any(g.ndim == 0 or g.size(0) % ranks for g in gradients):
-        return original(gradients, flat, ranks)
-    parts = flat.view(ranks, -1).split([g.numel() // ranks for g in gradients], dim=1)
-    _foreach_copy_(list(parts), [g.reshape(ranks, -1) for g in gradients])

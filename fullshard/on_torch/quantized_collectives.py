@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import CODES, BlockFormat, ErrorMeter
 from fullshard.on_torch.communication import all_gather
-from fullshard.on_torch.private import replace_collectives
+from fullshard.on_torch.fsdp_groups import replace_collectives
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.plan import Plan, Wire
 

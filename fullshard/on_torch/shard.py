@@ -18,6 +18,7 @@ from fullshard.on_torch.communication import MakeCommunication, install_communic
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
+from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
@@ -26,7 +27,6 @@ from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
 from fullshard.on_torch.offload.stores.offload_memory import make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
-from fullshard.on_torch.private import forget_unfinished
 from fullshard.on_torch.quantized_collectives import quantize_collectives
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
@@ -82,6 +82,7 @@ def shard(
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
+    computed = copy_whole_shards_once(plan, units)
     meter = quantize_collectives(plan, units)
     if communication is not None:
         install_communication(communication, plan, units)
@@ -99,7 +100,7 @@ def shard(
     made = make_optimizer(model, optimizer) if optimizer else None
     offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
-    state.wire_meter = meter
+    state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.notes = activations, offload, files, initialized.notes
     if offload is not None and made is not None:
         hook_optimizer(offload, made)
@@ -175,6 +176,18 @@ def _policy(plan: Plan) -> MixedPrecisionPolicy:
         reduce_dtype=PLAN_DTYPES[p.reduce] if p.reduce != p.compute else None,
         output_dtype=PLAN_DTYPES[p.output] if p.output else None,
     )
+
+
+def copy_whole_shards_once(plan: Plan, units: dict[str, list[FSDPModule]]) -> ComputedGradients:
+    """Spare the resident units whose shard is the whole the second pass of their gathers and reductions. Returns whether their
+    gradients stay as computed, for the step to set."""
+    computed = ComputedGradients()
+    for unit in plan.units:
+        resident = unit.home.params == unit.home.optimizer == "device"
+        group = gather_group(units[unit.name][0]) if resident and units[unit.name] else None
+        if group is not None:
+            group.copy_once(computed)
+    return computed
 
 
 def _set_prefetch(plan: Plan, units: dict[str, list[FSDPModule]]) -> None:

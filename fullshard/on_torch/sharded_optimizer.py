@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters, and the global gradient norm."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError, a_kind, nearest
+from fullshard.on_torch.kernels.one_pass_adam import OnePass, find_one_pass, one_pass
 from fullshard.on_torch.private import sharded_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.shard_ranges import local_tensor
@@ -32,8 +33,17 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
         )
     if isinstance(spec, TorchOptimizer):
         return named_optimizer(spec, groups)
-    kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+    kind: Any = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+    kind = one_pass(kind) if _fits_one_pass(kind, grouped) else kind
     return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
+
+
+def _fits_one_pass(kind: type, grouped: Mapping[Any, list[nn.Parameter]]) -> bool:
+    """True if all parameters are fp32 on a GPU whose kernel gives torch's results."""
+    parameters = [p for found in grouped.values() for p in found]
+    if not parameters or not all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
+        return False
+    return find_one_pass(kind.__name__.lower())[0] is not None
 
 
 UNFIT = {"LBFGS": "it evaluates the loss several times a step", "SparseAdam": "it is for sparse gradients"}
@@ -70,12 +80,22 @@ def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch
     return made
 
 
-def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer unless `skip` is true. Fused kernels read `skip` on the device; for others the host waits."""
+def step_unless(
+    skip: Tensor, optimizer: torch.optim.Optimizer, parts: dict[int, list[Tensor]], factors: Sequence[Tensor] = ()
+) -> None:
+    """Multiply the gradients `parts` by the factors, one after the other, and step the optimizer, unless `skip` is true. Fused
+    kernels read `skip` on the device; for others the host waits."""
+    if isinstance(optimizer, OnePass):
+        optimizer.grad_factors = torch.stack([f.float() for f in factors]) if factors else None
+    else:
+        for factor in factors:
+            scale(parts, factor)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]  # it would also skip the caller's next own step
+        if isinstance(optimizer, OnePass):
+            optimizer.grad_factors = None
     elif not bool(skip):
         optimizer.step()
 
@@ -128,8 +148,17 @@ def _shards(tensor: Tensor) -> int:
 
 def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
     """This rank's share of the squared global norm. The sum over all ranks is the squared norm, on any mesh."""
-    shares = [torch.nn.utils.get_total_norm(t, 2.0).double().square() / copies for copies, t in parts.items()]
+    shares = [norm.double().square() / copies for copies, tensors in parts.items() for norm in _norms(tensors)]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """A norm for each dtype, of 64 bits or 32: in 16, three digits would be left of it."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        by_dtype.setdefault(t.dtype, []).append(t)
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+    return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(t, 2.0, wide.get(d)))) for d, t in by_dtype.items()]
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
+from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.offload.activations.hooks import Activations
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes
@@ -65,6 +66,7 @@ class State:
     wire_meter: ErrorMeter | None = None  # measures those
     wire_errors: dict[str, float] = field(default_factory=dict)  # of quantised collectives, relative, in the first step
     stepping: bool = False  # inside `train_step`, which counts its step itself
+    computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attach an optimizer that is assigned, also one of the caller's own: its steps count as the state's."""
@@ -110,10 +112,10 @@ class State:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Which kernels update offloaded units, by lane. Empty if none is offloaded."""
-        from fullshard.on_torch.offload.kernels.selection import update_kernels
+        """Which kernels update parameters and, on a GPU, compute the chunked loss, and why not faster ones."""
+        from fullshard.on_torch.kernels.selection import step_kernels, update_kernels
 
-        return update_kernels(self.offload) if self.offload else {}
+        return step_kernels(self.device, self.optimizer) | (update_kernels(self.offload) if self.offload else {})
 
     @property
     def compiles(self) -> bool:

@@ -19,12 +19,13 @@ from fullshard.on_torch.batch_tree import on_device
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.forward_errors import explained
 from fullshard.on_torch.inference import inference
+from fullshard.on_torch.kernels.one_pass_adam import OnePass
 from fullshard.on_torch.loss import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.objectives import CAUSAL_LOSSES
 from fullshard.on_torch.quantized_collectives import relative_errors
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.running_statistics import average_statistics
-from fullshard.on_torch.sharded_optimizer import gradients, scale, square_norm, step_unless
+from fullshard.on_torch.sharded_optimizer import gradients, square_norm, step_unless
 from fullshard.on_torch.state import State
 from fullshard.on_torch.unit_norms import trained_units, unit_squares
 
@@ -95,10 +96,12 @@ def train_step(
 def _own_step(state: State) -> Iterator[None]:
     """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
     state.stepping = True
+    # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
+    state.computed_gradients.on = state.plan.keeps_computed_gradients and isinstance(state.optimizer, OnePass)
     try:
         yield
     finally:
-        state.stepping = False
+        state.stepping = state.computed_gradients.on = False
         if state.offload:
             state.offload.end()
 
@@ -311,12 +314,10 @@ def _update(
         factors.append((clip / (norm + 1e-6)).clamp(max=1.0))
     if rescale is not None:
         factors[-1:] = [factors[-1] * rescale if factors else rescale]
-    for factor in factors:
-        scale(parts, factor)
     compares = state.checks and not bool(skipped)
     if compares and before is None:
         before = checks.fingerprints(state)
-    step_unless(skipped, state.optimizer)
+    step_unless(skipped, state.optimizer, parts, factors)
     if state.offload:
         state.offload.update(factors, skipped)
     if compares and before is not None:

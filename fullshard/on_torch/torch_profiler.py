@@ -15,7 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard.on_torch import clock
-from fullshard.on_torch.private import MemoryHistory, group_label
+from fullshard.on_torch.fsdp_groups import group_label
+from fullshard.on_torch.private import MemoryHistory
 from fullshard.on_torch.ranks import rank_and_world
 from fullshard.on_torch.state import State, stored_bytes, there
 

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.on_torch import sharded_optimizer
 from fullshard.on_torch.batch_tree import leaves
+from fullshard.on_torch.kernels import one_pass_adam
 from fullshard.on_torch.private import WRAPPERS, clear_dtensor_cache, sole_owner
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 
@@ -68,7 +70,7 @@ class Live(TorchDispatchMode):
             out = tree_map(_real, func(*tree_map(_meta, args), **tree_map(_meta, kwargs or {})))
         else:
             out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
+        for t in tree_leaves(args[0] if out is None else out):  # without a result, a list is written
             if isinstance(t, torch.Tensor) and not isinstance(t, WRAPPERS) and t.device.type == "cpu":
                 self.see(t)
         return out
@@ -117,6 +119,30 @@ def ranks(world: int):
         clear_dtensor_cache()
 
 
+class UpdateInPlace:
+    """Stands in for the kernel that clips and updates in one pass, and allocates nothing."""
+
+    @staticmethod
+    def step_powers(steps, group):
+        return torch.zeros(len(steps), 2)
+
+    @staticmethod
+    def update_parameter(*_):
+        pass
+
+
+@contextmanager
+def _one_pass():
+    """Inside, optimizers update as on a GPU."""
+    fits, find = sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass
+    sharded_optimizer._fits_one_pass = lambda *_: True
+    one_pass_adam.find_one_pass = lambda kind: (UpdateInPlace, "")
+    try:
+        yield
+    finally:
+        sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass = fits, find
+
+
 @dataclass(frozen=True)
 class Step:
     """A steady step: the most bytes alive, every change in order, and the collectives."""
@@ -127,7 +153,7 @@ class Step:
 
 
 def run_step(model, plan: fs.Plan, loss, vocabulary: int, batches=None) -> Step:
-    with ranks(plan.mesh.devices):
+    with ranks(plan.mesh.devices), _one_pass():
         state = on_torch.shard(model, plan, fs.AdamW(lr=1e-5), device="cpu", first_step_checks=False)
         if batches is None:
             ids = torch.randint(0, vocabulary, (plan.batch.accumulate, plan.batch.micro_batch, plan.batch.sequence + 1))

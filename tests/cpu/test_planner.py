@@ -49,6 +49,9 @@ LAST = fs.Batch(ROWS, TOKENS, 4, "last")
 CASES = {
     "zero3": (plan, ("zero3",), {"devices": 8}),
     "zero3-one": (plan, ("zero3",), {"devices": 1}),
+    "one-accumulated": (plan, ("zero3",), {"devices": 1, "batch": ACCUMULATED}),
+    "one-last": (plan, ("ddp",), {"devices": 1, "batch": LAST}),
+    "one-fp32": (plan, ("zero3", "fp32"), {"devices": 1, "precision": fs.Precision(compute="fp32")}),
     "zero3-full": (plan, ("zero3",), {"devices": 64, "remat": "full"}),
     "zero3-selective": (plan, ("zero3",), {"devices": 4, "remat": "selective"}),
     "zero3-every-second": (plan, ("zero3",), {"devices": 4, "remat": "full", "remat_every": 2}),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.fsdp_groups import avoid_reduction_uploads
 from fullshard.on_torch.offload.events import StreamEvent
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
 from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local
@@ -35,7 +36,6 @@ from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpdate
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
 from fullshard.on_torch.offload.weak_hooks import weakly
-from fullshard.on_torch.private import avoid_reduction_uploads
 from fullshard.on_torch.sharded_optimizer import copies_of
 from fullshard.plan import Plan
 from fullshard.update_pieces import Lane

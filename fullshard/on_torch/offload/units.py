@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.fsdp_groups import GatherGroup
 from fullshard.on_torch.offload.events import DONE, StreamEvent
-from fullshard.on_torch.private import GatherGroup, dtensor_like
+from fullshard.on_torch.private import dtensor_like
 from fullshard.on_torch.shard_ranges import local_part
 from fullshard.plan import Home, Plan, Unit
 from fullshard.update_pieces import Lane, cut

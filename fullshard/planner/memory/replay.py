@@ -15,7 +15,7 @@ from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGra
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
+from fullshard.planner.step.unit_sizes import UnitSizes, item, keeps_computed, unit_sizes
 
 
 class Replay:
@@ -45,6 +45,7 @@ class Replay:
         )
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.inputs = description.costs.inputs if description.costs else TOKENS
+        self.computed = keeps_computed(plan, self.units, slots)
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end
@@ -172,14 +173,9 @@ class Replay:
         return self.compute != self.master and not sizes.away
 
     def _cast(self, sizes: UnitSizes) -> None:
-        """On one rank each parameter is copied, through a cast if the dtypes differ."""
+        """On one rank the shards are cast, or copied, in one pass. Offloaded ones are copied one by one."""
         for i, n in enumerate(sizes.shards):
-            if self._casts(sizes):
-                self._add(sizes.name, f"cast{i % 2}", n * self.compute, "gathered")
-                self._drop(sizes.name, f"cast{(i + 1) % 2}")
             self._add(sizes.name, f"param{i}", n * self.compute, "gathered")
-        for i in (0, 1):
-            self._drop(sizes.name, f"cast{i}")
 
     def _release(self, op: Operation) -> None:
         self._drop(op.unit, "buffer")
@@ -216,22 +212,45 @@ class Replay:
 
     def _reduce(self, op: Operation) -> None:
         sizes = self.units[op.unit]
-        self._add(op.unit, "reduce input", op.nbytes, "reduce")
+        if sizes.takes_gradients:
+            self._take(sizes, first=op.first)
+            return
+        in_place = op.ranks == 1 and not sizes.away  # then its output is its input
+        output = self._reduced_name(sizes, first=op.first, in_place=in_place)
+        self._add(op.unit, output if in_place else "reduce input", op.nbytes, "gradients" if output == "gradient" else "reduce")
         (table,) = WORKSPACES["chunk_cat"](len(sizes.trained), *[sizes.shards[i] * self.reduce for i in sizes.trained])
         self._add(op.unit, "table", table, "reduce")
         self._drop(op.unit, "table")
         names = [tensor for tensor, _ in self._gradients(sizes)]
         last = names.pop() if op.ranks > 1 else ""  # a loop variable of FSDP2 holds it until the end
         self._drop_gradients(op.unit, names)
-        shard = op.nbytes // op.ranks
-        if self.reduce == self._kept(sizes) and op.first:
-            self._add(op.unit, "gradient", shard, "gradients", REDUCE)
-        else:
-            self._add(op.unit, "reduced", shard, "reduce", REDUCE)
+        if not in_place:
+            self._add(op.unit, output, op.nbytes // op.ranks, "gradients" if output == "gradient" else "reduce", REDUCE)
         self.last = last
         if self.reduce_passes and op.ranks > 1:
             elements = op.nbytes // self.reduce
             self._quantized(self.reduce_passes, op, elements, elements, "reduce", REDUCE)
+
+    def _take(self, sizes: UnitSizes, *, first: bool) -> None:
+        """Each gradient becomes that of the shard, through a cast if need be, or is added to it."""
+        for tensor, elements in self._gradients(sizes):
+            summed = (sizes.name, f"sum:{tensor}") in self.tape.alive or (sizes.name, f"whole:{tensor}") in self.tape.alive
+            wide = self.reduce if summed else self.compute
+            if first and (self.computed or wide == self.master):
+                for name in (tensor, f"sum:{tensor}", f"whole:{tensor}"):
+                    if (sizes.name, name) in self.tape.alive:
+                        self.tape.rename(sizes.name, name, f"gradient:{tensor}", "gradients", self.at)
+            elif first:
+                self._add(sizes.name, f"gradient:{tensor}", elements * self.master, "gradients")
+            self._drop_gradients(sizes.name, [tensor])
+
+    def _reduced_name(self, sizes: UnitSizes, *, first: bool, in_place: bool) -> str:
+        """What a reduction's output becomes: the gradient, or a temporary that is freed when its shard is settled, or, of one
+        in place, when FSDP drops the input."""
+        if self.reduce == self._kept(sizes) and first:
+            return "gradient"
+        held = sizes.copies > 1 and self.reduce != self._kept(sizes)
+        return "reduce input" if in_place and not held else "reduced"
 
     def _quantized(self, passes: Quantization, op: Operation, packed: int, unpacked: int, term: Term, stream: int) -> None:
         """The messages of a quantised collective, and what packing and unpacking so many elements needs for a moment."""
@@ -259,6 +278,8 @@ class Replay:
     def _settle(self, op: Operation) -> None:
         """The reduced gradient becomes the gradient shard, cast if need be, or is added to it."""
         sizes = self.units[op.unit]
+        if sizes.takes_gradients:
+            return
         kept = self._kept(sizes)
         stream = ALL_REDUCE if sizes.copies > 1 else REDUCE
         if self.reduce != kept:
@@ -292,6 +313,8 @@ class Replay:
         for name, sizes in self.units.items():
             if not sizes.away:
                 self._drop(name, "gradient")
+                for tensor, _ in self._gradients(sizes):
+                    self._drop(name, f"gradient:{tensor}")
 
     # -- offload -------------------------------------------------------------------------------------
 

@@ -46,6 +46,16 @@ class UnitSizes:
         """True if parameters or state rest off the device; the shard is then in the compute dtype, apart from its master."""
         return self.home.params != "device" or self.home.optimizer != "device"
 
+    @property
+    def takes_gradients(self) -> bool:
+        """True if the shard is the whole and nobody else has it: gradients are not reduced."""
+        return self.world == self.copies == 1 and not self.away
+
+
+def keeps_computed(plan: Plan, units: dict[str, UnitSizes], slots: int) -> bool:
+    """True if gradients wait for the update as they were computed: Adam's kernel takes them so, if every unit is resident."""
+    return plan.keeps_computed_gradients and slots == 2 and not any(sizes.away for sizes in units.values())
+
 
 def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
     """The sizes of every unit of the plan, by name."""

@@ -14,7 +14,7 @@ from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item
+from fullshard.planner.step.unit_sizes import UnitSizes, item, keeps_computed
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
 from fullshard.planner.time.roofline import Machine, SectionTime
@@ -51,6 +51,7 @@ class StepLanes:
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, mesh=plan.mesh)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
+        self.computed = keeps_computed(plan, units, away.slots)
         self.gather_passes = quantized_gather(plan.wire, self.compute)
         self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item)
         self.free = dict.fromkeys(LANES, 0.0)
@@ -239,12 +240,15 @@ class StepLanes:
         sizes = self.units[op.unit]
         read = self.reduce_item if op.unit in self.summed else self.compute
         self.summed.discard(op.unit)
-        joined = self.machine.join(self._gradient_elements(sizes), read, self.reduce_item)
+        elements = self._gradient_elements(sizes)
+        joined = self.machine.join(elements, read, self.reduce_item)
+        if sizes.takes_gradients:
+            joined = 0.0 if self.computed or read == self.master else self.machine.copy(elements * (read + self.master))
         self._on_compute(joined, "copies", self._hook_ops(sizes, sizes.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
-            elements, kind = self._gradient_elements(sizes), "all_to_all" if op.sent else "reduce_scatter"
+            kind = "all_to_all" if op.sent else "reduce_scatter"
             passes = self._quantized(self.reduce_passes, op, elements, elements)
             nbytes, ready = op.sent or op.nbytes, self.free["compute"]
             self.reduced[op.unit] = self._collective("reduce", kind, nbytes, op.ranks, stride, ready, passes)
@@ -265,7 +269,8 @@ class StepLanes:
     def _norm(self, op: Operation) -> None:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
-        nbytes = sum(g.moving * (self.away.gradient if g.away else self.master) for g in self.units.values())
+        kept = self.compute if self.computed else self.master
+        nbytes = sum(g.moving * (self.away.gradient if g.away else kept) for g in self.units.values())
         self._on_compute(
             self.machine.foreach(nbytes),
             "norm",
@@ -281,8 +286,10 @@ class StepLanes:
     def _update_resident(self, resident: list[UnitSizes], *, clip: bool) -> None:
         elements = sum(g.moving for g in resident)
         tensors = sum(len(g.trained) for g in resident)
-        clipped = self.machine.foreach(elements * 2 * self.master) if clip else 0.0
-        moved = elements * self.master * (3 + 2 * self.away.slots)  # parameter and state in and out, gradient in
+        apart = clip and self.serial  # a GPU clips and updates in one pass
+        clipped = self.machine.foreach(elements * 2 * self.master) if apart else 0.0
+        gradient = self.compute if self.computed else self.master
+        moved = elements * (self.master * (2 + 2 * self.away.slots) + gradient)  # parameter and state in and out
         self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)
 
     # -- offload ---------------------------------------------------------------------------------

@@ -24,6 +24,23 @@ SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
 @triton.jit
+def adam_step(p, g, m, v, powers, lr, beta1, beta2, decay, eps, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr):
+    """Parameter and moments after a step. Fused where torch's kernel is; `powers`: both betas to the power of the step."""
+    if DECAYS and DECOUPLED:
+        p = tl.fma(-(lr * decay) + tl.zeros_like(p), p, p)
+    elif DECAYS:
+        g = tl.fma(p, decay + tl.zeros_like(p), g)
+    b1, b2 = beta1 + tl.zeros_like(p), beta2 + tl.zeros_like(p)
+    square = g * g
+    m = tl.fma(b1, m, tl.fma(-b1, g, g))
+    v = tl.fma(b2, v, tl.fma(-b2, square, square))
+    rate = tl.div_rn(lr, 1 - tl.load(powers))
+    root = tl.sqrt_rn(1 - tl.load(powers + 1))
+    p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps)
+    return p, m, v
+
+
+@triton.jit
 def _update(
     gradient,
     rounded,
@@ -56,17 +73,7 @@ def _update(
     for i in tl.static_range(FACTORS):
         g = g * tl.load(factors + i)
 
-    if DECAYS and DECOUPLED:
-        p = tl.fma(-(lr * decay) + tl.zeros_like(p), p, p)
-    elif DECAYS:
-        g = tl.fma(p, decay + tl.zeros_like(p), g)
-    b1, b2 = beta1 + tl.zeros_like(p), beta2 + tl.zeros_like(p)
-    square = g * g
-    m = tl.fma(b1, m, tl.fma(-b1, g, g))
-    v = tl.fma(b2, v, tl.fma(-b2, square, square))
-    rate = tl.div_rn(lr, 1 - tl.load(powers))
-    root = tl.sqrt_rn(1 - tl.load(powers + 1))
-    p = p - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps)
+    p, m, v = adam_step(p, g, m, v, powers, lr, beta1, beta2, decay, eps, DECOUPLED, DECAYS)
 
     bits = p.to(tl.int32, bitcast=True)
     new = p.to(tl.bfloat16).to(tl.int16, bitcast=True)

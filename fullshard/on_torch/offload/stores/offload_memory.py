@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.on_torch.dtypes import PLAN_DTYPES
+from fullshard.on_torch.fsdp_groups import gather_group
 from fullshard.on_torch.offload.kernels.adam import Rule, rule_of
 from fullshard.on_torch.offload.stores.choose import Places, choose_stores, elements_of, open_files
 from fullshard.on_torch.offload.stores.fetch import ShardFetcher, free_shards
@@ -18,7 +19,6 @@ from fullshard.on_torch.offload.stores.packed import Packing
 from fullshard.on_torch.offload.stores.store import Readable
 from fullshard.on_torch.offload.units import OffloadedUnit, local, offloaded_units, shadow
 from fullshard.on_torch.offload.updates.cpu_share import measured_share
-from fullshard.on_torch.private import gather_group
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan

@@ -1,5 +1,9 @@
-"""The kernels that update offloaded units, and the reason for the choice, for the run's log."""
+"""The kernels of a step's loss and updates, and the reason for the choice, for the run's log."""
 
+import torch
+
+from fullshard.on_torch.kernels.one_pass_adam import OnePass, find_one_pass
+from fullshard.on_torch.kernels.softmax_loss import find_softmax
 from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units import Piece
@@ -15,6 +19,20 @@ def update_kernels(offload: TieredOptimizer) -> dict[str, str]:
     lanes = {name: [p for p in pieces if p.lane == name] for name in ("cpu", "gpu")}
     found = {"cpu_update": _cpu_kernel(offload, lanes["cpu"]), "gpu_update": _gpu_kernel(offload, lanes["gpu"])}
     return {lane: text for lane, text in found.items() if text}
+
+
+def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """The kernels of the chunked loss and of resident parameters' update on a GPU; texts as above. A CPU has torch's alone."""
+    if device.type != "cuda":
+        return {}
+    softmax, why = find_softmax()
+    found = {"chunked_loss": f"{FALLBACK}{why}" if softmax is None else "triton"}
+    if isinstance(optimizer, OnePass):
+        found["update"] = "triton (with clipping, in one pass)"
+    elif type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        kernel, why = find_one_pass(type(optimizer).__name__.lower())
+        found["update"] = f"{FALLBACK}{why}" if kernel is None else "torch (Triton's kernel is for fp32 parameters on the device)"
+    return found
 
 
 def _cpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:

@@ -1,0 +1,152 @@
+"""Time a resident training step on one GPU, each kernel's share of it, and peers beside it in the same run.
+
+    python -m benchmarks.resident_step --preset llama-1.5b --batch 4 --each --profile \\
+        --peer "python fsdp2_base.py --size 1b --batch 4 --compile" --peer "python floor.py 1b 4"
+
+Every row is a process of its own. `--each`: also without each kernel, and without all. A peer is any command that prints a JSON
+line with `tok_s` and `peak_gib`. GEMM: 8192³ in bf16, in the first process, as the ceiling.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+KERNELS = ("softmax", "one_pass", "copy_once")
+WARM, STEPS = 3, 10
+KINDS = {  # by the first pattern that a kernel's name has
+    "attention": "attention|flash|cudnn.*(fprop|bprop)|sdpa|fmha|mha",
+    "gemm": "gemm|nvjet|cutlass|cublas|splitK",
+    "loss": "_loss_and_gradient|softmax|nll|scatter|gather",
+    "update": "adam|_update",
+    "norm": "lpnorm|LpNorm|norm_cleanup",
+    "copies": "copy|cat|Memcpy|fill|split",
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-1.5b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--remat", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero3"], help="on one GPU, whether parameters are freed")
+    parser.add_argument("--eager", action="store_true", help="compile no block")
+    parser.add_argument("--each", action="store_true")
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel")
+    parser.add_argument("--alone", action="store_true", help="measure in this process, and print one line")
+    parser.add_argument("--without", default="", help=f"with --alone: kernels to leave out, of {', '.join(KERNELS)}")
+    return parser.parse_args()
+
+
+def leave_out(names: list[str]) -> None:
+    """Take torch's own instead of these kernels."""
+    from fullshard.on_torch import sharded_optimizer
+    from fullshard.on_torch.fsdp_groups import GatherGroup
+    from fullshard.on_torch.kernels import softmax_loss
+
+    if "softmax" in names:
+        softmax_loss.find_softmax = lambda: (None, "left out")
+    if "one_pass" in names:
+        sharded_optimizer._fits_one_pass = lambda *_: False
+    if "copy_once" in names:
+        GatherGroup.copy_once = lambda self: None
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    import fullshard as fs
+    from fullshard import on_torch
+
+    leave_out(args.without.split(","))
+    torch.manual_seed(0)
+    device = on_torch.start()
+    model = on_torch.load_model(args.preset)
+    shape, precision = fs.Batch(args.batch, args.sequence), fs.Precision(compute="bf16")
+    make = getattr(fs, args.strategy)
+    plan = make(on_torch.describe(model), devices=1, remat=args.remat, batch=shape, precision=precision, compile=not args.eager)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4))
+    ids = torch.randint(0, model.size.vocab, (args.batch, args.sequence + 1), device=device)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    step = lambda: on_torch.train_step(state, [batch], loss=on_torch.chunked_loss, clip=1.0)
+    losses = [step().loss.item() for _ in range(WARM)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for _ in range(STEPS - 1):
+        step()
+    losses.append(step().loss.item())
+    seconds = (time.perf_counter() - start) / STEPS
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    found = {"tok_s": round(args.batch * args.sequence / seconds), "step_s": seconds, "peak_gib": peak / 2**30, "losses": losses}
+    found["kernels"] = state.kernels
+    if args.profile and device.type == "cuda":
+        found["milliseconds"] = profile(step)
+    if device.type == "cuda":
+        found["gemm_tflops"] = gemm()
+    return found
+
+
+def profile(step: Any) -> dict[str, Any]:
+    """Milliseconds of a step's kernels by kind, and the longest of each."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step().loss.item()
+    kinds: Counter[str] = Counter()
+    longest: dict[str, Counter[str]] = {}
+    for event in profiler.key_averages():
+        milliseconds = event.device_time_total / 1000
+        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key)), "pointwise")
+        kinds[kind] += milliseconds
+        longest.setdefault(kind, Counter())[event.key[:80]] += milliseconds
+    rounded = {kind: round(value, 2) for kind, value in kinds.most_common()}
+    return {"kinds": rounded, "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(6)] for k, c in longest.items()}}
+
+
+def gemm(size: int = 8192, times: int = 20) -> float:
+    """TFLOP/s of a square product in bf16."""
+    import torch
+
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ a
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        a @ a
+    torch.cuda.synchronize()
+    return round(2 * size**3 * times / (time.perf_counter() - start) / 1e12, 1)
+
+
+def last_line(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
+
+
+def main() -> None:
+    args = arguments()
+    if args.alone:
+        print(json.dumps(measure(args)), flush=True)
+        return
+    own = [sys.executable, "-m", "benchmarks.resident_step", "--preset", args.preset, "--strategy", args.strategy, "--alone"]
+    own += ["--batch", str(args.batch), "--sequence", str(args.sequence), "--remat", args.remat]
+    own += (["--profile"] if args.profile else []) + (["--eager"] if args.eager else [])
+    print(json.dumps({"row": "fullshard", **last_line(own)}), flush=True)
+    for without in [*KERNELS, ",".join(KERNELS)] if args.each else []:
+        print(json.dumps({"row": f"without {without}", **last_line([*own, "--without", without])}), flush=True)
+    for peer in args.peer:
+        print(json.dumps({"row": peer, **last_line(shlex.split(peer))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Torch's Adam and AdamW with unscaling, clipping and update in one pass over memory, on a GPU.
+
+The optimizers are torch's own in all but `step`: same state, same settings, same names. Without Triton, or where its results
+differ from torch's, they are torch's own altogether.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.on_torch.kernels.usable_kernel import Found, usable_kernel
+from fullshard.on_torch.private import adam_lists
+from fullshard.on_torch.shard_ranges import local_tensor
+
+
+class OnePass:
+    """Replaces the step of torch's fused Adam. `grad_factors`: what the next step multiplies gradients by, one after the
+    other. `found_inf`: as for torch's optimizers; where it is not 0, the step changes nothing."""
+
+    grad_factors: Tensor | None = None
+    kind: str
+
+    @torch.no_grad()
+    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kernel, _ = find_one_pass(self.kind)
+        assert kernel is not None
+        for group in self.param_groups:
+            parameters, gradients, first, second, steps = adam_lists(self, group)
+            if not parameters:
+                continue
+            skip = getattr(self, "found_inf", None)
+            skip = torch.zeros((), device=steps[0].device) if skip is None else skip
+            torch._foreach_add_(steps, 1.0 - skip)
+            powers = kernel.step_powers(steps, group)
+            for i, tensors in enumerate(zip(parameters, gradients, first, second, strict=True)):
+                p, g, m, v = map(local_tensor, tensors)
+                kernel.update_parameter(self.kind, (p, g.contiguous(), m, v), self.grad_factors, skip, powers[i], group)
+        return loss
+
+
+@cache
+def one_pass(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of torch's Adam or AdamW, of the same name, since checkpoints have it."""
+    return type(kind.__name__, (OnePass, kind), {"kind": kind.__name__.lower(), "__doc__": kind.__doc__})
+
+
+@cache
+def find_one_pass(kind: str) -> Found:
+    """The module `triton_one_pass` for Adam or AdamW, or None and the reason."""
+
+    def find() -> ModuleType | None:
+        from fullshard.on_torch.kernels import triton_one_pass
+
+        return triton_one_pass if triton_one_pass.gives_torchs_bits(kind, torch.device("cuda")) else None
+
+    return usable_kernel("clipping and update in one pass", find)

@@ -1,0 +1,113 @@
+"""Units whose shard is the whole: casts in one pass and gradients without a copy, against FSDP's own way, to the bit."""
+
+import pytest
+import torch
+
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.on_torch.fsdp_groups import GatherGroup
+from fullshard.on_torch.kernels import one_pass_adam
+from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
+
+CASES = [
+    ("zero3", fs.Batch(2, 32), fs.Precision("bf16")),
+    ("ddp", fs.Batch(2, 32, 2), fs.Precision("bf16")),
+    ("zero3", fs.Batch(2, 32, 2, "last"), fs.Precision("bf16", "bf16")),
+    ("zero1", fs.Batch(2, 32, 2), fs.Precision("fp32", "bf16")),
+]
+
+
+def trained(strategy: str, batch: fs.Batch, precision: fs.Precision, steps: int = 3):
+    """This rank's parameters after a few steps, and the last gradient norm."""
+    torch.manual_seed(0)
+    model = on_torch.load_model("llama-nano")
+    devices = torch.distributed.get_world_size()
+    plan = fs.strategy(strategy, on_torch.describe(model), devices=devices, batch=batch, precision=precision)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2), device="cpu", first_step_checks=False)
+    draw = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    for _ in range(steps):
+        ids = torch.randint(0, 64, (batch.accumulate, batch.micro_batch, batch.sequence + 1), generator=draw)
+        batches = [{"input_ids": i[:, :-1], "labels": i[:, 1:]} for i in ids]
+        result = on_torch.train_step(state, batches, loss=on_torch.chunked_loss, clip=1.0)
+    return [p.to_local().clone() for p in state.model.parameters()], float(result.grad_norm)
+
+
+def both_ways(cases):
+    """Whether parameters and norms are equal with and without FSDP's own copies."""
+    found, ours = [], GatherGroup.copy_once
+    for case in cases:
+        fast, norm = trained(*case)
+        GatherGroup.copy_once = lambda self, computed: None
+        try:
+            plain, plain_norm = trained(*case)
+        finally:
+            GatherGroup.copy_once = ours
+        found.append(norm == plain_norm and all(torch.equal(a, b) for a, b in zip(fast, plain, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, CASES), (2, CASES[1:2])])
+def test_parameters_are_those_of_fsdps_own_copies_to_the_bit(ranks, world, cases):
+    assert ranks(world).run(both_ways, cases) == [[True] * len(cases)] * world
+
+
+class ByTorch:
+    """Torch's arithmetic in place of the Triton kernel."""
+
+    @staticmethod
+    def step_powers(steps, group):
+        return torch.stack(steps)
+
+    @staticmethod
+    def update_parameter(kind, tensors, factors, skip, powers, group):
+        parameter, gradient, *moments = tensors
+        assert gradient.dtype is ByTorch.computed
+        for factor in () if factors is None else factors:
+            gradient = gradient.float() * factor
+        if not skip:
+            apply_rule(Rule(kind, ("exp_avg", "exp_avg_sq")), parameter, gradient.float(), moments, int(powers), group)
+
+    computed = torch.bfloat16
+
+
+def one_pass_and_torch(case):
+    """The same with the optimizer that clips and updates in one pass, whose gradients stay as they were computed."""
+    plain, norm = trained(*case)
+    from fullshard.on_torch import sharded_optimizer
+
+    fits, find = sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass
+    sharded_optimizer._fits_one_pass = lambda *_: True
+    one_pass_adam.find_one_pass = lambda kind: (ByTorch, "")
+    try:
+        ours, own_norm = trained(*case)
+    finally:
+        sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass = fits, find
+    return own_norm / norm, max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+
+
+def test_gradients_as_computed_give_the_update_of_wide_ones(ranks):
+    ((norms, difference),) = ranks(1).run(one_pass_and_torch, CASES[0])
+    assert norms == pytest.approx(1.0, abs=1e-6)
+    assert difference < 1e-6
+
+
+def skipped_steps():
+    """An optimizer of one pass through a step that is skipped, and one that is not, beside torch's."""
+    made = []
+    for kind in (one_pass_adam.one_pass(torch.optim.AdamW), torch.optim.AdamW):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        made.append((weight, kind([weight], lr=0.1, weight_decay=0.0, fused=True)))
+    one_pass_adam.find_one_pass = lambda kind: (ByTorch, "")
+    ByTorch.computed = torch.float32
+    for skip in (False, True, False):
+        for weight, optimizer in made:
+            weight.grad = torch.full_like(weight, 0.5)
+            optimizer.found_inf = torch.tensor(float(skip))
+            optimizer.step()
+    (ours, own), (theirs, _) = made
+    counts = [float(o.state[w]["step"]) for w, o in made]
+    return type(own).__name__, isinstance(own, torch.optim.AdamW), counts, torch.allclose(ours, theirs, atol=1e-7)
+
+
+def test_a_skipped_step_changes_and_counts_nothing(ranks):
+    assert ranks(1).run(skipped_steps) == [("AdamW", True, [2.0, 2.0], True)]
