@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fullshard.model.costs import Costs, Phase, Section, Trace
-from fullshard.model.description import Description, Tensor, UnitDescription
+from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.on_jax.hlo_collectives import CompiledCollective, collectives_of
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, summed_loss
@@ -128,7 +128,7 @@ def _scheduled(state: JaxState) -> dict[str, dict[str, int]]:
     """Bytes of a step by unit and kind of operation. What stays whole is reduced with the rest of its unit."""
     plan, description = _scheduled_model(state)
     found = {u.name: dict.fromkeys(("gather", "reduce", "all_reduce"), 0) for u in state.executed.units}
-    for op in schedule(plan, description, loss="plain"):
+    for op in schedule(plan, description, loss="plain", engine="jax"):
         own = found.get(op.unit.removesuffix(WHOLE), {})
         if op.kind not in own or op.ranks == 1:
             continue
@@ -160,17 +160,20 @@ def _traffic(plan: Plan, unit: Unit, scheduled: dict[str, int], found: Sequence[
 def _deviations(plan: Plan, unit: Unit, traffic: UnitTraffic) -> Iterator[tuple[bool, str]]:
     """(whether it is meant to be, sentence) for everything that differs."""
     wanted, found = traffic.gathered
-    if wanted // 2 <= found < wanted and unit.reshard is True:
+    loop = plan.batch.accumulate
+    once = loop > 1 and found and found * loop in ((wanted, wanted // 2) if unit.reshard is True else (wanted,))
+    if once:  # what it gathers is the same in all of them
+        yield True, f"{unit.name}: gathered once for all {loop} micro-batches: XLA moved it out of their loop"
+    elif wanted // 2 <= found < wanted and unit.reshard is True:
         yield True, f"{unit.name}: {bytes_text(wanted - found)} are not gathered again, since backward does not need them"
     elif found != wanted:
-        wider = unit.layout == "optimizer" and plan.precision.master == "fp32" and found == 2 * wanted
-        why = ": in the master's dtype" if wider else ""
-        yield wider, f"{unit.name}: gathers {bytes_text(found)}, not {bytes_text(wanted)}{why}"
+        yield False, f"{unit.name}: gathers {bytes_text(found)}, not {bytes_text(wanted)}"
+    narrow = ITEM_BYTES[plan.precision.compute] / ITEM_BYTES[plan.precision.reduce]
     for (wanted, found), what in ((traffic.reduced, "reduces"), (traffic.copies, "all-reduces between copies")):
         if found != wanted:
-            every = unit.layout == "optimizer" and found == wanted * plan.batch.accumulate
-            why = ": after every micro-batch" if every else ""
-            yield every, f"{unit.name}: {what} {bytes_text(found)}, not {bytes_text(wanted)}{why}"
+            products = wanted * narrow <= found < wanted
+            why = f": XLA reduces matrix products in {plan.precision.compute}" if products else ""
+            yield products, f"{unit.name}: {what} {bytes_text(found)}, not {bytes_text(wanted)}{why}"
 
 
 def _program_notes(state: JaxState, found: Sequence[CompiledCollective]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fullshard.errors import FullshardError
+from fullshard.model.description import ITEM_BYTES
 from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
@@ -62,7 +63,8 @@ def shard(
     params = {name: _joined(value, name, stacks, p) for name, p in shardings.parameters.items()}
     paths = {name: path for path, name in _names_by_path(model).items()}
     graph = nnx.split(model)[0]
-    found = JaxState(plan, optimizer, graph, paths, shardings, params, (), rest, notes=shardings.notes(), stacks=stacks)
+    found = JaxState(plan, optimizer, graph, paths, shardings, params, (), rest, stacks=stacks)
+    found.notes = (*shardings.notes(), *_reduce_notes(plan, shardings.mesh.devices.flat[0].platform))
     if optimizer is not None:
         _add_moments(found, optimizer)
     found.check()
@@ -87,6 +89,16 @@ def refuse(plan: Plan) -> None:
             raise FullshardError(
                 f"unit {unit.name}: reshard = {unit.reshard}: on JAX parameters are kept or freed; write True or False"
             )
+
+
+def _reduce_notes(plan: Plan, platform: str) -> tuple[str, ...]:
+    """Where gradients are reduced in another dtype than the plan says. On a CPU XLA computes products in fp32."""
+    compute, reduce = plan.precision.compute, plan.precision.reduce
+    if platform == "cpu" or plan.mesh.data == 1 or ITEM_BYTES[compute] >= ITEM_BYTES[reduce]:
+        return ()
+    return (
+        f"gradients of weights are reduced in {compute}, not {reduce}: XLA adds up products of several devices in their dtype",
+    )
 
 
 def _names_by_path(model: nnx.Module) -> dict[tuple[Any, ...], str]:

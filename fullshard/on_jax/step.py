@@ -12,12 +12,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import FullshardError, expect_number
+from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
 from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.shardings import DATA
-from fullshard.on_jax.unit_calls import scope_of
+from fullshard.on_jax.unit_calls import gather, scope_of
 from fullshard.on_jax.unit_updates import update_units
 
 Params = dict[str, jax.Array]
@@ -163,34 +164,39 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         found = as_loss(loss(model, batch), batch)
         return found.sum, (found.sum, found.count, found.metrics, nnx.state(model, nnx.Not(nnx.Param)))
 
-    def gradients(params: Params, host: Params, rest: Any, batches: Any) -> tuple[Params, jax.Array, jax.Array, Any, Any]:
+    def one(params: Params, whole: Params, host: Params, rest: Any, batch: Any) -> tuple[Params, Any]:
+        """Gradients of the summed loss of a micro-batch, those of units with layout `optimizer` reduced to shards."""
+        # A gradient has the dtype of what is differentiated: it is added up in the master's. XLA leaves the two casts out.
+        wide = {n: w.astype(params[n].dtype) for n, w in whole.items()}
+        grads, found = jax.grad(total, has_aux=True)(params | wide, host, rest, batch)
+        return grads | _reduced(state, {n: grads[n] for n in whole}), found
+
+    def gradients(
+        params: Params, whole: Params, host: Params, rest: Any, batches: Any
+    ) -> tuple[Params, jax.Array, jax.Array, Any, Any]:
         """Gradients of the summed loss, and the sums, over all micro-batches."""
-        one = jax.grad(total, has_aux=True)
 
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
             sums, rest = carry
-            grads, (value, count, metrics, rest) = one(params, host, rest, batch)
+            grads, (value, count, metrics, rest) = one(params, whole, host, rest, batch)
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)
         if accumulate == 1:
-            grads, (value, count, metrics, rest) = one(params, host, rest, first)
+            grads, (value, count, metrics, rest) = one(params, whole, host, rest, first)
             return grads, value, count, metrics, rest
-        shapes = jax.eval_shape(one, params, host, rest, first)
+        shapes = jax.eval_shape(one, params, whole, host, rest, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], *shapes[1][:3]))
         (sums, rest), _ = jax.lax.scan(add, (zeros, rest), batches)
         return (*sums, rest)
 
     def step(params: Params, moments: Any, rest: Any, batches: Any, rate: jax.Array, clip: jax.Array, flags: jax.Array) -> Any:
-        kept = {n: p for n, p in params.items() if state.shardings.parameters[n].unit.layout == "optimizer"}
-        kept = {n: jax.device_put(p, state.shardings.parameters[n].shard) if is_on_host(p) else p for n, p in kept.items()}
-        whole, scatter = jax.vjp(lambda p: _gather_optimizer_units(state, p), kept)
-        host = {n: p for n, p in params.items() if n not in kept and is_on_host(p)}
-        zeros = {n: jnp.zeros(p.shape, p.dtype) for n, p in host.items()}
-        grads, value, count, metrics, rest = gradients(params | whole | zeros, host, rest, batches)
+        whole = _gathered_once(state, params)
+        host = {n: p for n, p in params.items() if n not in whole and is_on_host(p)}
+        zeros = {n: jnp.zeros(p.shape, p.dtype) for n, p in params.items() if is_on_host(p)}
+        grads, value, count, metrics, rest = gradients(params | zeros, whole, host, rest, batches)
         divisor = jnp.where(count > 0, count, 1.0)
         grads = {n: (g / divisor).astype(params[n].dtype) for n, g in grads.items()}
-        grads |= scatter({n: grads[n] for n in whole})[0]
         norm, owner = _norm(grads), {n: p.unit.name for n, p in state.shardings.parameters.items()}
         norms = [_norm({n: g for n, g in grads.items() if owner[n] == unit}) for unit in units]
         factor = jnp.minimum(clip / (norm + 1e-6), 1.0)
@@ -209,18 +215,22 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=out)
 
 
-def _gather_optimizer_units(state: JaxState, params: Params) -> Params:
-    """Parameters of units with layout `optimizer`, gathered for the whole step. The gradient of this is one reduction.
-
-    They are gathered in the master's dtype: a gradient has the dtype of its parameter, and those of several micro-batches and
-    devices are not added up in the compute dtype.
-    """
-    found = {}
+def _gathered_once(state: JaxState, params: Params) -> Params:
+    """Parameters of units with layout `optimizer`, gathered for the whole step in the compute dtype."""
+    found, precision = {}, state.plan.precision
     for name, p in params.items():
         sharding = state.shardings.parameters[name]
         if sharding.unit.layout == "optimizer":
-            p = jax.device_put(p, sharding.shard) if is_on_host(p) else p
             with jax.named_scope(scope_of(sharding.unit.name)):
-                p = jax.lax.with_sharding_constraint(p, sharding.gathered)
-        found[name] = p
+                found[name] = gather(p, sharding, precision.compute)
+    return found
+
+
+def _reduced(state: JaxState, grads: Params) -> Params:
+    """Gradients of a micro-batch, reduced to shards in the reduce dtype."""
+    found, dtype = {}, JAX_DTYPES[state.plan.precision.reduce]
+    for name, grad in grads.items():
+        sharding = state.shardings.parameters[name]
+        with jax.named_scope(scope_of(sharding.unit.name)):
+            found[name] = jax.lax.with_sharding_constraint(grad.astype(dtype), sharding.shard).astype(grad.dtype)
     return found

@@ -114,12 +114,19 @@ def gathered(x: jax.Array | HostParameter, sharding: ParameterSharding, compute:
     return checkpoint_name(_gather(differentiated, value, sharding, compute, reduce), GATHERED)
 
 
+def gather(value: jax.Array, sharding: ParameterSharding, compute: str) -> jax.Array:
+    """The parameter whole along the shard axis, in the compute dtype. Its gradient is not for use."""
+    if is_on_host(value):
+        value = jax.device_put(value, sharding.shard)
+    # Without the first constraint XLA may cast after it gathered, and gather a parameter for all micro-batches at once.
+    own = jax.lax.with_sharding_constraint(value.astype(JAX_DTYPES[compute]), sharding.shard)
+    return jax.lax.with_sharding_constraint(own, sharding.gathered)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _gather(x: jax.Array, value: jax.Array, sharding: ParameterSharding, compute: str, reduce: str) -> jax.Array:
     """The gathered `value`; its gradient is that of `x`."""
-    if is_on_host(value):
-        value = jax.device_put(value, sharding.shard)
-    return jax.lax.with_sharding_constraint(value.astype(JAX_DTYPES[compute]), sharding.gathered)
+    return gather(value, sharding, compute)
 
 
 def _gather_forward(

@@ -134,11 +134,11 @@ def compare(
     compiled = (blocks and not on_cpu) if compile is None else compile
     engine = engine_for(cluster, None)
     made = []
-    for name, words, strategy, own in _strategies(cluster, hybrid_copies(cluster, replicate), engine):
+    for name, words, strategy, own in _strategies(cluster, hybrid_copies(cluster, replicate)):
         its = replace(batch, sync="every") if strategy == "zero1" else batch  # it reduces after the last anyway
         common: dict[str, Any] = {"batch": its, "precision": chosen, "remat": remat, "compile": compiled}
         plan = choose(strategy, description, devices=cluster.devices, **own, **common)
-        made.append(_compared(name, words, plan, description, cluster, limit, clip))
+        made.append(_compared(name, words, plan, description, cluster, limit, clip, engine))
     return Comparison(description, cluster, batch, chosen, remat, compiled, engine, tuple(made))
 
 
@@ -176,10 +176,9 @@ def hybrid_copies(cluster: Cluster, replicate: int | None) -> int:
     return replicate
 
 
-def _strategies(cluster: Cluster, copies: int, engine: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def _strategies(cluster: Cluster, copies: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Name, words, strategy and its own arguments of each column."""
-    # On JAX, zero1 and zero2 gather in the master's dtype, which the estimate does not know.
-    for name in ("ddp", "zero1", "zero2", "zero3") if engine == "torch" else ("ddp", "zero3"):
+    for name in ("ddp", "zero1", "zero2", "zero3"):
         yield name, name, name, {}
     if copies > 1:
         words = f"{copies} copies, each sharded over {cluster.devices // copies} devices"
@@ -189,9 +188,9 @@ def _strategies(cluster: Cluster, copies: int, engine: str) -> Iterator[tuple[st
 
 
 def _compared(
-    name: str, words: str, plan: Plan, description: Description, cluster: Cluster, limit: int | None, clip: bool
+    name: str, words: str, plan: Plan, description: Description, cluster: Cluster, limit: int | None, clip: bool, engine: str
 ) -> ComparedPlan:
-    found = estimate(plan, description, cluster, limit=limit, clip=clip)
+    found = estimate(plan, description, cluster, limit=limit, clip=clip, engine=engine)
     share, on_cuda = cores_share(plan, cluster), cluster.device.kind == "cuda"
-    most = most_by_term(plan, description, GROUPS, clip=clip, cpu_share=share, cublas=on_cuda)
-    return ComparedPlan(name, words, plan, found, most, wire_bytes(plan, description, clip=clip))
+    most = most_by_term(plan, description, GROUPS, clip=clip, cpu_share=share, engine=engine, cublas=on_cuda)
+    return ComparedPlan(name, words, plan, found, most, wire_bytes(plan, description, clip=clip, engine=engine))

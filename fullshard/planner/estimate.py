@@ -109,14 +109,15 @@ def estimate(
 
     `limit`: bytes of a device to use, in place of all it has. `reserved`: whether to predict the allocator's bytes. `clip`:
     whether gradients are clipped, so that updates wait for the norm. `peak`: the plan's peak memory, if it is known. `engine`:
-    whose memory it is; the time is that of torch's kernels.
+    which carries it out; the kernels are torch's.
     """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
-    peak = peak or predict(plan, description, **common, reserved=reserved and on_cuda, engine=engine, cublas=on_cuda)
+    common["engine"] = engine
+    peak = peak or predict(plan, description, **common, reserved=reserved and on_cuda, cublas=on_cuda)
     time = timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds

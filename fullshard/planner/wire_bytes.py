@@ -42,13 +42,15 @@ def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
     return wire("ring", COLLECTIVES.get(kind, kind), nbytes, ranks)
 
 
-def wire_bytes(plan: Plan, description: Description, *, loss: str = "chunked", clip: bool = True) -> WireBytes:
+def wire_bytes(
+    plan: Plan, description: Description, *, loss: str = "chunked", clip: bool = True, engine: str = "torch"
+) -> WireBytes:
     """Bytes that one rank of `plan` sends in a step. The model must be described with its costs."""
     last = plan.batch.accumulate - 1
     shown = tuple(sorted({0, min(1, last), last}))  # micro-batches between the second and the last are like the second
     repeats = {1: plan.batch.accumulate - len(shown) + 1}
     found = dict.fromkeys(WireBytes.__dataclass_fields__, 0.0)
-    for operation in schedule(plan, description, loss=loss, micros=shown, clip=clip):
+    for operation in schedule(plan, description, loss=loss, micros=shown, clip=clip, engine=engine):
         for purpose, nbytes in _sent(plan, operation):
             found[purpose] += nbytes * repeats.get(operation.micro, 1)
     return WireBytes(**found)

@@ -52,9 +52,10 @@ def test_micro_batches_are_counted(strategy):
     _, one = checked(strategy)
     _, four = checked(strategy, 4)
     assert four.differences == ()
-    gathers = {u.unit: u.gathered[1] for u in one.units}
+    before = {u.unit: u for u in one.units}
     for traffic in four.units:
-        assert traffic.gathered[1] == gathers[traffic.unit] * (4 if strategy == "zero3" else 1)
+        assert traffic.gathered[1] == before[traffic.unit].gathered[1] * (4 if strategy == "zero3" else 1)
+        assert traffic.reduced == tuple(4 * nbytes for nbytes in before[traffic.unit].reduced)
 
 
 def test_traffic_that_should_not_be_is_found():
@@ -68,6 +69,15 @@ def test_traffic_that_should_not_be_is_found():
     assert compare(state, right).differences == ()
     assert compare(state, right).notes == ()
     assert compare(state, right).counts == {"all_gather": 4, "reduce_scatter": 4}
+    bf16 = replace(state, plan=replace(state.plan, precision=fs.Precision(compute="bf16")))
+    halves = [replace(c, nbytes=c.nbytes // 2) for c in right]
+    assert compare(bf16, halves).differences == ()
+    assert "embed: reduces 4.00 KiB, not 8.00 KiB: XLA reduces matrix products in bf16" in compare(bf16, halves).notes
+    four = replace(state, plan=replace(state.plan, batch=replace(state.plan.batch, accumulate=4)))
+    each = [replace(c, times=4) for c in right]
+    hoisted = [right[0], *each[1:]]
+    assert compare(four, each).notes == compare(four, each).differences == compare(four, hoisted).differences == ()
+    assert compare(four, hoisted).notes == ("embed: gathered once for all 4 micro-batches: XLA moved it out of their loop",)
     lost, doubled = right[1:], [*right[1:], replace(right[0], times=2)]
     stray = [*right, CompiledCollective("all_reduce", 4096, ("shard",), 1, "")]
     numbers = [*right, CompiledCollective("all_reduce", 4, ("shard",), 1, "", number=True)]

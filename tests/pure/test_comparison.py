@@ -104,15 +104,17 @@ def test_hybrid_on_several_nodes_or_if_asked(cluster, replicate, shape):
     assert (mesh.replicate, mesh.shard) == shape
 
 
-def test_cpus_have_no_other_home_and_tpus_no_zero2():
+def test_cpus_have_no_other_home_and_tpus_run_on_jax():
     on_cpu = compared(NANO, "4xcpu", sequence=16)
     assert [p.name for p in on_cpu.plans] == ["ddp", "zero1", "zero2", "zero3"]
     assert (on_cpu.precision.compute, on_cpu.compile) == ("fp32", False)
     assert "in MiB" in comparison_text(on_cpu)
     assert not any("workspace" in p.estimate.device.terms for p in on_cpu.plans)  # cuBLAS's
-    on_tpu = compared(NANO, "8xv5p", sequence=16)
-    assert "zero2" not in by_name(on_tpu)
+    on_tpu, twice = (compared(NANO, "8xv5p", sequence=16, global_batch=n) for n in (8, 16))
     assert "JAX engine" in comparison_text(on_tpu)
+    once, both = by_name(on_tpu)["zero1"].wire, by_name(twice)["zero1"].wire
+    assert twice.batch.accumulate == 2  # JAX reduces the gradients of each, and gathers once
+    assert (both.gather, both.reduce) == (once.gather, 2 * once.reduce)
 
 
 def test_sync_last_is_for_those_that_have_a_choice():

@@ -69,6 +69,7 @@ def test_plans_for_jax_have_only_what_jax_can_do():
     assert found.plan.prefetch == fs.Prefetch()
     assert found.plan.batch.sync == "every"
     assert not any("hpz" in other.label or "disk" in other.label for other in found.alternatives)
+    assert {other.label.split(",")[0] for other in found.alternatives} >= {"zero1", "zero2"}
     with pytest.raises(FullshardError, match="no plan can be made"):
         find_plan(described, where, sequence=2048, global_batch=32, fix={"strategy": "hpz"}, engine="jax")
     tpu = Cluster.named("16xv5p")

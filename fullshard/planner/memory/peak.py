@@ -14,6 +14,7 @@ from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
 
+PLAYERS: dict[str, type[Replay]] = {"torch": Replay, "jax": XlaReplay}  # by engine
 Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 
 
@@ -64,8 +65,8 @@ def predict(
     cuBLAS multiplies, whose workspaces count; not on a CPU.
     """
     slots = slots_of(optimizer or AdamW())
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = (XlaReplay if engine == "jax" else Replay)(plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
+    player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
     taken = None
     if reserved and engine == "torch":
         starts, alike, before = _three_steps(player, description, operations)
@@ -94,10 +95,11 @@ def peak_bytes(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     cpu_share: float = SHARE,
+    engine: str = "torch",
 ) -> PeakBytes:
     """The bytes of `predict(…, reserved=False)` alone. Faster: a search asks for hundreds of plans."""
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
+    player = PLAYERS[engine](plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
     player.tape = gauge = PeakGauge()
     _steady(player, description, operations)
     return PeakBytes(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
@@ -112,14 +114,16 @@ def most_by_term(
     optimizer: Optimizer | None = None,
     clip: bool = True,
     cpu_share: float = SHARE,
+    engine: str = "torch",
     cublas: bool = True,
 ) -> dict[str, int]:
     """The most bytes of each group of terms during a steady step. Groups peak at different times, so the sum is above the peak.
 
     `groups`: the name of a term's group.
     """
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip)
-    player = Replay(plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share, cublas=cublas)
+    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
+    slots = slots_of(optimizer or AdamW())
+    player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
     tape = _steady(player, description, operations).tape
     now, most = dict.fromkeys(groups.values(), 0), dict.fromkeys(groups.values(), 0)
     for delta, term in zip(tape.deltas, tape.terms, strict=True):

@@ -68,7 +68,7 @@ class FullModel:
             return FullResult(plan, peak.device + slack, fits_host=self.host_shortage(peak) <= 0)
         r, arguments = self.request, self._arguments(plan)
         on_cuda = r.cluster.device.kind == "cuda"
-        predicted = predict(plan, r.description, **arguments, reserved=on_cuda, engine=r.engine, cublas=on_cuda)
+        predicted = predict(plan, r.description, **arguments, reserved=on_cuda, cublas=on_cuda)
         needed = predicted.allocated if predicted.reserved is None else predicted.reserved
         if needed > self.room:
             return FullResult(plan, needed)
@@ -79,4 +79,4 @@ class FullModel:
     def _arguments(self, plan: Plan) -> dict[str, Any]:
         r = self.request
         share = cores_share(plan, r.cluster, r.optimizer)
-        return {"loss": r.loss, "optimizer": r.optimizer, "clip": r.clip, "cpu_share": share}
+        return {"loss": r.loss, "optimizer": r.optimizer, "clip": r.clip, "cpu_share": share, "engine": r.engine}

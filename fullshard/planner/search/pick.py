@@ -31,7 +31,7 @@ def reduced_model(request: PlanRequest) -> ReducedModel:
     plan = choose("zero3", request.description, devices=request.cluster.devices, precision=precision_of(request))
     share = cores_share(plan, request.cluster, request.optimizer)
     arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip, "cpu_share": share}
-    return ReducedModel(request.description, request.cluster, **arguments)
+    return ReducedModel(request.description, request.cluster, **arguments, engine=request.engine)
 
 
 def pick(request: PlanRequest, reduced: ReducedModel, room: int) -> tuple[Final | None, CandidatePool, list[Candidate]]:

@@ -63,8 +63,7 @@ class ReducedModel:
             return 0
         model = self.models[1]
         peak = predict(reduced_plan(_few_micro_batches(plan), model), model, **self.arguments)
-        assert peak.reserved is not None
-        return peak.reserved - peak.allocated
+        return 0 if peak.reserved is None else peak.reserved - peak.allocated
 
     def _bytes(self, plan: Plan) -> tuple[int, dict[str, int]]:
         if id(plan) not in self.known:

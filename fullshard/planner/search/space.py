@@ -196,9 +196,7 @@ def _strategies(request: PlanRequest, ranks: int, tensor: int) -> Iterator[tuple
         raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
     node = request.cluster.node.devices // tensor or 1
     groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
-    # On JAX, zero1 and zero2 gather in the master's dtype, which the estimate does not know.
-    plain = ("ddp", "zero1", "zero2", "zero3") if request.engine == "torch" else ("ddp", "zero3")
-    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in plain]
+    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
     options += [("hybrid", {"replicate": ranks // n}) for n in groups]
     options += [("hpz", {"reshard": n}) for n in groups] if request.engine == "torch" else []
     if fixed == "hybrid" and "replicate" in request.fix:

@@ -64,11 +64,17 @@ class Operation:
 
 
 def schedule(
-    plan: Plan, description: Description, *, loss: str = "chunked", micros: tuple[int, ...] = (), clip: bool = True
+    plan: Plan,
+    description: Description,
+    *,
+    loss: str = "chunked",
+    micros: tuple[int, ...] = (),
+    clip: bool = True,
+    engine: str = "torch",
 ) -> tuple[Operation, ...]:
     """The operations of one step. `micros`: indices of the micro-batches to include, by default all. `clip`: whether gradients
-    are clipped, so that updates wait for the norm."""
-    return tuple(_Step(plan, description, loss, clip).run(micros or tuple(range(plan.batch.accumulate))))
+    are clipped, so that updates wait for the norm. `engine`: on JAX gradients are always reduced after every micro-batch."""
+    return tuple(_Step(plan, description, loss, clip, engine).run(micros or tuple(range(plan.batch.accumulate))))
 
 
 def chunks(vocabulary: int, tokens: int) -> list[int]:
@@ -105,9 +111,10 @@ def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
 class _Step:
     """FSDP's state while the schedule is built: which units are gathered, which gathers are under way."""
 
-    def __init__(self, plan: Plan, description: Description, loss: str, clip: bool):
+    def __init__(self, plan: Plan, description: Description, loss: str, clip: bool, engine: str):
         costs = costs_of(plan, description, loss)
         self.plan = plan
+        self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
         self.sections = phase_sections(plan, costs, loss)
@@ -255,7 +262,7 @@ class _Step:
         """The unit's gradients are complete: accumulate or reduce them, and free its parameters."""
         self.done.add(unit)
         sizes = self.units[unit]
-        waits = not last and (sizes.keeps or self.plan.batch.sync == "last")
+        waits = not last and ((sizes.keeps and self.adds_up_whole) or self.plan.batch.sync == "last")
         if unit in self.waiting:
             yield self._op("accumulate", unit)
         if unit in self.gathered and (last or not sizes.keeps):

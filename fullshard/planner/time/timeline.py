@@ -31,18 +31,19 @@ def timeline(
     spread: float | None = None,
     clip: bool = True,
     cpu_share: float | None = None,
+    engine: str = "torch",
 ) -> Timeline:
     """Seconds of one step of `plan` on `cluster`.
 
     `spread`: standard deviation of step time over ranks, as a share of a step; by default that of the calibration. `clip`:
     whether updates wait for the gradient norm. `cpu_share`: share of the pieces that the host's cores update; by default
-    the one that balances them with PCIe.
+    the one that balances them with PCIe. `engine`: whose schedule it is; kernels are torch's.
 
     On a shared host cores differ from step to step, and a step takes as long as the slower of device and host. So the
     result is the mean of three steps: at the pace of a quiet core, at the mean pace, and as much above it.
     """
     shown = different_micro_batches(plan)
-    units, away, operations = step_operations(plan, description, cluster, shown, loss, optimizer, clip, cpu_share)
+    units, away, operations = step_operations(plan, description, cluster, shown, loss, optimizer, clip, cpu_share, engine)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
     steps = []
@@ -72,13 +73,14 @@ def step_operations(
     optimizer: Optimizer | None,
     clip: bool,
     cpu_share: float | None,
+    engine: str = "torch",
 ) -> tuple[dict[str, UnitSizes], OffloadBytes, tuple[Operation, ...]]:
     """What is laid onto lanes: the units' sizes, what is offloaded, and the operations of these micro-batches."""
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     units = unit_sizes(plan, description)
     away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
-    return units, away, schedule(plan, description, loss=loss, micros=micros, clip=clip)
+    return units, away, schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
 
 
 def play(lanes: StepLanes, operations: tuple[Operation, ...]) -> None:
