@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any
 
 KERNELS = ("softmax", "one_pass", "copy_once")
-WARM, STEPS = 3, 10
+WARM, STEPS, PROFILED = 3, 10, 3
 KINDS = {  # by the first pattern that a kernel's name has
     "attention": "attention|flash|cudnn.*(fprop|bprop)|sdpa|fmha|mha",
     "gemm": "gemm|nvjet|cutlass|cublas|splitK",
@@ -100,16 +100,31 @@ def profile(step: Any) -> dict[str, Any]:
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED - 1):
+            step()
         step().loss.item()
     kinds: Counter[str] = Counter()
     longest: dict[str, Counter[str]] = {}
     for event in profiler.key_averages():
-        milliseconds = event.device_time_total / 1000
+        milliseconds = event.device_time_total / 1000 / PROFILED
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key)), "pointwise")
         kinds[kind] += milliseconds
         longest.setdefault(kind, Counter())[event.key[:80]] += milliseconds
     rounded = {kind: round(value, 2) for kind, value in kinds.most_common()}
-    return {"kinds": rounded, "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(6)] for k, c in longest.items()}}
+    return {
+        "idle": idle([(e.time_range.start, e.time_range.end) for e in profiler.events()]),
+        "kinds": rounded,
+        "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(6)] for k, c in longest.items()},
+    }
+
+
+def idle(spans: list[tuple[float, float]]) -> float:
+    """Milliseconds a step in which no kernel ran, from spans in microseconds."""
+    alone, end = 0.0, min(begin for begin, _ in spans)
+    for begin, stop in sorted(spans):
+        alone += max(0.0, begin - end)
+        end = max(end, stop)
+    return round(alone / 1000 / PROFILED, 2)
 
 
 def gemm(size: int = 8192, times: int = 20) -> float:
