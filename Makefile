@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(VENV)/.install
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/demo.py --steps 300
+	$(BIN)/python examples/demo.py --steps 200 --rows 4 --sample 100
 
 # Two at a time: mypy and the few tests of JAX fill the cores while tests of torch wait. Each of the three can fail it.
 test: style

@@ -30,6 +30,7 @@ def main() -> None:
     args = arguments()
     if not inside_ranks():
         standard_library()  # packed once, before the ranks start
+        print(f"starting {args.ranks} ranks, each of which imports torch first …", flush=True)
         torchrun(args.ranks, [__file__, *sys.argv[1:]])
     device = on_torch.start()
     first = dist.get_rank() == 0
@@ -38,21 +39,24 @@ def main() -> None:
     tokens = TokenFile(standard_library())
     model = on_torch.load_model("llama-bytes")
     description = on_torch.describe(model, title="llama-bytes")
-    plan = fs.zero3(description, devices=dist.get_world_size(), batch=fs.Batch(MICRO_BATCH, SEQUENCE))
+    plan = fs.zero3(description, devices=dist.get_world_size(), batch=fs.Batch(args.rows, SEQUENCE))
     say(f"{description}\n\n{plan}\n")
-    say(f"training on {bytes_text(len(tokens))} of Python's standard library, {dist.get_world_size()} ranks on {device.type}\n")
+    text, ranks = bytes_text(len(tokens)), f"{dist.get_world_size()} ranks on {device.type}"
+    say(f"training {args.steps} steps on {text} of Python's standard library, {ranks} …\n")
 
     state = on_torch.shard(model, plan, optimizer=fs.AdamW(lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=SEED)
-    batches = Batches(tokens, SEQUENCE, MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=SEED)
+    batches = Batches(tokens, SEQUENCE, args.rows, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=SEED)
     with Bar(args.steps, visible=first) as bar:
         rate = lambda i: PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / args.steps)
         for step in fs.train(state, batches, steps=args.steps, clip=1.0, lr=rate):
             loss, held = step.loss.item(), sum(state.held_bytes().values())
             bar.update(step.index, loss, step.count.item(), held, sum(step.seconds().values()))
 
+    say(f"\nsampling {args.sample} bytes twice; every rank computes, and layers are gathered for each byte …")
     for prompt in ("def ", "import "):
         sample = on_torch.generate(state.model, list(prompt.encode()), max_new_tokens=args.sample, temperature=0.6, seed=SEED)
         say(f"\n--- the model continues {prompt!r}\n{bytes(sample).decode(errors='replace')}")
+    say("\ncounting what a rank holds, and the same under ddp …")
     say(f"\n{held_table(state, description, batches)}")
     dist.destroy_process_group()
 
@@ -60,7 +64,8 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="more steps, better text")
+    parser.add_argument("--rows", type=int, default=MICRO_BATCH, help="sequences that a rank computes in a step")
     parser.add_argument("--sample", type=int, default=160, help="bytes to sample")
     return parser.parse_args()
 
@@ -69,6 +74,7 @@ def standard_library() -> Path:
     """Pack the top-level modules of Python's standard library, text that every machine has, into token files."""
     path = Path("runs/demo/tokens")
     if not path.exists():
+        print(f"packing Python's standard library into {path}, once …", flush=True)
         pack(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), path)
     return path
 
