@@ -17,6 +17,7 @@ TIME_AGAIN = f"python -m benchmarks.time_again {RESULTS}/2026-11-16-turns-time-h
 CPU_GRID = "python benchmarks/cpu_grid.py"
 MEASURE = "fullshard measure"
 PUBLISHED = "pytest tests/pure/test_timeline.py -k published"
+RESIDENT = "python -m benchmarks.resident_step --profile"
 MEMORY_PROBE = "python -m benchmarks.memory_probe --out FOLDER"
 
 
@@ -52,10 +53,12 @@ class Calibration:
     attention_backward: Fitted = field(metadata=_about("of gemm rate", "fused attention, backward, heads of 128"))
     attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads narrower than 128"))
     pointwise_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a block, where not measured"))
-    chunked_loss_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a chunk of the loss"))
+    chunked_loss_bandwidth: Fitted = field(
+        metadata=_about("of copy rate", "softmax and gradient of a chunk of the loss, in one kernel")
+    )
     widening_bandwidth: Fitted = field(metadata=_about("of copy rate", "copies from bf16 to fp32"))
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
-    adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "fused AdamW on the device"))
+    adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "AdamW with clipping on the device, in one pass"))
     unaligned_gemm: Fitted = field(metadata=_about("of gemm rate", "products whose rows are not multiples of 16 bytes"))
     in_step_rate: Fitted = field(metadata=_about("of rate alone", "measured kernel rates inside a step"))
     kernel_floor: Fitted = field(metadata=_about("s", "the shortest kernel"))
@@ -112,6 +115,7 @@ _time = _from(f"{RESULTS}/2026-11-15-time-h200.json", TIME_AGAIN)
 _measured = _from(f"{RESULTS}/2026-11-15-time-h200.json", MEASURE)
 _quiet = _from(f"{RESULTS}/2026-11-16-quiet-time-h200.json", TIME_AGAIN)
 _kernels = _from(f"{RESULTS}/2026-11-16-kernels-h200.json", TIME_AGAIN)
+_resident = _from(f"{RESULTS}/2026-11-18-resident-h200.json", RESIDENT)
 _clusters = _from("published step times on 8 to 512 H100: torchtitan, MosaicML, MaxText (tests/pure/test_timeline.py)", PUBLISHED)
 _cpu = _from(f"{RESULTS}/2026-11-15-time-cpu.json", CPU_GRID)
 _without = _from("no such effect on a CPU", CPU_GRID)
@@ -123,10 +127,10 @@ HOPPER = Calibration(
     attention_backward=_measured(0.6),
     attention_narrow_heads=_measured(0.78),
     pointwise_bandwidth=Fitted(0.55, "assumed; published step times agree with it (tests/pure/test_timeline.py)", PUBLISHED),
-    chunked_loss_bandwidth=_quiet(0.89),
+    chunked_loss_bandwidth=_resident(0.74),
     widening_bandwidth=_kernels(0.45),
     foreach_bandwidth=_kernels(0.84),
-    adamw_bandwidth=_kernels(0.66),
+    adamw_bandwidth=_resident(0.85),
     unaligned_gemm=_time(0.16),
     in_step_rate=_time(0.93),
     kernel_floor=_time(2e-6),

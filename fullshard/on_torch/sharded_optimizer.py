@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError, a_kind, nearest
-from fullshard.on_torch.kernels.one_pass_adam import OnePass, find_one_pass, one_pass
+from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam, find_one_pass, one_pass
 from fullshard.on_torch.private import sharded_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.shard_ranges import local_tensor
@@ -85,7 +85,7 @@ def step_unless(
 ) -> None:
     """Multiply the gradients `parts` by the factors, one after the other, and step the optimizer, unless `skip` is true. Fused
     kernels read `skip` on the device; for others the host waits."""
-    if isinstance(optimizer, OnePass):
+    if isinstance(optimizer, OnePassAdam):
         optimizer.grad_factors = torch.stack([f.float() for f in factors]) if factors else None
     else:
         for factor in factors:
@@ -94,7 +94,7 @@ def step_unless(
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]  # it would also skip the caller's next own step
-        if isinstance(optimizer, OnePass):
+        if isinstance(optimizer, OnePassAdam):
             optimizer.grad_factors = None
     elif not bool(skip):
         optimizer.step()

@@ -19,7 +19,7 @@ from fullshard.on_torch.batch_tree import on_device
 from fullshard.on_torch.clock import Clock
 from fullshard.on_torch.forward_errors import explained
 from fullshard.on_torch.inference import inference
-from fullshard.on_torch.kernels.one_pass_adam import OnePass
+from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam
 from fullshard.on_torch.loss import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.objectives import CAUSAL_LOSSES
 from fullshard.on_torch.quantized_collectives import relative_errors
@@ -97,7 +97,7 @@ def _own_step(state: State) -> Iterator[None]:
     """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
     state.stepping = True
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
-    state.computed_gradients.on = state.plan.keeps_computed_gradients and isinstance(state.optimizer, OnePass)
+    state.computed_gradients.on = state.plan.keeps_computed_gradients and isinstance(state.optimizer, OnePassAdam)
     try:
         yield
     finally:

@@ -119,28 +119,16 @@ def ranks(world: int):
         clear_dtensor_cache()
 
 
-class UpdateInPlace:
-    """Stands in for the kernel that clips and updates in one pass, and allocates nothing."""
-
-    @staticmethod
-    def step_powers(steps, group):
-        return torch.zeros(len(steps), 2)
-
-    @staticmethod
-    def update_parameter(*_):
-        pass
-
-
 @contextmanager
 def _one_pass():
     """Inside, optimizers update as on a GPU."""
-    fits, find = sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass
+    fits, update = sharded_optimizer._fits_one_pass, one_pass_adam._update_by_torch
     sharded_optimizer._fits_one_pass = lambda *_: True
-    one_pass_adam.find_one_pass = lambda kind: (UpdateInPlace, "")
+    one_pass_adam._update_by_torch = lambda *_: None  # the GPU's kernel allocates nothing
     try:
         yield
     finally:
-        sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass = fits, find
+        sharded_optimizer._fits_one_pass, one_pass_adam._update_by_torch = fits, update
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.on_torch import sharded_optimizer
 from fullshard.on_torch.fsdp_groups import GatherGroup
 from fullshard.on_torch.kernels import one_pass_adam
-from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 
 CASES = [
     ("zero3", fs.Batch(2, 32), fs.Precision("bf16")),
@@ -51,37 +51,17 @@ def test_parameters_are_those_of_fsdps_own_copies_to_the_bit(ranks, world, cases
     assert ranks(world).run(both_ways, cases) == [[True] * len(cases)] * world
 
 
-class ByTorch:
-    """Torch's arithmetic in place of the Triton kernel."""
-
-    @staticmethod
-    def step_powers(steps, group):
-        return torch.stack(steps)
-
-    @staticmethod
-    def update_parameter(kind, tensors, factors, skip, powers, group):
-        parameter, gradient, *moments = tensors
-        assert gradient.dtype is ByTorch.computed
-        for factor in () if factors is None else factors:
-            gradient = gradient.float() * factor
-        if not skip:
-            apply_rule(Rule(kind, ("exp_avg", "exp_avg_sq")), parameter, gradient.float(), moments, int(powers), group)
-
-    computed = torch.bfloat16
-
-
 def one_pass_and_torch(case):
     """The same with the optimizer that clips and updates in one pass, whose gradients stay as they were computed."""
     plain, norm = trained(*case)
-    from fullshard.on_torch import sharded_optimizer
-
-    fits, find = sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass
+    fits, update, seen = sharded_optimizer._fits_one_pass, one_pass_adam._update_by_torch, set()
     sharded_optimizer._fits_one_pass = lambda *_: True
-    one_pass_adam.find_one_pass = lambda kind: (ByTorch, "")
+    one_pass_adam._update_by_torch = lambda kind, tensors, *more: (seen.add(tensors[1].dtype), update(kind, tensors, *more))
     try:
         ours, own_norm = trained(*case)
     finally:
-        sharded_optimizer._fits_one_pass, one_pass_adam.find_one_pass = fits, find
+        sharded_optimizer._fits_one_pass, one_pass_adam._update_by_torch = fits, update
+    assert seen == {torch.bfloat16}
     return own_norm / norm, max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
 
 
@@ -97,8 +77,6 @@ def skipped_steps():
     for kind in (one_pass_adam.one_pass(torch.optim.AdamW), torch.optim.AdamW):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
         made.append((weight, kind([weight], lr=0.1, weight_decay=0.0, fused=True)))
-    one_pass_adam.find_one_pass = lambda kind: (ByTorch, "")
-    ByTorch.computed = torch.float32
     for skip in (False, True, False):
         for weight, optimizer in made:
             weight.grad = torch.full_like(weight, 0.5)
@@ -111,3 +89,29 @@ def skipped_steps():
 
 def test_a_skipped_step_changes_and_counts_nothing(ranks):
     assert ranks(1).run(skipped_steps) == [("AdamW", True, [2.0, 2.0], True)]
+
+
+def saved_and_resumed(directory):
+    """A state with the optimizer of one pass through a checkpoint: the losses of four steps, straight and resumed."""
+    sharded_optimizer._fits_one_pass = lambda *_: True
+    found = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        model = on_torch.load_model("llama-nano")
+        plan = fs.zero3(on_torch.describe(model), devices=1, batch=fs.Batch(2, 32), precision=fs.Precision("bf16"))
+        state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2), device="cpu")
+        if resumed:
+            fs.checkpoint.load(directory, state)
+        draw = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, 64, (4, 2, 33), generator=draw)
+        for i in ids[2 if resumed else 0 :]:
+            result = on_torch.train_step(state, [{"input_ids": i[:, :-1], "labels": i[:, 1:]}], clip=1.0)
+            if state.step == 2 and not resumed:
+                fs.checkpoint.save(directory, state)
+        found.append(float(result.loss))
+    return found
+
+
+def test_a_checkpoint_goes_on_as_if_uninterrupted(ranks, tmp_path):
+    ((straight, resumed),) = ranks(1).run(saved_and_resumed, str(tmp_path))
+    assert straight == resumed

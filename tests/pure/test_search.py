@@ -90,7 +90,7 @@ def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     assert [t.estimate is not None for t in judged] == [True, True]  # with remat in every block, and as it was found
     more = next(u.name for u in reversed(found.plan.units) if u.remat != "none")
     one_more = estimate(found.plan.change(more, remat="none"), presets.describe("llama3-8b"), Cluster.named("64xh100"))
-    assert found.estimate.needed <= found.estimate.available < one_more.needed
+    assert found.estimate.needed <= found.estimate.available < 1.01 * one_more.needed  # a search leaves the allocator some room
 
 
 def test_micro_batches_that_are_larger_keep_no_less():
@@ -221,7 +221,7 @@ def test_activations_may_be_fixed_to_the_disk_and_are_counted_there():
 
 def test_nothing_fits_says_what_would():
     short = (
-        r"optimizer, params and activations on host\) needs 18.* of the device's 75\.73 GiB and .* of the host's 214\.58 GiB; "
+        r"optimizer, params and activations on host\) needs 16.* of the device's 75\.73 GiB and .* of the host's 214\.58 GiB; "
         r"another remat than 'none' \(.*, remat full, .*\) or 4 devices with no choice fixed would fit"
     )
     with pytest.raises(FullshardError, match=short):
@@ -286,7 +286,7 @@ def test_what_does_not_fit_on_a_device_goes_to_the_host_as_little_of_it_as_neede
     for unit in fewer.units[first : first + len(away) // 5]:
         fewer = fewer.change(unit.name, home=fs.Home())
     assert not estimate(fewer, description, where).fits
-    assert any(a.step_seconds is None and "needs 195.32 GiB of 134.51 GiB" in a.reason for a in found.alternatives)
+    assert any(a.step_seconds is None and "needs 170.42 GiB of 134.51 GiB" in a.reason for a in found.alternatives)
 
 
 @pytest.mark.full

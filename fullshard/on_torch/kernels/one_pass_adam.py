@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.kernels.usable_kernel import Found, usable_kernel
+from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 from fullshard.on_torch.private import adam_lists
 from fullshard.on_torch.shard_ranges import local_tensor
 
 
-class OnePass:
+class OnePassAdam:
     """Replaces the step of torch's fused Adam. `grad_factors`: what the next step multiplies gradients by, one after the
     other. `found_inf`: as for torch's optimizers; where it is not 0, the step changes nothing."""
 
@@ -30,26 +31,44 @@ class OnePass:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kernel, _ = find_one_pass(self.kind)
-        assert kernel is not None
         for group in self.param_groups:
             parameters, gradients, first, second, steps = adam_lists(self, group)
             if not parameters:
                 continue
+            kernel = find_one_pass(self.kind)[0] if parameters[0].is_cuda else None
             skip = getattr(self, "found_inf", None)
             skip = torch.zeros((), device=steps[0].device) if skip is None else skip
             torch._foreach_add_(steps, 1.0 - skip)
-            powers = kernel.step_powers(steps, group)
+            powers = kernel.step_powers(steps, group) if kernel is not None else steps
             for i, tensors in enumerate(zip(parameters, gradients, first, second, strict=True)):
                 p, g, m, v = map(local_tensor, tensors)
-                kernel.update_parameter(self.kind, (p, g.contiguous(), m, v), self.grad_factors, skip, powers[i], group)
+                update = _update_by_torch if kernel is None else kernel.update_parameter
+                update(self.kind, (p, g.contiguous(), m, v), self.grad_factors, skip, powers[i], group)
         return loss
+
+
+def _update_by_torch(
+    kind: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    factors: Tensor | None,
+    skip: Tensor,
+    step: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """`triton_one_pass.update_parameter` for a parameter that is not on a GPU, in several passes. Saving steps such a one, to
+    see what state the optimizer keeps."""
+    parameter, gradient, *moments = tensors
+    gradient = gradient.float()
+    for factor in () if factors is None else factors:
+        gradient = gradient * factor
+    if not skip:
+        apply_rule(Rule(kind, ("exp_avg", "exp_avg_sq")), parameter, gradient, moments, int(step), group)
 
 
 @cache
 def one_pass(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """A subclass of torch's Adam or AdamW, of the same name, since checkpoints have it."""
-    return type(kind.__name__, (OnePass, kind), {"kind": kind.__name__.lower(), "__doc__": kind.__doc__})
+    return type(kind.__name__, (OnePassAdam, kind), {"kind": kind.__name__.lower(), "__doc__": kind.__doc__})
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import torch
 
-from fullshard.on_torch.kernels.one_pass_adam import OnePass, find_one_pass
+from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam, find_one_pass
 from fullshard.on_torch.kernels.softmax_loss import find_softmax
 from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
@@ -27,7 +27,7 @@ def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None) 
         return {}
     softmax, why = find_softmax()
     found = {"chunked_loss": f"{FALLBACK}{why}" if softmax is None else "triton"}
-    if isinstance(optimizer, OnePass):
+    if isinstance(optimizer, OnePassAdam):
         found["update"] = "triton (with clipping, in one pass)"
     elif type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         kernel, why = find_one_pass(type(optimizer).__name__.lower())

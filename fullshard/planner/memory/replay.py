@@ -217,7 +217,11 @@ class Replay:
             return
         in_place = op.ranks == 1 and not sizes.away  # then its output is its input
         output = self._reduced_name(sizes, first=op.first, in_place=in_place)
-        self._add(op.unit, output if in_place else "reduce input", op.nbytes, "gradients" if output == "gradient" else "reduce")
+        term: Term = "gradients" if output == "gradient" else "reduce"
+        if in_place:
+            self._add(op.unit, output, op.nbytes, term)
+        else:
+            self._add(op.unit, "reduce input", op.nbytes, "reduce")
         (table,) = WORKSPACES["chunk_cat"](len(sizes.trained), *[sizes.shards[i] * self.reduce for i in sizes.trained])
         self._add(op.unit, "table", table, "reduce")
         self._drop(op.unit, "table")
@@ -225,7 +229,7 @@ class Replay:
         last = names.pop() if op.ranks > 1 else ""  # a loop variable of FSDP2 holds it until the end
         self._drop_gradients(op.unit, names)
         if not in_place:
-            self._add(op.unit, output, op.nbytes // op.ranks, "gradients" if output == "gradient" else "reduce", REDUCE)
+            self._add(op.unit, output, op.nbytes // op.ranks, term, REDUCE)
         self.last = last
         if self.reduce_passes and op.ranks > 1:
             elements = op.nbytes // self.reduce

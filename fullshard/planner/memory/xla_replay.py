@@ -1,12 +1,12 @@
 """What a step needs that XLA compiles: the schedule's, less what XLA fuses away. Checked for one device; more are bounded."""
 
-from dataclasses import replace
 from functools import lru_cache
 
 from fullshard.model.costs import Section
 from fullshard.planner.memory.replay import Replay
 from fullshard.planner.memory.section_events import sized_events
 from fullshard.planner.step.schedule import Operation
+from fullshard.planner.step.unit_sizes import item
 
 KEPT = "kept "  # before the name of a gradient that waits for the update
 
@@ -14,8 +14,7 @@ KEPT = "kept "  # before the name of a gradient that waits for the update
 class XlaReplay(Replay):
     """Plays the operations of a step on JAX. Differences to torch:
 
-    - The logits of a chunk of the loss are cast to fp32 inside the kernels that read them, so that there is one fp32 tensor of
-      their size, the softmax, and not two.
+    - The softmax of a chunk of the loss is an fp32 tensor beside its logits; torch's kernel works in place of them.
     - Where nothing is gathered, a unit's gradients stay as backward made them until the update, which casts them as it reads
       them. Those of several micro-batches are added up in the master's dtype. No reduction has an input of its own.
     - Workspaces of matrix products are among the temporaries, not kept.
@@ -26,8 +25,9 @@ class XlaReplay(Replay):
 
     def _compute(self, op: Operation) -> None:
         if op.phase == "chunk" and op.section is not None:
-            op = replace(op, section=_without_cast(op.section, op.tokens))
+            self._add(op.unit, "softmax", _logits_bytes(op.section, op.tokens) // self.compute * item("fp32"), "loss")
         super()._compute(op)
+        self._drop(op.unit, "softmax")
 
     def _reduce(self, op: Operation) -> None:
         sizes = self.units[op.unit]
@@ -55,10 +55,6 @@ class XlaReplay(Replay):
 
 
 @lru_cache(maxsize=256)
-def _without_cast(section: Section, tokens: int) -> Section:
-    """The section of a chunk without the first of its largest tensors, if there are several: the logits in fp32."""
-    sizes = {tensor: nbytes for action, tensor, _, nbytes in sized_events(section, 1, tokens) if action == "allocate"}
-    largest = [tensor for tensor, nbytes in sizes.items() if nbytes == max(sizes.values())]
-    if len(largest) < 2:
-        return section
-    return replace(section, events=tuple(e for e in section.events if e.tensor != largest[0]))
+def _logits_bytes(section: Section, tokens: int) -> int:
+    """Bytes of the largest tensor of a chunk's section: its logits."""
+    return max(nbytes for action, _, _, nbytes in sized_events(section, 1, tokens) if action == "allocate")
