@@ -54,7 +54,7 @@ class Calibration:
     attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads narrower than 128"))
     pointwise_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a block, where not measured"))
     chunked_loss_bandwidth: Fitted = field(
-        metadata=_about("of copy rate", "softmax and gradient of a chunk of the loss, in one kernel")
+        metadata=_about("of copy rate", "softmax of a chunk of the loss, in place")
     )
     widening_bandwidth: Fitted = field(metadata=_about("of copy rate", "copies from bf16 to fp32"))
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
