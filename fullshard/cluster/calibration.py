@@ -53,9 +53,7 @@ class Calibration:
     attention_backward: Fitted = field(metadata=_about("of gemm rate", "fused attention, backward, heads of 128"))
     attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads narrower than 128"))
     pointwise_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a block, where not measured"))
-    chunked_loss_bandwidth: Fitted = field(
-        metadata=_about("of copy rate", "softmax of a chunk of the loss, in place")
-    )
+    chunked_loss_bandwidth: Fitted = field(metadata=_about("of copy rate", "softmax of a chunk of the loss, in place"))
     widening_bandwidth: Fitted = field(metadata=_about("of copy rate", "copies from bf16 to fp32"))
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
     adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "AdamW with clipping on the device, in one pass"))
