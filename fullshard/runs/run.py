@@ -154,6 +154,15 @@ def _train_until(run: "Run") -> str | None:
     return "diverged" if run.checkpoints.poisoned else why
 
 
+# By the name in the event `kernels`.
+KERNEL_USES = {
+    "cpu_update": "CPU updates run",
+    "gpu_update": "GPU updates run",
+    "update": "updates run",
+    "chunked_loss": "the chunked loss runs",
+}
+
+
 class Run:
     """A run in progress on this rank."""
 
@@ -219,13 +228,13 @@ class Run:
             self.bar.say(f"changed since the checkpoint: {key} {old} → {new}")
 
     def tell_kernels(self) -> None:
-        """Record which kernels update offloaded units. Print it if a fast one is missing."""
+        """Record which kernels compute loss and updates. Print it if a fast one is missing."""
         found = self.state.kernels
         if found:
             self.metrics.write(event="kernels", step=self.state.step, **found)
         for lane, text in found.items():
             if text.startswith("torch: "):
-                self.bar.say(f"{lane.partition('_')[0].upper()} updates run on torch's slower kernels: {text.partition(': ')[2]}")
+                self.bar.say(f"{KERNEL_USES[lane]} on torch's slower kernels: {text.partition(': ')[2]}")
 
     def tell_wire(self) -> None:
         """Report the errors of quantised collectives, which the first step measures."""
