@@ -5,6 +5,7 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.errors import FullshardError
 from fullshard.on_torch import sharded_optimizer
 from fullshard.on_torch.fsdp_groups import GatherGroup
 from fullshard.on_torch.kernels import one_pass_adam
@@ -80,7 +81,7 @@ def skipped_steps():
     for skip in (False, True, False):
         for weight, optimizer in made:
             weight.grad = torch.full_like(weight, 0.5)
-            optimizer.found_inf = torch.tensor(float(skip))
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
             optimizer.step()
     (ours, own), (theirs, _) = made
     counts = [float(o.state[w]["step"]) for w, o in made]
@@ -89,6 +90,14 @@ def skipped_steps():
 
 def test_a_skipped_step_changes_and_counts_nothing(ranks):
     assert ranks(1).run(skipped_steps) == [("AdamW", True, [2.0, 2.0], True)]
+
+
+def test_a_setting_that_the_kernel_does_not_know_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = one_pass_adam.one_pass(torch.optim.AdamW)([weight], lr=0.1, maximize=True)
+    weight.grad = torch.ones(3)
+    with pytest.raises(FullshardError, match="maximize = True has no effect"):
+        optimizer.step()
 
 
 def saved_and_resumed(directory):

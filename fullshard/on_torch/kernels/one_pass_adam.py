@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import FullshardError
 from fullshard.on_torch.kernels.usable_kernel import Found, usable_kernel
 from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 from fullshard.on_torch.private import adam_lists
@@ -20,7 +21,8 @@ from fullshard.on_torch.shard_ranges import local_tensor
 
 class OnePassAdam:
     """Replaces the step of torch's fused Adam. `grad_factors`: what the next step multiplies gradients by, one after the
-    other. `found_inf`: as for torch's optimizers; where it is not 0, the step changes nothing."""
+    other. `grad_scale`, `found_inf`: as for torch's optimizers, which `torch.amp.GradScaler` sets: what gradients are divided
+    by, and whether the step changes nothing."""
 
     grad_factors: Tensor | None = None
     kind: str
@@ -31,7 +33,11 @@ class OnePassAdam:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale, factors = getattr(self, "grad_scale", None), self.grad_factors
+        if scale is not None:
+            factors = torch.cat([scale.reciprocal().float().reshape(1), *([] if factors is None else [factors])])
         for group in self.param_groups:
+            _refuse_settings(group)
             parameters, gradients, first, second, steps = adam_lists(self, group)
             if not parameters:
                 continue
@@ -43,8 +49,17 @@ class OnePassAdam:
             for i, tensors in enumerate(zip(parameters, gradients, first, second, strict=True)):
                 p, g, m, v = map(local_tensor, tensors)
                 update = _update_by_torch if kernel is None else kernel.update_parameter
-                update(self.kind, (p, g.contiguous(), m, v), self.grad_factors, skip, powers[i], group)
+                update(self.kind, (p, g.contiguous(), m, v), factors, skip, powers[i], group)
         return loss
+
+
+def _refuse_settings(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "maximize", "differentiable"):
+        if group.get(name):
+            raise FullshardError(
+                f"{name} = True has no effect on this optimizer, which clips and updates in one pass; leave it out, or write "
+                f"state.optimizer = torch.optim.AdamW(state.parameters(), {name}=True)"
+            )
 
 
 def _update_by_torch(
