@@ -164,6 +164,12 @@ def _deviations(plan: Plan, unit: Unit, traffic: UnitTraffic) -> Iterator[tuple[
     once = loop > 1 and found and found * loop in ((wanted, wanted // 2) if unit.reshard is True else (wanted,))
     if once:  # what it gathers is the same in all of them
         yield True, f"{unit.name}: gathered once for all {loop} micro-batches: XLA moved it out of their loop"
+    elif loop > 1 and unit.reshard is True and found * 2 * loop == wanted * (loop + 1):
+        yield (
+            True,
+            f"{unit.name}: gathered once for the forward of all {loop} micro-batches: XLA moved it out of their loop, which "
+            "keeps it in memory",
+        )
     elif wanted // 2 <= found < wanted and unit.reshard is True:
         yield True, f"{unit.name}: {bytes_text(wanted - found)} are not gathered again, since backward does not need them"
     elif found != wanted:
