@@ -9,14 +9,14 @@ line with `tok_s` and `peak_gib`. GEMM: 8192³ in bf16, in the first process, as
 
 import argparse
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
 from typing import Any
+
+from benchmarks.jax_step import last_line
 
 KERNELS = ("softmax", "one_pass", "copy_once")
 WARM, STEPS, PROFILED = 3, 10, 3
@@ -140,12 +140,6 @@ def gemm(size: int = 8192, times: int = 20) -> float:
         a @ a
     torch.cuda.synchronize()
     return round(2 * size**3 * times / (time.perf_counter() - start) / 1e12, 1)
-
-
-def last_line(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"error": done.stderr[-1500:]}
 
 
 def main() -> None:

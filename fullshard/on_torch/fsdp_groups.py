@@ -30,7 +30,7 @@ __all__ = [
 
 
 class GatherGroup:
-    """FSDP's parameter group of one unit, with the operations that offloading needs."""
+    """FSDP's parameter group of one unit, with what offloading needs, and copies that a group of one rank can spare."""
 
     def __init__(self, group: Any):
         self.group = group
@@ -175,8 +175,7 @@ def _settle(parameter: Any, gradient: Tensor, reduce: dtype | None, computed: Co
     else:
         if not computed.on:
             gradient = _rounded(gradient, reduce).to(shard.dtype)
-        if hasattr(shard, "grad_dtype") and shard.grad_dtype is not gradient.dtype:
-            shard.grad_dtype = gradient.dtype
+        shard.grad_dtype = gradient.dtype  # torch refuses a gradient of another dtype than this
         shard.grad = dtensor_like(shard, gradient.contiguous().view(parameter.sharded_size))
     for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(shard)

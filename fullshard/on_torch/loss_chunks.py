@@ -22,9 +22,9 @@ from fullshard.on_torch.model_call import call_model, computes_loss, find_logits
 from fullshard.on_torch.private import all_reduce
 from fullshard.on_torch.shard_ranges import local_box, local_tensor
 
-BUDGET = 1 << 31  # bytes of logits alive at once: in the compute dtype, in float32, and their gradient
+BUDGET = 1 << 31  # bytes of logits alive at once, at most
 TILE = 256  # tokens; matrix products are fastest in whole tiles
-BYTES_PER_LOGIT = 8  # 2 in the compute dtype, 4 in float32, 2 for the gradient in the compute dtype
+BYTES_PER_LOGIT = 8  # of a split vocabulary: 2 in bf16, 4 in float32, 2 for the gradient; a whole one needs only the first 2
 
 
 class ChunkedLossError(FullshardError):

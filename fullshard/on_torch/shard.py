@@ -82,7 +82,7 @@ def shard(
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
-    computed = copy_whole_shards_once(plan, units)
+    computed = _copy_whole_shards_once(plan, units)
     meter = quantize_collectives(plan, units)
     if communication is not None:
         install_communication(communication, plan, units)
@@ -178,7 +178,7 @@ def _policy(plan: Plan) -> MixedPrecisionPolicy:
     )
 
 
-def copy_whole_shards_once(plan: Plan, units: dict[str, list[FSDPModule]]) -> ComputedGradients:
+def _copy_whole_shards_once(plan: Plan, units: dict[str, list[FSDPModule]]) -> ComputedGradients:
     """Spare the resident units whose shard is the whole the second pass of their gathers and reductions. Returns whether their
     gradients stay as computed, for the step to set."""
     computed = ComputedGradients()

@@ -94,8 +94,6 @@ def step_unless(
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]  # it would also skip the caller's next own step
-        if isinstance(optimizer, OnePassAdam):
-            optimizer.grad_factors = None
     elif not bool(skip):
         optimizer.step()
 
@@ -148,17 +146,22 @@ def _shards(tensor: Tensor) -> int:
 
 def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
     """This rank's share of the squared global norm. The sum over all ranks is the squared norm, on any mesh."""
-    shares = [norm.double().square() / copies for copies, tensors in parts.items() for norm in _norms(tensors)]
+    norms = {copies: torch.linalg.vector_norm(torch.stack(local_norms(tensors))) for copies, tensors in parts.items()}
+    shares = [norm.double().square() / copies for copies, norm in norms.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """A norm for each dtype, of 64 bits or 32: in 16, three digits would be left of it."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        by_dtype.setdefault(t.dtype, []).append(t)
-    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-    return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(t, 2.0, wide.get(d)))) for d, t in by_dtype.items()]
+def local_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, in fp32 at least: in 16 bits, three digits would be left of it."""
+    by_dtype: dict[torch.dtype, list[int]] = {}  # a foreach kernel takes tensors of one dtype
+    for i, t in enumerate(tensors):
+        by_dtype.setdefault(t.dtype, []).append(i)
+    found = list(tensors)
+    for dtype, places in by_dtype.items():
+        wide = torch.float32 if dtype.itemsize == 2 else None
+        for i, norm in zip(places, torch._foreach_norm([tensors[i] for i in places], 2.0, wide), strict=True):
+            found[i] = norm
+    return found
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

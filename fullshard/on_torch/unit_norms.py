@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.shard_ranges import local_tensor
-from fullshard.on_torch.sharded_optimizer import copies_of
+from fullshard.on_torch.sharded_optimizer import copies_of, local_norms
 from fullshard.on_torch.state import State
 
 
@@ -33,13 +33,8 @@ def _resident(state: State) -> Iterator[tuple[str, int, Tensor]]:
     """Unit, copies and local norm of each gradient on the device."""
     offload = state.offload
     held = [(n, p.grad) for n, p in state.model.named_parameters() if p.grad is not None and not (offload and offload.holds(p))]
-    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-    for name, grad in held:
-        by_dtype.setdefault(grad.dtype, []).append((name, grad))
-    for dtype, pairs in by_dtype.items():
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
-        norms = torch._foreach_norm([local_tensor(grad) for _, grad in pairs], 2.0, wide)
-        yield from ((_unit_of(state, n), copies_of(g), norm) for (n, g), norm in zip(pairs, norms, strict=True))
+    norms = local_norms([local_tensor(grad) for _, grad in held])
+    yield from ((_unit_of(state, n), copies_of(g), norm) for (n, g), norm in zip(held, norms, strict=True))
 
 
 def _offloaded(state: State) -> Iterator[tuple[str, int, Tensor]]:

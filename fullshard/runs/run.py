@@ -229,7 +229,7 @@ class Run:
 
     def tell_kernels(self) -> None:
         """Record which kernels compute loss and updates. Print it if a fast one is missing."""
-        found = self.state.kernels
+        found = {k: v for k, v in self.state.kernels.items() if k != "chunked_loss" or run_loss(self.recipe) == "chunked"}
         if found:
             self.metrics.write(event="kernels", step=self.state.step, **found)
         for lane, text in found.items():

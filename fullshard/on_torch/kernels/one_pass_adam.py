@@ -34,6 +34,7 @@ class OnePassAdam:
             with torch.enable_grad():
                 loss = closure()
         scale, factors = getattr(self, "grad_scale", None), self.grad_factors
+        self.grad_factors = None  # they are this step's
         if scale is not None:
             factors = torch.cat([scale.reciprocal().float().reshape(1), *([] if factors is None else [factors])])
         for group in self.param_groups:

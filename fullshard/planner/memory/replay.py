@@ -15,7 +15,7 @@ from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGra
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item, keeps_computed, unit_sizes
+from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes, updates_in_one_pass
 
 
 class Replay:
@@ -45,7 +45,8 @@ class Replay:
         )
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.inputs = description.costs.inputs if description.costs else TOKENS
-        self.computed = keeps_computed(plan, self.units, slots)
+        # cuBLAS stands for a GPU: only its update takes gradients as they were computed.
+        self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(self.units, slots)
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end

@@ -17,7 +17,7 @@ from fullshard.planner.step.phases import neighbours, phase_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
-# As in on_torch/loss_chunks.py: logits of a chunk in the compute dtype and in fp32, and their gradient, stay below the budget.
+# As in on_torch/loss_chunks.py.
 CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE = 1 << 31, 8, 256
 
 OperationKind = Literal[

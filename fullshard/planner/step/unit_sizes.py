@@ -52,9 +52,9 @@ class UnitSizes:
         return self.world == self.copies == 1 and not self.away
 
 
-def keeps_computed(plan: Plan, units: dict[str, UnitSizes], slots: int) -> bool:
-    """True if gradients wait for the update as they were computed: Adam's kernel takes them so, if every unit is resident."""
-    return plan.keeps_computed_gradients and slots == 2 and not any(sizes.away for sizes in units.values())
+def updates_in_one_pass(units: dict[str, UnitSizes], slots: int) -> bool:
+    """True if a GPU clips and updates in one pass: with Adam, if every unit is resident."""
+    return slots == 2 and not any(sizes.away for sizes in units.values())
 
 
 def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:

@@ -14,7 +14,7 @@ from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item, keeps_computed
+from fullshard.planner.step.unit_sizes import UnitSizes, item, updates_in_one_pass
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
 from fullshard.planner.time.roofline import Machine, SectionTime
@@ -51,7 +51,6 @@ class StepLanes:
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, mesh=plan.mesh)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
-        self.computed = keeps_computed(plan, units, away.slots)
         self.gather_passes = quantized_gather(plan.wire, self.compute)
         self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item)
         self.free = dict.fromkeys(LANES, 0.0)
@@ -59,6 +58,8 @@ class StepLanes:
         self.host = 0.0
         self.slowdown = 0.0  # seconds that compute has still to take longer because of collectives beside it
         self.serial = cluster.device.kind == "cpu"
+        self.one_pass = not self.serial and updates_in_one_pass(units, away.slots)
+        self.computed = self.one_pass and plan.keeps_computed_gradients
         self.fitted = cluster.calibration
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # time at which the last gather was copied out; the next may only start then
@@ -286,8 +287,7 @@ class StepLanes:
     def _update_resident(self, resident: list[UnitSizes], *, clip: bool) -> None:
         elements = sum(g.moving for g in resident)
         tensors = sum(len(g.trained) for g in resident)
-        apart = clip and self.serial  # a GPU clips and updates in one pass
-        clipped = self.machine.foreach(elements * 2 * self.master) if apart else 0.0
+        clipped = self.machine.foreach(elements * 2 * self.master) if clip and not self.one_pass else 0.0
         gradient = self.compute if self.computed else self.master
         moved = elements * (self.master * (2 + 2 * self.away.slots) + gradient)  # parameter and state in and out
         self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)
