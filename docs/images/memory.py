@@ -22,7 +22,7 @@ TERMS = {  # colour, and the planner's terms that it shows
     "optimizer state": ("#56b4e9", ["optimizer", "staging"]),
     "gathered parameters": ("#e69f00", ["gathered"]),
     "activations": ("#d55e00", ["activations"]),
-    "loss": ("#cc79a7", ["loss"]),
+    "gradients and loss": ("#cc79a7", ["gradients", "whole gradients", "reduce", "loss"]),
 }
 LEFT, RIGHT, TOP, HEIGHT, STEP = 225, 920, 88, 24, 36  # pixels
 GIB = 2**30

@@ -178,7 +178,9 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
 
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
             sums, rest = carry
-            grads, (value, count, metrics, rest) = one(params, whole, host, rest, batch)
+            # Without this tie, XLA would gather parameters before the loop and keep them in memory for all of it.
+            own, batch = jax.lax.optimization_barrier(({n: p for n, p in params.items() if n not in whole}, batch))
+            grads, (value, count, metrics, rest) = one(params | own, whole, host, rest, batch)
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)
