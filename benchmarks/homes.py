@@ -23,6 +23,7 @@ import torch
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.on_torch.loss import LossFunction
+from fullshard.on_torch.measuring.device_presets import local_cluster
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.updates import cpu_share
 from fullshard.storage.disk_speed import disk_rates
@@ -59,7 +60,7 @@ def arguments() -> argparse.Namespace:
         "--rest", default="device", choices=["device", "host", "disk"], help="home of the other units' optimizer state"
     )
     case.add_argument("--cpu-share", type=float)
-    case.add_argument("--staging", type=int, default=4)
+    case.add_argument("--staging", type=int, help="by default that of `fs.tune_updates`, as in a run of a recipe")
     case.add_argument("--backlog", type=int, help="pieces whose gradients may wait on the device while backward runs")
     case.add_argument("--disk", type=Path)
     case.add_argument("--cap", type=float, help="limit of device memory, in GiB")
@@ -104,7 +105,11 @@ def plan_for(args: argparse.Namespace, model: torch.nn.Module) -> fs.Plan:
     for i, unit in enumerate(plan.units):
         home = fs.Home(args.params, args.optimizer) if i < count else fs.Home("device", args.rest)
         plan = plan.change(unit.name, home=home)
-    return replace(plan, staging=args.staging, backlog=args.backlog)
+    plan = replace(plan, backlog=args.backlog)
+    if args.staging is not None or args.cpu_share is not None or not plan.offloads_state:
+        return replace(plan, staging=args.staging or plan.staging)
+    arguments = {"clip": bool(args.clip[0]), "loss": "chunked" if args.loss == "chunked" else "plain"}
+    return fs.tune_updates(plan, fs.presets.describe(args.preset), local_cluster(1), **arguments)[0]
 
 
 def run_case(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -123,7 +128,7 @@ def run_case(args: argparse.Namespace) -> list[dict[str, object]]:
     loss = on_torch.chunked_loss if args.loss == "chunked" else on_torch.summed_loss
 
     parameters = sum(p.numel() for p in state.model.parameters())
-    about = {"parameters": parameters, "ready_s": ready}
+    about = {"parameters": parameters, "ready_s": ready, "staging": plan.staging}
     return [{"clip": clip, **about, **timed(state, batch, loss, clip, args)} for clip in args.clip]
 
 

@@ -30,10 +30,11 @@ from fullshard.data.pack import pack
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.runs.checkpointing import Checkpoints
 from fullshard.runs.metrics import open_metrics
-from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.prepare import prepare
 from fullshard.runs.profiling import Profiling
 from fullshard.runs.progress import Bar
 from fullshard.runs.recipe import Recipe, make_recipe
+from fullshard.runs.recipe_plan import make_optimizer
 from fullshard.runs.run import Run
 from fullshard.runs.signals import Signals
 from fullshard.runs.watchdog import Watchdog

@@ -13,6 +13,7 @@ from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
 from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
+from fullshard.planner.search.staging_slots import tune_updates
 from fullshard.runs.loop import train
 from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
 
@@ -58,6 +59,7 @@ __all__ = [
     "presets",
     "strategy",
     "train",
+    "tune_updates",
     "zero1",
     "zero2",
     "zero3",

@@ -7,7 +7,8 @@ from typing import Protocol
 from fullshard.engine import RunState
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
-from fullshard.runs.prepare import Prepared, step_seconds
+from fullshard.runs.prepare import Prepared
+from fullshard.runs.recipe_plan import step_seconds
 from fullshard.text import bytes_text, seconds_text
 
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up

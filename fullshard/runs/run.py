@@ -23,9 +23,10 @@ from fullshard.runs.metrics import Metrics, open_metrics, rewind
 from fullshard.runs.open_data import batches
 from fullshard.runs.outcome import Outcome, outcome_lines
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of, make_optimizer, run_loss
+from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of
 from fullshard.runs.profiling import Profiling, Reporter
 from fullshard.runs.progress import Bar
+from fullshard.runs.recipe_plan import make_optimizer, run_loss
 from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.signals import Signals

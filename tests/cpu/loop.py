@@ -18,8 +18,9 @@ from fullshard.on_torch import engine
 from fullshard.on_torch.loss import summed_loss
 from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.runs.open_data import batches as make_batches
-from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe_plan import make_optimizer
 from fullshard.runs.run import execute
 
 

@@ -111,3 +111,18 @@ def test_the_host_is_felt_without_a_change_of_what_is_drawn(prepared):
     assert torch.equal(torch.rand(4), expected)
     assert share > 0
     assert (seconds > prepared.estimate.step_seconds) == (share > 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tuned"),
+    [([], True), (["optim.clip=none"], False), (["home.staging=4"], False), (["home.cpu_share=0.5"], False)],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_offloaded_state_is_updated_in_the_fastest_way_unless_the_recipe_says_how(prepared, tmp_path, changes, tuned):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    long = ["model.name=llama-3.6b", "train.micro_batch=2", "plan.compute=bf16", "plan.remat=full", "home.optimizer=host"]
+    given = [f"data.path={prepared.recipe.data.path}", *long, "train.global_batch=4", *changes]
+    found = prepare(load_recipe(tmp_path / "recipe.toml", given), 2)
+    assert (found.plan.staging > 4) == tuned
+    assert found.estimate is not None
+    assert found.estimate.fits

@@ -18,8 +18,9 @@ from fullshard.data import Batches, TokenFile
 from fullshard.data.pack import pack
 from fullshard.on_torch import describe, initialize, load_model
 from fullshard.runs.lr_schedule import factor
-from fullshard.runs.prepare import make_optimizer, prepare
+from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe_plan import make_optimizer
 from fullshard.strategies import zero3
 from tests.command import fullshard_here
 

@@ -16,7 +16,11 @@ import fullshard
 HOUSE = Path(fullshard.__file__).parent
 # What the package shows from above L0: `fs.train`, which imports its engine when it is called, and the planner, which
 # needs nothing but the standard library.
-SHOWN = {"fullshard.runs.loop", "fullshard.planner.estimate", "fullshard.planner.search.search"}
+SHOWN = {
+    "fullshard.runs.loop",
+    "fullshard.planner.estimate",
+    *(f"fullshard.planner.search.{x}" for x in ("search", "staging_slots")),
+}
 FACE = 5  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
     {

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 import fullshard as fs
 from fullshard.cli import app
 from fullshard.cluster.cluster import Cluster
-from fullshard.runs.prepare import make_plan
 from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe_plan import make_plan
 
 SMALL = """
 [model]

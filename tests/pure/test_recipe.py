@@ -194,7 +194,7 @@ def test_schedules_stay_between_final_and_one(kind):
 @pytest.mark.parametrize("name", ["AdamW", "adamw", "ADAMW"])
 def test_an_optimizer_is_the_same_in_upper_and_lower_case(tmp_path, name):
     from fullshard.optimizer import AdamW
-    from fullshard.runs.prepare import make_optimizer
+    from fullshard.runs.recipe_plan import make_optimizer
 
     recipe = load(tmp_path, SMALL, f"optim.name={name}")
     assert recipe.optim.name == "adamw"

@@ -543,3 +543,26 @@ def test_a_cluster_file_without_a_disk_has_the_assumed_one():
     measured = {"machine": "m", "dtype": "bf16", "disk": 64 << 30}
     assert Cluster.from_dict(data | {"measured": measured}).of("disk") == 64 << 30
     assert Cluster.from_dict(data | {"measured": measured}).with_disk(5).of("disk") == 5
+
+
+@pytest.mark.parametrize(("accumulate", "fewest", "share"), [(1, 64, 0.25), (4, 96, 0.0)])
+def test_a_plan_by_name_gets_the_slots_that_were_fastest_by_hand(accumulate, fewest, share):
+    """3.6B with clipping on an H200, by hand: 64 slots and a quarter for the cores; with four micro-batches 96 and none."""
+    description, where = presets.describe("llama-3.6b"), Cluster.load("1xh200")
+    choices = {"precision": fs.Precision(compute="bf16"), "remat": "full", "home": fs.Home(optimizer="host")}
+    plan = fs.zero3(description, devices=1, batch=fs.Batch(2, 4096, accumulate), **choices)
+    before = estimate(plan, description, where)
+    tuned, after = fs.tune_updates(plan, description, where)
+    assert (tuned.staging, tuned.cpu_share) == (fewest, share)
+    assert after.step_seconds < 0.85 * before.step_seconds
+    assert after.needed <= after.available
+    assert fs.tune_updates(plan, description, where, clip=False)[0] == plan
+    assert fs.tune_updates(dataclasses.replace(plan, staging=7), description, where)[0].staging == 7
+    small = fs.tune_updates(plan, description, where, limit=before.needed + (4 << 30))[0]
+    assert 4 <= small.staging < fewest
+
+
+def test_a_plan_that_does_not_fit_stays_as_it_is():
+    description, where = presets.describe("llama3-8b"), Cluster.load("1xh200")
+    plan = fs.zero3(description, devices=1, batch=fs.Batch(2, 4096), precision=fs.Precision(compute="bf16"))
+    assert fs.tune_updates(plan, description, where) == (plan, None)

@@ -22,8 +22,9 @@ from fullshard.launch.rank_end import end_rank
 from fullshard.observe.bench.resident_memory import Resident
 from fullshard.planner.wire_bytes import sent_bytes
 from fullshard.runs.open_data import batches
-from fullshard.runs.prepare import Prepared, disk_of, make_optimizer, prepare, run_loss
+from fullshard.runs.prepare import Prepared, disk_of, prepare
 from fullshard.runs.recipe import make_recipe
+from fullshard.runs.recipe_plan import make_optimizer, run_loss
 
 MODULE = "fullshard.observe.bench.case_process"
 

@@ -14,8 +14,9 @@ from fullshard.observe.bench.axes import Axis, Choices, product
 from fullshard.observe.bench.base_recipe import Base, Tree, with_choices
 from fullshard.observe.bench.case_process import Spec
 from fullshard.planner.wire_bytes import wire_bytes
-from fullshard.runs.prepare import Prepared, describe_costs, expected_of, planned_loss, prepare
+from fullshard.runs.prepare import Prepared, prepare
 from fullshard.runs.recipe import make_recipe
+from fullshard.runs.recipe_plan import describe_costs, expected_of, planned_loss
 from fullshard.status import say, unsaid
 
 OWN = "fullshard"

@@ -18,9 +18,13 @@ def device_preset(device: torch.device) -> str | None:
 
 
 def local_cluster(devices: int) -> Cluster:
-    """A cluster of `devices` devices of this machine's kind, with nominal numbers. An unknown GPU counts as an H100."""
+    """A cluster of `devices` devices of this machine's kind, with nominal numbers. An unknown GPU counts as an H100 with the
+    memory that it has."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Cluster.named(f"{devices}x{device_preset(device) or 'h100'}")
+    if known := device_preset(device):
+        return Cluster.named(f"{devices}x{known}")
+    like = Cluster.named(f"{devices}xh100")
+    return replace(like, device=replace(like.device, memory=torch.cuda.get_device_properties(device).total_memory))
 
 
 def measured_cluster(device: torch.device, measured: Measured) -> Cluster:
