@@ -26,6 +26,7 @@ from fullshard.runs.recipe_sections import OWN, changed
 from fullshard.status import say
 from fullshard.strategies import choose
 from fullshard.text import parse_bytes
+from fullshard.update_pieces import STAGING
 
 
 def find_recipe_plan(
@@ -94,7 +95,7 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         remat_every=wanted.remat_every,
         compile=wanted.compile,
         home=Home(recipe.home.params, recipe.home.optimizer, recipe.home.activations),
-        staging=recipe.home.staging,
+        staging=recipe.home.staging or STAGING,
         cpu_share=recipe.home.cpu_share,
         backlog=recipe.home.backlog,
     )
@@ -158,7 +159,7 @@ def _pinned(recipe: Recipe) -> dict[str, Any]:
 
 def _leaves_updates_open(recipe: Recipe, plan: Plan) -> bool:
     """True if updates of offloaded state wait for the norm, and the recipe does not say how they pass the device."""
-    own = recipe.home.model_fields_set & {"staging", "cpu_share"} or recipe.plan.file is not None
+    own = changed(recipe.home) & {"staging", "cpu_share"} or recipe.plan.file is not None
     return plan.offloads_state and not own and waits_for_norm(plan, recipe.optim.clip is not None)
 
 

@@ -12,7 +12,6 @@ from fullshard.data.images import Resize
 from fullshard.errors import nearest
 from fullshard.plan import HomeName
 from fullshard.runs.lr_schedule import ScheduleKind
-from fullshard.update_pieces import STAGING
 
 
 class RecipeSection(BaseModel):
@@ -233,13 +232,14 @@ class TrainSection(RecipeSection):
 
 class HomeSection(RecipeSection):
     """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
-    while those that rest elsewhere are updated; `cpu_share`: how many of them the host's cores update, by default measured;
-    `backlog`: of how many the gradients may wait on the device while backward runs, by default of any number."""
+    while those that rest elsewhere are updated, by default 4, or with clipping the fastest number; `cpu_share`: how many of them
+    the host's cores update, by default measured; `backlog`: of how many the gradients may wait on the device while backward
+    runs, by default of any number."""
 
     params: HomeName = "device"
     optimizer: HomeName = "device"
     activations: HomeName = "device"
-    staging: int = Field(STAGING, gt=0)
+    staging: int | None = Field(None, gt=0)
     cpu_share: float | None = Field(None, ge=0, le=1)
     backlog: int | None = Field(None, gt=0)
 
