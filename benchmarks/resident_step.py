@@ -112,19 +112,22 @@ def profile(step: Any) -> dict[str, Any]:
         longest.setdefault(kind, Counter())[event.key[:80]] += milliseconds
     rounded = {kind: round(value, 2) for kind, value in kinds.most_common()}
     return {
-        "idle": idle([(e.time_range.start, e.time_range.end) for e in profiler.events()]),
+        **idle([(e.time_range.start, e.time_range.end, e.name) for e in profiler.events()]),
         "kinds": rounded,
         "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(6)] for k, c in longest.items()},
     }
 
 
-def idle(spans: list[tuple[float, float]]) -> float:
-    """Milliseconds a step in which no kernel ran, from spans in microseconds."""
-    alone, end = 0.0, min(begin for begin, _ in spans)
-    for begin, stop in sorted(spans):
-        alone += max(0.0, begin - end)
-        end = max(end, stop)
-    return round(alone / 1000 / PROFILED, 2)
+def idle(spans: list[tuple[float, float, str]]) -> dict[str, Any]:
+    """Milliseconds a step in which no kernel ran, from spans in microseconds, and between which kernels most of them lie."""
+    gaps: Counter[str] = Counter()
+    end, before = min(begin for begin, _, _ in spans), ""
+    for begin, stop, name in sorted(spans):
+        if begin > end:
+            gaps[f"{before[:60]} → {name[:60]}"] += (begin - end) / 1000 / PROFILED
+        if stop > end:
+            end, before = stop, name
+    return {"idle": round(sum(gaps.values()), 2), "gaps": [(n, round(v, 3)) for n, v in gaps.most_common(12)]}
 
 
 def gemm(size: int = 8192, times: int = 20) -> float:

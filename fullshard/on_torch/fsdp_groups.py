@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as _TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as _ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.profiler import record_function
 
 from fullshard.on_torch.private import dtensor_like
 
@@ -151,6 +152,11 @@ def _take_gradients(group: Any, original: Callable[..., None], computed: Compute
     own = (group._all_reduce_hook, group.gradient_divide_factor, getattr(group, "reduce_scatter_unused_params", False))
     if not group.reduce_grads or any(own):
         return original(*unused)
+    with record_function(group._with_fqn("FSDP::post_backward_accumulate")):  # the name that a trace has of FSDP's own
+        _settle_all(group, computed)
+
+
+def _settle_all(group: Any, computed: ComputedGradients) -> None:
     group._training_state = _TrainingState.POST_BACKWARD
     found: list[tuple[Any, Tensor]] = []
     for p in group.fsdp_params:

@@ -52,6 +52,18 @@ def test_parameters_are_those_of_fsdps_own_copies_to_the_bit(ranks, world, cases
     assert ranks(world).run(both_ways, cases) == [[True] * len(cases)] * world
 
 
+def traced_parts(case):
+    """FSDP's parts of a step as a profile names them."""
+    with torch.profiler.profile() as profile:
+        trained(*case, steps=1)
+    return {event.name for event in profile.events() if event.name.startswith("FSDP::")}
+
+
+def test_a_profile_sees_when_the_backward_of_a_unit_ends(ranks):
+    (names,) = ranks(1).run(traced_parts, CASES[0])
+    assert {f"FSDP::post_backward_accumulate (model.layers.{i})" for i in range(2)} <= names
+
+
 def one_pass_and_torch(case):
     """The same with the optimizer that clips and updates in one pass, whose gradients stay as they were computed."""
     plain, norm = trained(*case)

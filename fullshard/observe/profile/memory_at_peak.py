@@ -56,11 +56,14 @@ def _kinds(trace: RankTrace, alive: list[Allocation]) -> Iterable[tuple[Allocati
     """The unit and kind of each allocation, by where the host was when it was made and when it was freed."""
     made, freed = [a.begin for a in alive], [float("inf") if a.end is None else a.end for a in alive]
     phases, ends = places_at(trace.phases, made), places_at(trace.places, freed)
-    for a, place, phase, end in zip(alive, places_at(trace.places, made), phases, ends, strict=True):
-        yield a, place.unit if place else None, _kind(place, phase.phase if phase else "", end)
+    ended = places_at(trace.phases, freed)
+    for a, place, phase, end, late in zip(alive, places_at(trace.places, made), phases, ends, ended, strict=True):
+        kept = late is None or late.phase == "update"
+        yield a, place.unit if place else None, _kind(place, phase.phase if phase else "", end, kept)
 
 
-def _kind(place: HostPlace | None, phase: str, freed: HostPlace | None) -> str:
+def _kind(place: HostPlace | None, phase: str, freed: HostPlace | None, kept: bool) -> str:
+    """`kept`: whether it is freed by the update or later."""
     part = place.part if place else ""
     if part in GATHERS:
         return "gathered"
@@ -72,6 +75,8 @@ def _kind(place: HostPlace | None, phase: str, freed: HostPlace | None) -> str:
         return "batch"
     if freed and freed.part.startswith("post_backward"):
         return "whole gradients"
+    if phase == "backward" and kept:  # as it was computed
+        return "gradients"
     return "activations" if place else "loss"
 
 

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from fullshard.bench_engine import PeerRequest
 from fullshard.on_torch.peers.peer import TorchPeer, block_classes, whole_model
@@ -59,22 +58,19 @@ def deepspeed(request: PeerRequest) -> TorchPeer:
 
 def megatron_fsdp(request: PeerRequest) -> TorchPeer:
     """Megatron-FSDP with parameters, gradients and optimizer state sharded."""
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.device_mesh import init_device_mesh
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
     model, device = whole_model(request)
     if request.plan.precision.compute == "bf16":
         model = model.to(torch.bfloat16)  # it keeps fp32 masters of its own
-    precision = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
-    wrapped, optimizer = fully_shard(
-        module=model,
-        optimizer=make_optimizer(model, request.optimizer),
+    wrapped = fully_shard_model(
+        model,
         fsdp_unit_modules=list(block_classes(model, request.plan)),
-        device_mesh=init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",)),
-        dp_shard_dim="dp",
         zero_dp_strategy="optim_grads_params",
-        mixed_precision_policy=precision,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),
+        preproc_state_dict_for_dcp_ckpt=False,  # nothing is saved
     )
+    optimizer = fully_shard_optimizer(make_optimizer(wrapped, request.optimizer), preproc_state_dict_for_dcp_ckpt=False)
 
     def update() -> None:
         if request.clip is not None:

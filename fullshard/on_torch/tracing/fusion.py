@@ -20,9 +20,9 @@ def compiled(fitted: FittedTrace, blocks: set[str]) -> list[FittedSection]:
     """The sections of a trace as they would be if the units `blocks` were compiled."""
     uses = [u for u in fitted.uses if _inside(fitted, u.section, blocks)]
     fused = _fused_tensors(fitted, uses)
-    early = {t: at for t, at in _early_frees(fitted, uses).items() if t not in fused}
+    moved_frees = {t: at for t, at in _early_frees(fitted, uses).items() if t not in fused} | _late_frees(fitted, uses, fused)
     freed_at: dict[tuple[int, int], list[int]] = {}
-    for tensor, at in early.items():
+    for tensor, at in moved_frees.items():
         freed_at.setdefault(at, []).append(tensor)
     moved = _moved_bytes(fitted, uses, fused)
     found = []
@@ -30,7 +30,7 @@ def compiled(fitted: FittedTrace, blocks: set[str]) -> list[FittedSection]:
         events: list[FittedEvent] = []
         for j, event in enumerate([*section.events, None]):
             events += [("free", t, "", ()) for t in freed_at.get((i, j), ())]
-            if event is not None and event[1] not in fused and not (event[0] == "free" and event[1] in early):
+            if event is not None and event[1] not in fused and not (event[0] == "free" and event[1] in moved_frees):
                 events.append(event)
         calls = Counter[str]() if section.unit in blocks else section.calls  # compiled code runs no Python for remat
         ops = _fuse(section.ops, moved.get(i, ZERO)) if _inside(fitted, i, blocks) else section.ops
@@ -105,6 +105,45 @@ def _early_frees(fitted: FittedTrace, uses: list[KernelUse]) -> dict[int, tuple[
         for t, section in made.items()
         if last[t].section == section and t not in fitted.roles and _saved(fitted, section, freed.get(t, section))
     }
+
+
+def _late_frees(fitted: FittedTrace, uses: list[KernelUse], fused: set[int]) -> dict[int, tuple[int, int]]:
+    """Tensors that a fused kernel of backward keeps until all its results are allocated: those that several results are computed
+    from, whose memory it does not reuse, and what remat computes again from them, which it writes with the others. Such as the
+    gate of an MLP, and its product with the other half. Each is freed after the kernel: at (section, event)."""
+    freed = {t: (i, j) for i, s in enumerate(fitted.sections) for j, (action, t, *_) in enumerate(s.events) if action == "free"}
+    found: dict[int, tuple[int, int]] = {}
+    again: dict[int, frozenset[int]] = {}  # stored tensors that backward made, and what they were computed from
+    sources: dict[int, frozenset[int]] = {}
+    own = {t for u in uses if fitted.sections[u.section].phase == "backward" for t in u.made}
+    for run in _pointwise_runs(fitted, uses):
+        results: dict[int, frozenset[int]] = {}
+        for use in run:
+            read = frozenset[int]().union(*(sources.get(t, frozenset((t,))) for t in use.read))
+            sources |= dict.fromkeys(use.made & fused, read)
+            results |= dict.fromkeys(use.made - fused, read)
+        end = (run[-1].section, run[-1].events)
+        inputs = frozenset[int]().union(*results.values())
+        rewritten = {t: read for t, read in again.items() if read & inputs & own}
+        readers = Counter(t for read in (*results.values(), *rewritten.values()) for t in read)
+        shared = {t for t, count in readers.items() if count > 1} | set(rewritten)
+        found |= {t: end for t in shared if t in freed and freed[t][0] == end[0] and freed[t][1] < end[1]}
+        again |= results
+    return found
+
+
+def _pointwise_runs(fitted: FittedTrace, uses: list[KernelUse]) -> list[list[KernelUse]]:
+    """The pointwise kernels of backward that follow each other, which become one."""
+    runs: list[list[KernelUse]] = [[]]
+    for use in uses:
+        apart = runs[-1] and runs[-1][-1].section != use.section
+        if use.kind != "pointwise" or fitted.sections[use.section].phase != "backward":
+            runs.append([])
+        elif apart:
+            runs.append([use])
+        else:
+            runs[-1].append(use)
+    return [run for run in runs if run]
 
 
 def _last_sections(fitted: FittedTrace) -> dict[int, int]:
