@@ -3,8 +3,11 @@
     python -m benchmarks.resident_step --preset llama-1.5b --batch 4 --each --profile \\
         --peer "python fsdp2_base.py --size 1b --batch 4 --compile" --peer "python floor.py 1b 4"
 
-Every row is a process of its own. `--each`: also without each kernel, and without all. A peer is any command that prints a JSON
-line with `tok_s` and `peak_gib`. GEMM: 8192³ in bf16, in the first process, as the ceiling.
+Every row is a process of its own. `--each`: also without each kernel, and without all. `--layers N`: the first N blocks of a
+preset whose state does not fit. `--float8 KIND`: in float8, too. A peer is any command that prints a JSON line with `tok_s` and
+`peak_gib`. GEMM: 8192³ in bf16, in the first process, as the ceiling.
+
+    python -m benchmarks.resident_step --preset llama3-8b --layers 8 --batch 2 --float8 tensorwise
 """
 
 import argparse
@@ -37,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--remat", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero3"], help="on one GPU, whether parameters are freed")
+    parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="also a row in float8, beside the one in bf16")
+    parser.add_argument("--layers", type=int, help="cut the preset to so many blocks, for a model whose state does not fit")
     parser.add_argument("--eager", action="store_true", help="compile no block")
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--peer", action="append", default=[])
@@ -69,8 +74,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     leave_out(args.without.split(","))
     torch.manual_seed(0)
     device = on_torch.start()
-    model = on_torch.load_model(args.preset)
-    shape, precision = fs.Batch(args.batch, args.sequence), fs.Precision(compute="bf16")
+    model = load(args.preset, args.layers)
+    shape, precision = fs.Batch(args.batch, args.sequence), fs.Precision(compute="bf16", float8=args.float8)
     make = getattr(fs, args.strategy)
     plan = make(on_torch.describe(model), devices=1, remat=args.remat, batch=shape, precision=precision, compile=not args.eager)
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4))
@@ -93,6 +98,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         found["gemm_tflops"] = gemm()
     return found
+
+
+def load(preset: str, layers: int | None) -> Any:
+    """The preset on meta, with its first `layers` blocks if that is given."""
+    from dataclasses import replace
+
+    import torch
+
+    from fullshard import on_torch
+    from fullshard.model.presets import LlamaSize
+    from fullshard.model.presets import preset as size_of
+    from fullshard.on_torch.models import GPT, Llama
+
+    if layers is None:
+        return on_torch.load_model(preset)
+    size = replace(size_of(preset), layers=layers)
+    with torch.device("meta"):
+        return Llama(size) if isinstance(size, LlamaSize) else GPT(size)
 
 
 def profile(step: Any) -> dict[str, Any]:
@@ -153,7 +176,14 @@ def main() -> None:
     own = [sys.executable, "-m", "benchmarks.resident_step", "--preset", args.preset, "--strategy", args.strategy, "--alone"]
     own += ["--batch", str(args.batch), "--sequence", str(args.sequence), "--remat", args.remat]
     own += (["--profile"] if args.profile else []) + (["--eager"] if args.eager else [])
-    print(json.dumps({"row": "fullshard", **last_line(own)}), flush=True)
+    own += ["--layers", str(args.layers)] if args.layers else []
+    plain = last_line(own)
+    print(json.dumps({"row": "fullshard", **plain}), flush=True)
+    if args.float8:
+        rounded = last_line([*own, "--float8", args.float8])
+        both = plain.get("step_s"), rounded.get("step_s")
+        faster = {"faster": round(both[0] / both[1], 3)} if all(both) else {}
+        print(json.dumps({"row": f"float8 {args.float8}", **faster, **rounded}), flush=True)
     for without in [*KERNELS, ",".join(KERNELS)] if args.each else []:
         print(json.dumps({"row": f"without {without}", **last_line([*own, "--without", without])}), flush=True)
     for peer in args.peer:

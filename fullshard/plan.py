@@ -18,6 +18,7 @@ from fullshard.plan_json import PARTS, VERSION, plan_arguments, plan_data
 from fullshard.plan_parts import (
     Batch,
     DType,
+    Float8,
     Home,
     HomeName,
     Layout,
@@ -45,6 +46,7 @@ __all__ = [
     "VERSION",
     "Batch",
     "DType",
+    "Float8",
     "Home",
     "HomeName",
     "Layout",
@@ -114,6 +116,7 @@ class Plan:
             )
         self._check_wire()
         self._check_experts()
+        self._check_float8()
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
         self._check_updates()
@@ -166,6 +169,22 @@ class Plan:
                 )
         if spread and self.compile:
             raise PlanError("compile = true does not work with an expert axis yet; write false")
+
+    def _check_float8(self) -> None:
+        """Refuse float8 where linear layers are split or sent along an axis, and two formats for one gather."""
+        kind = self.precision.float8
+        if kind is None:
+            return
+        for axis in ("tensor", "expert"):
+            if (ranks := getattr(self.mesh, axis)) > 1:
+                raise PlanError(
+                    f"precision.float8 = {kind!r} does not work with mesh.{axis} = {ranks} yet; write {axis} = 1, or leave it out"
+                )
+        if kind == "tensorwise" and self.wire.gather != "plain":
+            raise PlanError(
+                f"precision.float8 = 'tensorwise' gathers weights in float8 already, so wire.gather = {self.wire.gather!r} "
+                "cannot be applied; write wire.gather = 'plain', or precision.float8 = 'rowwise'"
+            )
 
     def _check_reshard(self, unit: Unit) -> None:
         if isinstance(unit.reshard, bool):

@@ -13,6 +13,7 @@ HomeName = Literal["device", "host", "disk"]
 Layout = Literal["replicated", "optimizer", "sharded", "experts"]
 Remat = Literal["none", "selective", "full"]
 DType = Literal["fp32", "bf16", "fp16"]
+Float8 = Literal["tensorwise", "rowwise"]  # how many elements share a scale
 Sync = Literal["every", "last"]
 WireFormat = Literal["plain", "int8", "fp8"]
 Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
@@ -78,13 +79,15 @@ class Home:
 class Precision:
     """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
     that the optimizer updates. `output`: that every unit casts its output to, if any. `buffers`: of floating-point buffers; None
-    leaves each as the model has it."""
+    leaves each as the model has it. `float8`: linear layers of blocks multiply in float8, with a scale for each tensor or each
+    row; approximate."""
 
     compute: DType = "fp32"
     reduce: DType = "fp32"
     master: DType = "fp32"
     output: DType | None = None
     buffers: DType | None = None
+    float8: Float8 | None = None
 
     def __post_init__(self) -> None:
         for part in ("compute", "reduce"):
@@ -93,10 +96,17 @@ class Precision:
         for part in ("output", "buffers"):
             if getattr(self, part) is not None:
                 check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
+        if self.float8 is not None:
+            check_choice("precision.float8", self.float8, get_args(Float8))
+            if self.compute != "bf16":
+                raise PlanError(
+                    f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', for all that is no matrix product, "
+                    f"not {self.compute!r}"
+                )
 
     def __str__(self) -> str:
         text = f"compute {self.compute}, reduce {self.reduce}, master {self.master}"
-        more = [f"{part} {getattr(self, part)}" for part in ("output", "buffers") if getattr(self, part) is not None]
+        more = [f"{part} {getattr(self, part)}" for part in ("output", "buffers", "float8") if getattr(self, part) is not None]
         return ", ".join([text, *more])
 
 

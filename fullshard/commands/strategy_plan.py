@@ -16,6 +16,7 @@ Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ign
 Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
 Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
+Float8 = StrEnum("Float8", {name: name for name in ("tensorwise", "rowwise")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
 
 
@@ -58,6 +59,7 @@ class StrategyOptions:
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False
     output_dtype: Annotated[DType | None, typer.Option(help="Dtype that units cast their outputs to.")] = None
     buffers: Annotated[DType | None, typer.Option(help="Dtype of floating-point buffers.")] = None
+    float8: Annotated[Float8 | None, typer.Option(help="Multiply in float8 in blocks: elements that share a scale.")] = None
     wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
     wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
     wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
@@ -123,7 +125,8 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
 
 
 def _precision(o: StrategyOptions) -> Precision:
-    more = {name: str(kind) for name, kind in (("output", o.output_dtype), ("buffers", o.buffers)) if kind}
+    given = (("output", o.output_dtype), ("buffers", o.buffers), ("float8", o.float8))
+    more = {name: str(kind) for name, kind in given if kind}
     return Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce or "fp32"), **more)  # type: ignore[arg-type]
 
 

@@ -91,7 +91,7 @@ class Op:
     `moved`: bytes read and written; of a collective, those of the whole tensor. `shape`: m, n, k of a matrix product or
     convolution; of attention the width of a head and, in the trace of an example, the number of keys and 1 if it is causal,
     else 2.
-    `count`: number of kernels.
+    `count`: number of kernels. `float8`: a product that a plan computes in float8; traces have none.
     """
 
     kind: OpKind
@@ -99,6 +99,7 @@ class Op:
     moved: Polynomial
     shape: tuple[Polynomial, ...] = ()
     count: int = 1
+    float8: bool = False
 
 
 @dataclass(frozen=True)

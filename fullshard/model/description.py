@@ -36,13 +36,14 @@ UnitKind = Literal["embed", "block", "experts", "small", "middle", "head", "root
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter or buffer. `ties`: other names of the same storage."""
+    """One parameter or buffer. `ties`: other names of the same storage. `linear`: it is the weight of a plain linear layer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "fp32"
     trainable: bool = True
     ties: tuple[str, ...] = ()
+    linear: bool = False
 
     @property
     def numel(self) -> int:

@@ -149,7 +149,7 @@ def _llama_units(s: LlamaSize) -> Units:
     }
     blocks = [_block(f"model.layers.{i}", {f"{k}.weight": v for k, v in shapes.items()}) for i in range(s.layers)]
     embed = UnitDescription("embed", "embed", ("model.embed_tokens",), (Tensor("model.embed_tokens.weight", (s.vocab, s.dim)),))
-    last = (Tensor("model.norm.weight", (s.dim,)), Tensor("lm_head.weight", (s.vocab, s.dim)))
+    last = (Tensor("model.norm.weight", (s.dim,)), Tensor("lm_head.weight", (s.vocab, s.dim), linear=True))
     return embed, blocks, UnitDescription("head", "head", ("model.norm", "lm_head"), last)
 
 
@@ -165,10 +165,14 @@ def _gpt_units(s: GPTSize) -> Units:
     blocks = [_block(f"layers.{i}", shapes) for i in range(s.layers)]
     tables = (Tensor("tok_embeddings.weight", (s.vocab, s.dim)), Tensor("pos_embeddings.weight", (s.sequence, s.dim)))
     embed = UnitDescription("embed", "embed", ("tok_embeddings", "pos_embeddings"), tables)
-    last = (Tensor("norm.weight", (s.dim,)), Tensor("norm.bias", (s.dim,)), Tensor("output.weight", (s.vocab, s.dim)))
+    last = (
+        Tensor("norm.weight", (s.dim,)),
+        Tensor("norm.bias", (s.dim,)),
+        Tensor("output.weight", (s.vocab, s.dim), linear=True),
+    )
     return embed, blocks, UnitDescription("head", "head", ("norm", "output"), last)
 
 
 def _block(path: str, shapes: dict[str, tuple[int, ...]]) -> UnitDescription:
-    tensors = tuple(Tensor(f"{path}.{name}", shape) for name, shape in shapes.items())
+    tensors = tuple(Tensor(f"{path}.{name}", shape, linear=len(shape) == 2) for name, shape in shapes.items())
     return UnitDescription(path, "block", (path,), tensors)

@@ -14,6 +14,7 @@ from fullshard.model.description import Description, Tensor, UnitDescription, Un
 from fullshard.model.grouping import ModuleNode, UnitGroup, group_modules, owner_of
 from fullshard.on_torch.dtypes import plan_dtype_name
 from fullshard.on_torch.experts import expert_count, expert_modules
+from fullshard.on_torch.linear_weights import linear_weights
 from fullshard.on_torch.loss import LossFunction, summed_loss
 from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.on_torch.tracing.trace_costs import costs, example_costs
@@ -124,12 +125,14 @@ def _kind(module: nn.Module) -> UnitKind:
 def _list_tensors(model: nn.Module, groups: list[UnitGroup]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
     """The units with their tensors, and the buffers that are in no unit."""
     names = parameter_names(model)
+    linear = linear_weights(model)
     parameters: dict[str, list[Tensor]] = {g.name: [] for g in groups}
     for name, p in model.named_parameters():
         group = owner_of(name, groups)
         assert group is not None, name
         others = tuple(n for n in names[id(p)] if n != name)
-        parameters[group.name].append(Tensor(name, tuple(p.shape), plan_dtype_name(name, p.dtype), p.requires_grad, others))
+        kind = plan_dtype_name(name, p.dtype)
+        parameters[group.name].append(Tensor(name, tuple(p.shape), kind, p.requires_grad, others, name in linear))
     buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
     for name, b in model.named_buffers():
         group = owner_of(name, groups)

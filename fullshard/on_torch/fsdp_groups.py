@@ -24,6 +24,7 @@ __all__ = [
     "avoid_reduction_uploads",
     "can_replace_collectives",
     "forget_unfinished",
+    "gather_by",
     "gather_group",
     "group_label",
     "replace_collectives",
@@ -206,6 +207,13 @@ class _InPlaceReduction(getattr(_fsdp_api, "ReduceScatter", object)):  # type: i
 
     def __call__(self, *arguments: Any, **more: Any) -> None:
         raise AssertionError("FSDP reduces over one rank by itself")
+
+
+def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Gather a sharded parameter by FSDP's extension for tensors: `before` makes what is gathered of the shard, `after` makes
+    the parameter of it. The shard itself stays a plain tensor. To be called before the first forward: FSDP looks then."""
+    parameter._local_tensor.fsdp_pre_all_gather = before
+    parameter._local_tensor.fsdp_post_all_gather = after
 
 
 def gather_group(module: FSDPModule) -> GatherGroup | None:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.experts import refuse_expert_axis
+from fullshard.on_torch.float8 import refuse_float8
 from fullshard.on_torch.offload.activations.select import refuse_activations
 from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.units import is_offloaded
@@ -40,6 +41,7 @@ def refuse(
     refuse_tensor_axis(model, plan)
     refuse_expert_axis(model, plan)
     refuse_wire(plan.wire)
+    refuse_float8(model, plan)
     if plan.compile and not any(
         len(u.modules) == 1 and u.modules[0] and any(model.get_submodule(u.modules[0]).children()) for u in plan.units
     ):

@@ -1,7 +1,7 @@
 """From a plain model and a plan to a sharded one.
 
-`shard` reads as the order in which it happens: refuse, mesh, tensor axis, expert axis, remat, compile, FSDP, wire, homes,
-initialise, optimizer.
+`shard` reads as the order in which it happens: refuse, mesh, tensor axis, expert axis, float8, remat, compile, FSDP, wire,
+homes, initialise, float8 gathers, optimizer.
 """
 
 from functools import partial
@@ -18,6 +18,7 @@ from fullshard.on_torch.communication import MakeCommunication, install_communic
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
+from fullshard.on_torch.float8 import apply_float8, float8_gathers, gather_in_float8, refuse_float8_device
 from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
@@ -68,6 +69,7 @@ def shard(
     refuse_optimizer(optimizer)
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
+    refuse_float8_device(plan, where)
     refuse_communication(communication, plan)
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
@@ -78,6 +80,8 @@ def shard(
     apply_expert_axis(model, plan, meshes)
     if plan.precision.compute != "fp32":
         compute_in_fp32(model)
+    gathers = float8_gathers(model, plan)
+    notes = apply_float8(model, plan, where)
     apply_remat_and_compile(model, plan)
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
@@ -93,6 +97,7 @@ def shard(
     checks.refuse_unset_anywhere(initialized.unset)
     if plan.precision.buffers:
         _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
+    scales = gather_in_float8(model, gathers, meshes)
     lockstep_generate(model)
     if memory:
         memory.install(model)
@@ -101,7 +106,8 @@ def shard(
     offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     state.wire_meter, state.computed_gradients = meter, computed
-    state.activations, state.offload, state.files, state.notes = activations, offload, files, initialized.notes
+    state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
+    state.notes = (*notes, *initialized.notes)
     if offload is not None and made is not None:
         hook_optimizer(offload, made)
         hook_model(offload, model)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
+from fullshard.on_torch.float8 import Float8Scales
 from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.offload.activations.hooks import Activations
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
@@ -66,6 +67,7 @@ class State:
     wire_meter: ErrorMeter | None = None  # measures those
     wire_errors: dict[str, float] = field(default_factory=dict)  # of quantised collectives, relative, in the first step
     stepping: bool = False  # inside `train_step`, which counts its step itself
+    float8: Float8Scales | None = None  # of weights that are gathered in float8
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -148,6 +150,8 @@ class State:
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a step of the optimizer that the caller made."""
     state = found()
+    if state is not None and state.float8 is not None:
+        state.float8.stale = True
     if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):
         state.step += 1
 

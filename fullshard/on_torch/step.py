@@ -96,6 +96,8 @@ def train_step(
 def _own_step(state: State) -> Iterator[None]:
     """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
     state.stepping = True
+    if state.float8 is not None:
+        state.float8.stale = True  # whoever changed weights since the last step
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
     state.computed_gradients.on = state.plan.keeps_computed_gradients and isinstance(state.optimizer, OnePassAdam)
     try:
@@ -160,6 +162,8 @@ def evaluate(state: State, batches: Iterable[Any], *, loss: LossFunction = summe
     assert batch is not None
     last = batch
     average_statistics(state.model)
+    if state.float8 is not None:
+        state.float8.stale = True
     with explained(state.model, state.plan), inference(state.model):
         while _how_many(batch is not None, state):
             last = on_device(last if batch is None else batch, state.device)

@@ -113,6 +113,7 @@ def estimate(
     """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
+    refuse_float8_device(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
@@ -151,6 +152,15 @@ def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:
         raise FullshardError(
             f"the plan is for {plan.mesh.devices} devices, {cluster.name} has {cluster.devices}; "
             f"write {plan.mesh.devices}x{cluster.device.name}, or plan again"
+        )
+
+
+def refuse_float8_device(plan: Plan, cluster: Cluster) -> None:
+    """Raise for float8 on a device without such products. A CPU emulates them."""
+    if plan.precision.float8 is not None and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:
+        raise FullshardError(
+            f"precision.float8 = {plan.precision.float8!r}: {cluster.device.name} has no rate for matrix products in float8; "
+            "leave it out, or write peak.fp8 in a cluster file"
         )
 
 

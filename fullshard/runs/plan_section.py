@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.plan import DType, Precision, Prefetch, Remat, Sync, Wire, WireFormat
+from fullshard.plan import DType, Float8, Precision, Prefetch, Remat, Sync, Wire, WireFormat
 from fullshard.plan_parts import BLOCK
 from fullshard.runs.recipe_sections import RecipeSection, changed
 
@@ -33,6 +33,7 @@ class PlanSection(RecipeSection):
     master: Literal["fp32", "bf16"] = "fp32"
     output: DType | None = None
     buffers: DType | None = None
+    float8: Float8 | None = None
     remat: Remat = "none"
     remat_every: int = Field(1, gt=0)
     prefetch: int = Field(1, gt=0)
@@ -78,7 +79,7 @@ class PlanSection(RecipeSection):
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.compute, self.reduce, self.master, self.output, self.buffers)
+        return Precision(self.compute, self.reduce, self.master, self.output, self.buffers, self.float8)
 
     @property
     def depths(self) -> Prefetch:

@@ -190,6 +190,8 @@ def expected_of(
         return None
     if kinds.output not in (None, kinds.compute):  # its activations are not predicted
         return None
+    if kinds.float8 and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:  # a GPU whose rate is not known
+        return None
     return estimate(
         plan,
         description,

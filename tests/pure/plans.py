@@ -15,6 +15,7 @@ homes = st.builds(Home, params=places, optimizer=places, activations=places)
 precisions = st.builds(
     Precision, compute=dtypes, reduce=dtypes, master=st.sampled_from(["fp32", "bf16"]), output=st.none() | dtypes
 )
+float8 = st.builds(Precision, compute=st.just("bf16"), reduce=dtypes, float8=st.sampled_from(["tensorwise", "rowwise"]))
 batches = st.builds(Batch, counts, counts, counts) | st.builds(Batch, counts, counts, st.integers(2, 9), st.just("last"))
 prefetches = st.builds(Prefetch, counts, counts)
 formats = st.sampled_from(["int8", "fp8"])
@@ -52,9 +53,9 @@ def plans(draw) -> Plan:
     away = any(u.home.optimizer != "device" for u in units)
     staging = draw(st.integers(1, 9)) if away else 4
     backlog = draw(st.none() | st.integers(1, 9)) if away else None
-    precision = draw(precisions)
+    precision = draw(precisions if mesh.tensor > 1 else precisions | float8)
     plain = mesh.shard == 1 or layouts == {"replicated"} or "fp16" in (precision.compute, precision.reduce)
-    wire = Wire() if plain else draw(wires)
+    wire = Wire() if plain or precision.float8 else draw(wires)
     return Plan(mesh, units, precision, batch, prefetch, draw(st.booleans()), staging, backlog=backlog, wire=wire)
 
 

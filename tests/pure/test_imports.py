@@ -51,6 +51,7 @@ ROOMS = [
 LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}
 HEAVY = {
     "torch",
+    "torchao",
     "transformers",
     "peft",
     "accelerate",
@@ -65,7 +66,17 @@ HEAVY = {
     "orbax",
 }
 MAY = {
-    "on_torch": {"torch", "transformers", "peft", "accelerate", "deepspeed", "megatron_fsdp", "lightning_fabric", "lightning"},
+    "on_torch": {
+        "torch",
+        "torchao",
+        "transformers",
+        "peft",
+        "accelerate",
+        "deepspeed",
+        "megatron_fsdp",
+        "lightning_fabric",
+        "lightning",
+    },
     "on_jax": {"jax", "jaxlib", "flax", "optax", "orbax", "transformers"},
     "storage": {"torch"},  # pinned memory
 }

@@ -81,6 +81,7 @@ class Replay:
             if sizes.world > 1 and self.plan.wire.error_feedback:
                 residual = sizes.world * self.plan.wire.message_bytes(sizes.moving)
                 self._add("rest", f"residual:{unit.name}", residual if sizes.trained else 0, "residuals", REDUCE)
+        self._add("rest", "scales", 4 * sum(len(sizes.float8) for sizes in self.units.values()), "params")
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
         for b in [*description.buffers, *[b for u in description.units for b in u.buffers]]:
@@ -164,8 +165,8 @@ class Replay:
             self._cast(sizes)
             self._drop(op.unit, "shard")
             return
-        for i, n in enumerate(sizes.gathered):
-            self._add(op.unit, f"param{i}", n * self.compute, "gathered")
+        for i, nbytes in enumerate(sizes.gathered_bytes(self.compute)):
+            self._add(op.unit, f"param{i}", nbytes, "gathered")
         for i in range(len(sizes.gathered)):
             self._drop(op.unit, f"part{i}")
 

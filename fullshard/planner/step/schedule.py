@@ -12,6 +12,7 @@ from fullshard.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section
 from fullshard.model.description import Description
 from fullshard.plan import Plan
+from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import waits_for_norm
 from fullshard.planner.step.phases import neighbours, phase_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
@@ -117,7 +118,8 @@ class _Step:
         self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
-        self.sections = phase_sections(plan, costs, loss)
+        self.sections = float8_sections(plan, description, phase_sections(plan, costs, loss))
+        self.scaled = False  # whether the scales of weights that are gathered in float8 are known
         self.near = neighbours(self.sections)
         self.vocabulary = costs.vocabulary
         self.leads = leads(plan, list(self.near))
@@ -218,9 +220,19 @@ class _Step:
         if sizes.world == 1:
             return
         ranks = int(sizes.reshard) if unit in self.parts else sizes.world
+        yield from self._scale(sizes)
         elements, wire = sum(sizes.gathered), self.plan.wire
         sent = ranks * wire.message_bytes(elements // ranks) if wire.gather != "plain" else 0
-        yield self._op("gather", unit, nbytes=elements * item(self.plan.precision.compute), ranks=ranks, sent=sent)
+        yield self._op(
+            "gather", unit, nbytes=sum(sizes.gathered_bytes(item(self.plan.precision.compute))), ranks=ranks, sent=sent
+        )
+
+    def _scale(self, sizes: UnitSizes) -> Iterator[Operation]:
+        """Before the first gather in float8, all ranks agree on the scales of all such weights, each of 4 bytes."""
+        if sizes.float8 and not self.scaled:
+            self.scaled = True
+            nbytes = 4 * sum(len(s.float8) for s in self.units.values())
+            yield Operation("all_reduce", micro=self.micro, nbytes=nbytes, ranks=sizes.world)
 
     def _unpack(self, unit: str, forward: bool) -> Iterator[Operation]:
         if unit not in self.pending:

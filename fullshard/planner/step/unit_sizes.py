@@ -5,6 +5,7 @@ from functools import cached_property, lru_cache
 
 from fullshard.errors import FullshardError
 from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
+from fullshard.model.float8_weights import gathered_in_float8
 from fullshard.plan import Home, Plan, Unit
 
 
@@ -25,11 +26,20 @@ class UnitSizes:
     keeps: bool  # parameters stay gathered from one micro-batch to the next
     home: Home = Home()  # noqa: RUF009  (frozen)
     stride: int = 1  # between ranks that gather together, in ranks of the shard axis
+    float8: tuple[int, ...] = ()  # indices of the parameters that are gathered in float8
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
         """Elements when gathered, padding included."""
         return tuple(n * self.world for n in self.shards)
+
+    def gathered_bytes(self, item: int) -> list[int]:
+        """Bytes of each parameter when gathered. `item`: of an element of the compute dtype."""
+        return [n * (1 if i in self.float8 else item) for i, n in enumerate(self.gathered)]
+
+    def shard_bytes(self, item: int) -> int:
+        """Bytes of this rank's shards as they are gathered."""
+        return sum(self.gathered_bytes(item)) // self.world
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -80,7 +90,8 @@ def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, t
     copies = plan.mesh.data if replicated else plan.mesh.replicate
     shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in parameters)
     reshard = unit.reshard if unit.layout in ("sharded", "experts") else False
-    return UnitSizes(unit.name, parameters, shards, world, copies, reshard, unit.layout == "optimizer", unit.home, stride)
+    keeps, float8 = unit.layout == "optimizer", tuple(i for i, p in enumerate(parameters) if gathered_in_float8(plan, unit, p))
+    return UnitSizes(unit.name, parameters, shards, world, copies, reshard, keeps, unit.home, stride, float8)
 
 
 @lru_cache

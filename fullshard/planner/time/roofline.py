@@ -98,7 +98,7 @@ class Machine:
             return max(moved / (self.chunked_loss if chunk else self.pointwise), least)
         shape = [evaluate(s, rows, tokens) for s in op.shape]
         if op.kind in ("gemm", "conv"):
-            rate = self.cluster.gemm_rate(flops / op.count, self.dtype)
+            rate = (self._float8_rate if op.float8 else self._gemm_rate)(flops / op.count)
             if any(n % ALIGNED for n in shape):
                 rate *= self.unaligned
             return max(flops / rate, moved / self.hbm, least)
@@ -106,6 +106,15 @@ class Machine:
         keys, halves = shape[1:] if len(shape) == 3 else (1, 1)
         rate = self.cluster.attention_rate(keys if keys > 1 else tokens, width, self.dtype)[backward]
         return max(halves * flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
+
+    def _gemm_rate(self, flops: float) -> float:
+        return self.cluster.gemm_rate(flops, self.dtype)
+
+    def _float8_rate(self, flops: float) -> float:
+        """Products in float8 are taken to reach the share of their peak that those in bf16 reach. A CPU emulates them in fp32."""
+        if self.cluster.device.kind == "cpu":
+            return self.cluster.gemm_rate(flops, "fp32")
+        return self._gemm_rate(flops) * self.cluster.peak("fp8") / self.cluster.peak("bf16")
 
     def add(self, nbytes: float) -> float:
         """Seconds to add tensors. `nbytes`: read and written."""

@@ -201,7 +201,7 @@ class StepLanes:
     def _gather(self, op: Operation) -> None:
         sizes = self.units[op.unit]
         stride = axis(self.plan.mesh, "shard")[1] * sizes.stride
-        cast = 0.0 if sizes.away else self.machine.copy(sum(sizes.shards) * (self.master + self.compute))
+        cast = 0.0 if sizes.away else self.machine.copy(sum(sizes.shards) * self.master + sizes.shard_bytes(self.compute))
         if self.serial:
             self._on_compute(cast, "copies")
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
@@ -217,10 +217,9 @@ class StepLanes:
         self._wait(updated, "update")
         self._wait(self.arrived.pop(op.unit, 0.0), "fetch")
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
-        elements = sum(sizes.gathered)
-        read = self.compute if sizes.world > 1 or sizes.away else self.master
-        ops = self._hook_ops(sizes, sizes.gathered)
-        self._on_compute(self.machine.copy(elements * (read + self.compute)), "copies", ops)
+        nbytes = sum(sizes.gathered_bytes(self.compute))
+        read = nbytes if sizes.world > 1 or sizes.away else sum(sizes.gathered) * self.master
+        self._on_compute(self.machine.copy(read + nbytes), "copies", self._hook_ops(sizes, sizes.gathered))
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:

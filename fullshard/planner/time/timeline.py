@@ -9,6 +9,7 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
+from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.phases import phase_sections
 from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
@@ -104,7 +105,8 @@ def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
     machine = Machine(cluster, plan.precision.compute, mesh=plan.mesh)
-    for phase, _, section in phase_sections(plan, costs, loss):
+    sections = float8_sections(plan, description, phase_sections(plan, costs, loss), cast_weights=False)
+    for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
             shapes = [(1, tokens) for tokens in chunks(costs.vocabulary, batch.micro_batch * batch.sequence)]

@@ -18,6 +18,7 @@ NUMBERED = dict(enumerate(STRATEGIES, start=1))
 REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "MULTI_SDAA", "MULTI_MUSA")
 INLINE = "deepspeed_config.deepspeed_config_file"
 LAUNCH = "ranks are started by `fullshard train`, torchrun or srun"
+FLOAT8 = "bf16 is written; for float8 write plan.float8 = 'tensorwise' or 'rowwise'"
 WRAP = "blocks are found in the model: `fullshard units MODEL`"
 
 IDLE = {
@@ -62,7 +63,7 @@ IDLE = {
 LOST = {
     "fsdp_config.fsdp_min_num_params": "write a plan file: `fullshard plan MODEL --min-params N -o plan.json`, then plan.file",
     "fsdp_config.fsdp_ignored_modules": "for units that stay whole write plan.strategy = 'mixed' and plan.keep_whole",
-    "fp8_config.*": "fp8 is refused here; bf16 is written",
+    "fp8_config.*": FLOAT8,
     "dynamo_config.*": "plan.compile = true compiles each block",
     "deepspeed_config.deepspeed_moe_layer_cls_names": "for mixtures write plan.expert, the ranks that share the experts",
     "tpu_name": "it is for TPUs",
@@ -174,8 +175,8 @@ def _carry_precision(draft: Draft) -> None:
     if found in ("bf16", "fp16"):
         draft.carry("mixed_precision", "plan.compute", found)
     elif found == "fp8":
-        draft.lose("mixed_precision", "fp8 is refused here; bf16 is written")
-        draft.assume("plan.compute", "bf16", "fp8 is refused here")
+        draft.lose("mixed_precision", FLOAT8)
+        draft.assume("plan.compute", "bf16", "float8 is a choice of its own")
     elif found in ("no", False) and "plan.compute" not in draft.entries:  # YAML reads a bare no as false
         draft.carry("mixed_precision", "plan.compute", "fp32")
     draft.ignore("mixed_precision", "the DeepSpeed file says it")

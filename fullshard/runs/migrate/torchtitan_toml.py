@@ -46,7 +46,7 @@ IDLE = {
 LOST = {
     "profiling.enable_*": "write profile.at = N, the step to profile, or run `fullshard profile RECIPE`",
     "optimizer.early_step_in_backward": "offloaded updates run under backward with optim.clip = 'none'",
-    "model.converters": "fp8 and mx are refused here; bf16 is written",
+    "model.converters": "bf16 is written; for float8 write plan.float8 = 'tensorwise' or 'rowwise'; there is no mx",
     "parallelism.pipeline_parallel_degree": "there is no pipeline parallelism; shard over those ranks, or write plan.tensor",
     "parallelism.context_parallel_degree": "there is no context parallelism; plan.remat and home.activations save memory",
     "parallelism.expert_tensor_parallel_degree": "experts are not split by a tensor axis",

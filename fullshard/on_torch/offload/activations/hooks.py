@@ -8,7 +8,7 @@ units.
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class Activations:
 
     def _open(self, module: nn.Module, visit: _Visit) -> None:
         with torch.no_grad():
-            self.resident = {_storage(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
+            self.resident = {s.data_ptr() for t in (*module.parameters(), *module.buffers()) for s in _storages(t)}
         hooks = saved_tensors_hooks(self.pack, self.unpack)
         self.open = (visit, hooks)
         self.idle[visit.name] = visit.home
@@ -359,8 +359,13 @@ def _in_file(spilled: Iterable[SpilledStorage]) -> list[FileRange]:
     return [s.place for s in spilled if isinstance(s.place, FileRange)]
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor. That of a subclass is in the tensors that it wraps: a shard, or a weight in float8."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor.untyped_storage()
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _storages(getattr(tensor, name))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
