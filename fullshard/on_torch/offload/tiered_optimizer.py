@@ -36,7 +36,7 @@ from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpdate
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
 from fullshard.on_torch.offload.weak_hooks import weakly
-from fullshard.on_torch.sharded_optimizer import copies_of
+from fullshard.on_torch.sharded_optimizer import copies_of, local_norms
 from fullshard.plan import Plan
 from fullshard.update_pieces import Lane
 
@@ -169,7 +169,7 @@ class TieredOptimizer:
         self._take(update)
         there = [(i, g) for i, g in enumerate(update.gradients) if g is not None]
         if there:
-            norms = torch._foreach_norm([g for _, g in there], 2.0, self.master)
+            norms = local_norms([g for _, g in there])
             unit.norms = {i: norm for (i, _), norm in zip(there, norms, strict=True)}
         if self.eager:
             self._start(update)
