@@ -231,10 +231,12 @@ class Plan:
     def packs(self, home: Home, slots: int) -> bool:
         """True if only the low 16 bits of the fp32 master are stored; its high half is the bf16 parameter.
 
-        `slots`: tensors of optimizer state for each parameter. Packing needs two, as a bit of the second moment is used.
+        `slots`: tensors of optimizer state for each parameter. Packing needs two, as a bit of the fp32 second
+        moment is used.
         """
         kinds = (self.precision.compute, self.precision.master, home.optimizer)
-        return kinds == ("bf16", "fp32", "host") and home.params != "disk" and slots == 2
+        whole = home.params != "disk" and slots == 2 and not self.precision.low_bit
+        return kinds == ("bf16", "fp32", "host") and whole
 
     def pairs(self, home: Home, slots: int) -> bool:
         """True if the parameters on the host are stored in the half of the master's memory that packing frees."""

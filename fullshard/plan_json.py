@@ -13,7 +13,13 @@ VERSION = 5
 PARTS: dict[str, type] = {"mesh": Mesh, "precision": Precision, "batch": Batch, "prefetch": Prefetch, "wire": Wire}
 # Keys that came after version 5 began. They are written only if they differ from their default, so that plans without them
 # keep their hashes.
-OPTIONAL: dict[str, Any] = {"plan.wire": Wire(), "plan.precision.buffers": None, "plan.precision.float8": None}
+OPTIONAL: dict[str, Any] = {
+    "plan.wire": Wire(),
+    "plan.precision.buffers": None,
+    "plan.precision.float8": None,
+    "plan.precision.moments": None,
+    "plan.precision.rounding": "nearest",
+}
 
 
 def plan_data(plan: "Plan") -> dict[str, Any]:

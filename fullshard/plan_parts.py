@@ -14,10 +14,16 @@ Layout = Literal["replicated", "optimizer", "sharded", "experts"]
 Remat = Literal["none", "selective", "full"]
 DType = Literal["fp32", "bf16", "fp16"]
 Float8 = Literal["tensorwise", "rowwise"]  # how many elements share a scale
+MomentKind = Literal["fp32", "bf16", "int8"]
+Rounding = Literal["nearest", "stochastic"]
 Sync = Literal["every", "last"]
 WireFormat = Literal["plain", "int8", "fp8"]
 Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
 SplitRules = tuple[tuple[str, Split], ...]  # by pattern of module paths; the first that matches holds
+
+
+BLOCK = 256  # elements with one scale, by default
+SCALE_BYTES, MESSAGE_GRAIN = 4, 16  # of an fp32 scale; messages begin at multiples of the grain, so that scales are aligned
 
 
 class PlanError(FullshardError):
@@ -80,7 +86,11 @@ class Precision:
     """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
     that the optimizer updates. `output`: that every unit casts its output to, if any. `buffers`: of floating-point buffers; None
     leaves each as the model has it. `float8`: linear layers of blocks multiply in float8, with a scale for each tensor or each
-    row; approximate."""
+    row; approximate.
+
+    `moments`: of Adam's moments; None is the master's. `int8` has 8 bits an element and an fp32 scale for each block of 256.
+    `bf16` and `int8` are approximate, and rounded stochastically. `rounding`: of a bf16 master, and of moments of its dtype.
+    """
 
     compute: DType = "fp32"
     reduce: DType = "fp32"
@@ -88,6 +98,8 @@ class Precision:
     output: DType | None = None
     buffers: DType | None = None
     float8: Float8 | None = None
+    moments: MomentKind | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         for part in ("compute", "reduce"):
@@ -103,10 +115,44 @@ class Precision:
                     f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', for all that is no matrix product, "
                     f"not {self.compute!r}"
                 )
+        self._check_update()
+
+    def _check_update(self) -> None:
+        if self.moments is not None:
+            check_choice("precision.moments", self.moments, get_args(MomentKind))
+        check_choice("precision.rounding", self.rounding, get_args(Rounding))
+        if self.moments == self.master == "fp32":
+            raise PlanError("precision.moments = 'fp32' has no effect with master = 'fp32'; leave it out")
+        if self.rounding == "stochastic" and self.master != "bf16":
+            raise PlanError(
+                f"precision.rounding = 'stochastic' has no effect with master = {self.master!r}: it is for a bf16 master, and "
+                "moments of 'bf16' and 'int8' are rounded so anyway; leave it out"
+            )
+
+    @property
+    def low_bit(self) -> bool:
+        """True if fullshard's own update of Adam is needed: moments apart from the master's dtype, or stochastic rounding."""
+        return self.moments is not None or self.rounding == "stochastic"
+
+    @property
+    def moment_kind(self) -> MomentKind:
+        return self.moments or ("bf16" if self.master == "bf16" else "fp32")
+
+    @property
+    def moment_grain(self) -> int:
+        """Elements that are stored together: parameters in flat memory begin at multiples of it."""
+        return BLOCK if self.moment_kind == "int8" else 1
+
+    def moment_bytes(self, elements: int) -> int:
+        """Bytes of one moment of so many elements. `int8` has whole blocks, each with its scale."""
+        if self.moment_kind == "int8":
+            return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK)
+        return elements * (4 if self.moment_kind == "fp32" else 2)
 
     def __str__(self) -> str:
         text = f"compute {self.compute}, reduce {self.reduce}, master {self.master}"
-        more = [f"{part} {getattr(self, part)}" for part in ("output", "buffers", "float8") if getattr(self, part) is not None]
+        named = [part for part in ("output", "buffers", "float8", "moments") if getattr(self, part) is not None]
+        more = [f"{part} {getattr(self, part)}" for part in named] + ["stochastic rounding"] * (self.rounding == "stochastic")
         return ", ".join([text, *more])
 
 
@@ -157,10 +203,6 @@ class Prefetch:
 
     def __str__(self) -> str:
         return f"{self.forward} forward, {self.backward} backward"
-
-
-BLOCK = 256  # elements with one scale, by default
-SCALE_BYTES, MESSAGE_GRAIN = 4, 16  # of an fp32 scale; messages begin at multiples of the grain, so that scales are aligned
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})
 Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: ignore[misc]
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
 Float8 = StrEnum("Float8", {name: name for name in ("tensorwise", "rowwise")})  # type: ignore[misc]
+Moments = StrEnum("Moments", {name: name for name in ("bf16", "int8")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
 
 
@@ -60,6 +61,7 @@ class StrategyOptions:
     output_dtype: Annotated[DType | None, typer.Option(help="Dtype that units cast their outputs to.")] = None
     buffers: Annotated[DType | None, typer.Option(help="Dtype of floating-point buffers.")] = None
     float8: Annotated[Float8 | None, typer.Option(help="Multiply in float8 in blocks: elements that share a scale.")] = None
+    moments: Annotated[Moments | None, typer.Option(help="Low-bit moments of Adam.", show_default="the master's")] = None
     wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
     wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
     wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
@@ -125,7 +127,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
 
 
 def _precision(o: StrategyOptions) -> Precision:
-    given = (("output", o.output_dtype), ("buffers", o.buffers), ("float8", o.float8))
+    given = (("output", o.output_dtype), ("buffers", o.buffers), ("float8", o.float8), ("moments", o.moments))
     more = {name: str(kind) for name, kind in given if kind}
     return Precision(compute=str(o.compute or "fp32"), reduce=str(o.reduce or "fp32"), **more)  # type: ignore[arg-type]
 

@@ -83,6 +83,8 @@ def refuse(plan: Plan) -> None:
         raise FullshardError(f"precision.buffers = {plan.precision.buffers!r}: the JAX engine casts no buffers; leave it out")
     if plan.precision.float8 is not None:
         raise FullshardError(f"precision.float8 = {plan.precision.float8!r}: the JAX engine has no float8 products; leave it out")
+    if plan.precision.low_bit:
+        raise FullshardError(f"precision ({plan.precision}): the JAX engine has no low-bit optimizer state; leave it out")
     if not plan.wire.is_plain:
         raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
     refuse_homes(plan, jax.devices()[0])

@@ -15,7 +15,7 @@ from fullshard.on_torch.offload.units import is_offloaded
 from fullshard.on_torch.quantized_collectives import refuse_wire
 from fullshard.on_torch.tensor_parallel import refuse_tensor_axis
 from fullshard.on_torch.tied_parameters import parameter_names
-from fullshard.optimizer import Optimizer
+from fullshard.optimizer import Adam, Optimizer
 from fullshard.plan import Plan, Unit
 
 
@@ -35,6 +35,7 @@ def refuse(
         _refuse_remat(unit, plan)
     _refuse_buffers(model, plan)
     _refuse_homes(plan, optimizer, disk)
+    _refuse_low_bit(plan, optimizer)
     _refuse_share(plan, cpu_share)
     _refuse_parameters(model, plan)
     refuse_activations(model, plan)
@@ -92,6 +93,14 @@ def _refuse_homes(plan: Plan, optimizer: Optimizer | None, disk: str | Path | No
         raise FullshardError("disk has no effect: no unit of the plan has a home on disk; leave it out")
     if disk is not None and not Path(disk).is_dir():
         raise FullshardError(f"{disk} is not a directory; make it first, on the disk that the plan is to use")
+
+
+def _refuse_low_bit(plan: Plan, optimizer: Optimizer | None) -> None:
+    if plan.precision.low_bit and optimizer is not None and not isinstance(optimizer, Adam):
+        raise FullshardError(
+            f"precision ({plan.precision}): moments in few bits and stochastic rounding are for Adam and AdamW; use one of them, "
+            "or leave precision.moments and precision.rounding out"
+        )
 
 
 def _refuse_buffers(model: nn.Module, plan: Plan) -> None:

@@ -102,7 +102,7 @@ def shard(
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
-    made = make_optimizer(model, optimizer) if optimizer else None
+    made = make_optimizer(model, optimizer, plan.precision) if optimizer else None
     offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     state.wire_meter, state.computed_gradients = meter, computed

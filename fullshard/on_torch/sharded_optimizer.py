@@ -8,15 +8,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError, a_kind, nearest
+from fullshard.on_torch.kernels.low_bit_adam import make_low_bit_adam
+from fullshard.on_torch.kernels.low_bit_update import LowBitRule
 from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam, find_one_pass, one_pass
+from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.private import sharded_dim
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
+from fullshard.plan import Precision
 
 
-def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
-    """Build torch's optimizer for `spec` over the trainable parameters.
+def make_optimizer(model: nn.Module, spec: Optimizer, precision: Precision | None = None) -> torch.optim.Optimizer:
+    """Build torch's optimizer for `spec` over the trainable parameters. `precision`: of its moments and updates.
 
     Parameters on different meshes are in different groups, because a fused kernel takes tensors of one mesh only.
     """
@@ -34,8 +38,11 @@ def make_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
     if isinstance(spec, TorchOptimizer):
         return named_optimizer(spec, groups)
     kind: Any = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+    settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay}
+    if precision is not None and (how := LowBitRule.of(precision, rule_of(spec))) is not None:
+        return make_low_bit_adam(kind, how, {id(p): n for n, p in model.named_parameters()}, groups, **settings)
     kind = one_pass(kind) if _fits_one_pass(kind, grouped) else kind
-    return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
+    return kind(groups, fused=True, **settings)
 
 
 def _fits_one_pass(kind: type, grouped: Mapping[Any, list[nn.Parameter]]) -> bool:
@@ -146,9 +153,13 @@ def _shards(tensor: Tensor) -> int:
 
 def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
     """This rank's share of the squared global norm. The sum over all ranks is the squared norm, on any mesh."""
-    norms = {copies: torch.linalg.vector_norm(torch.stack(local_norms(tensors))) for copies, tensors in parts.items()}
-    shares = [norm.double().square() / copies for copies, norm in norms.items()]
+    shares = [sum_of_squares(local_norms(tensors)) / copies for copies, tensors in parts.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def sum_of_squares(norms: list[Tensor]) -> Tensor:
+    """In double precision, so that the order, which differs between homes, does not change what gradients are clipped by."""
+    return torch.stack(norms).double().square().sum()
 
 
 def local_norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
 from fullshard.on_torch.float8 import Float8Scales
 from fullshard.on_torch.fsdp_groups import ComputedGradients
+from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.offload.activations.hooks import Activations
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes
@@ -85,6 +86,12 @@ class State:
             raise FullshardError(
                 f"state.optimizer is one of torch's, over state.parameters(), not a {type(value).__name__}; a "
                 "fullshard.AdamW goes to shard(model, plan, optimizer=...)"
+            )
+        if value is not None and self.plan.precision.low_bit and not isinstance(value, LowBitAdam):
+            raise FullshardError(
+                f"state.optimizer keeps the plan's low-bit state (precision: {self.plan.precision}), which a "
+                f"{type(value).__name__} of your own does not; pass optimizer=fullshard.AdamW(...) to shard(), or leave "
+                "precision.moments and precision.rounding out of the plan"
             )
         if self.__dict__.get("offload") is not None:
             raise FullshardError(

@@ -99,7 +99,8 @@ def _own_step(state: State) -> Iterator[None]:
     if state.float8 is not None:
         state.float8.stale = True  # whoever changed weights since the last step
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
-    state.computed_gradients.on = state.plan.keeps_computed_gradients and isinstance(state.optimizer, OnePassAdam)
+    one_pass = isinstance(state.optimizer, OnePassAdam) and state.device.type == "cuda"
+    state.computed_gradients.on = state.plan.keeps_computed_gradients and one_pass
     try:
         yield
     finally:

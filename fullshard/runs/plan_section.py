@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fullshard.plan import DType, Float8, Precision, Prefetch, Remat, Sync, Wire, WireFormat
-from fullshard.plan_parts import BLOCK
+from fullshard.plan_parts import BLOCK, MomentKind, Rounding
 from fullshard.runs.recipe_sections import RecipeSection, changed
 
 
@@ -34,6 +34,8 @@ class PlanSection(RecipeSection):
     output: DType | None = None
     buffers: DType | None = None
     float8: Float8 | None = None
+    moments: MomentKind | None = None
+    rounding: Rounding = "nearest"
     remat: Remat = "none"
     remat_every: int = Field(1, gt=0)
     prefetch: int = Field(1, gt=0)
@@ -79,7 +81,8 @@ class PlanSection(RecipeSection):
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.compute, self.reduce, self.master, self.output, self.buffers, self.float8)
+        kinds = ("compute", "reduce", "master", "output", "buffers", "float8", "moments", "rounding")
+        return Precision(**{kind: getattr(self, kind) for kind in kinds})
 
     @property
     def depths(self) -> Prefetch:

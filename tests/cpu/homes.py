@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch, update_pieces
+from fullshard.on_torch.kernels.low_bit_adam import low_bit_of
 from fullshard.on_torch.offload.kernels.adam import apply_rule
 from fullshard.on_torch.offload.stores.packing import pack, unpack
 from fullshard.on_torch.offload.units import local
@@ -40,6 +41,8 @@ class Case:
     compute: str = "fp32"
     reduce: str = "fp32"
     master: str = "fp32"
+    moments: str | None = None
+    rounding: str = "nearest"
     optimizer: Any = ADAMW
     model: str = "llama-nano"
     frozen: str = ""
@@ -68,7 +71,7 @@ def make(case: Case, disk: str) -> on_torch.State:
         on_torch.describe(model),
         devices=dist.get_world_size(),
         batch=fs.Batch(ROWS, LENGTH, case.accumulate, case.sync),
-        precision=fs.Precision(case.compute, case.reduce, case.master),
+        precision=fs.Precision(case.compute, case.reduce, case.master, moments=case.moments, rounding=case.rounding),
         remat=case.remat,
         **dict(case.arguments),
     )
@@ -100,11 +103,14 @@ def train(case: Case, disk: str) -> dict[str, Any]:
 
 def values(state: on_torch.State) -> dict[str, torch.Tensor]:
     """Parameters and moments, by name."""
+    low_bit = low_bit_of(state.optimizer)
     with state.values() as found:
         tensors = {n: local(t).double().clone().cpu() for n, t in found.items()}
         for name, p in state.model.named_parameters():
             for key, slot in state.optimizer.state.get(p, {}).items():
-                if isinstance(slot, torch.Tensor):
+                if isinstance(slot, torch.Tensor) and slot.dtype is torch.uint8:
+                    tensors[f"{name}.{key}"] = local(low_bit.shown(p, key, slot)).double().cpu()
+                elif isinstance(slot, torch.Tensor):
                     tensors[f"{name}.{key}"] = local(slot).double().clone().cpu()
     return tensors
 

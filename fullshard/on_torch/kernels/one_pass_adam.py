@@ -39,19 +39,22 @@ class OnePassAdam:
             factors = torch.cat([scale.reciprocal().float().reshape(1), *([] if factors is None else [factors])])
         for group in self.param_groups:
             _refuse_settings(group)
-            parameters, gradients, first, second, steps = adam_lists(self, group)
-            if not parameters:
-                continue
-            kernel = find_one_pass(self.kind)[0] if parameters[0].is_cuda else None
-            skip = getattr(self, "found_inf", None)
-            skip = torch.zeros((), device=steps[0].device) if skip is None else skip
-            torch._foreach_add_(steps, 1.0 - skip)
-            powers = kernel.step_powers(steps, group) if kernel is not None else steps
-            for i, tensors in enumerate(zip(parameters, gradients, first, second, strict=True)):
-                p, g, m, v = map(local_tensor, tensors)
-                update = _update_by_torch if kernel is None else kernel.update_parameter
-                update(self.kind, (p, g.contiguous(), m, v), factors, skip, powers[i], group)
+            self.update_group(group, factors, getattr(self, "found_inf", None))
         return loss
+
+    def update_group(self, group: dict[str, Any], factors: Tensor | None, skip: Tensor | None) -> None:
+        """Update the parameters of a group. `skip`: nothing changes if it is not 0."""
+        parameters, gradients, first, second, steps = adam_lists(self, group)
+        if not parameters:
+            return
+        kernel = find_one_pass(self.kind)[0] if parameters[0].is_cuda else None
+        skip = torch.zeros((), device=steps[0].device) if skip is None else skip
+        torch._foreach_add_(steps, 1.0 - skip)
+        powers = kernel.step_powers(steps, group) if kernel is not None else steps
+        for i, tensors in enumerate(zip(parameters, gradients, first, second, strict=True)):
+            p, g, m, v = map(local_tensor, tensors)
+            update = _update_by_torch if kernel is None else kernel.update_parameter
+            update(self.kind, (p, g.contiguous(), m, v), factors, skip, powers[i], group)
 
 
 def _refuse_settings(group: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.kernels.low_bit_adam import low_bit_of
 from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units import OffloadedUnit, part_of
@@ -78,6 +79,8 @@ def _complete(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> Non
 
 def _zero_state(offload: TieredOptimizer, p: nn.Parameter) -> ParameterState:
     """Zero state, as torch's fused Adam and foreach SGD make it."""
+    if (low_bit := low_bit_of(offload.optimizer)) is not None:
+        return low_bit.state_of(p)
     slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in offload.rule.keys}
     return slot if offload.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=offload.device)} | slot
 

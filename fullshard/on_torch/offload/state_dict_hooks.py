@@ -80,11 +80,12 @@ def _alive(found: "weakref.ref[TieredOptimizer]") -> TieredOptimizer:
 def copied(offload: TieredOptimizer, unit: OffloadedUnit, index: int, which: int) -> Tensor:
     """A copy of a parameter's master (0) or of a moment in host memory; after `flush`."""
     low, high = unit.spans[index]
-    flat = torch.empty(high - low, dtype=offload.master)
+    flat = torch.empty(high - low, dtype=offload.memory.layout.shown[which])
     if (stored := unit.state.stored(which, index)) is not None:
         stored.read(0, flat.view(torch.uint8))
     else:
         flat.copy_(unit.state.whole()[which][low:high])
+        unit.state.give_back(changed=False)
     return shadow(unit.params[index], flat.view(local(unit.params[index]).shape))
 
 

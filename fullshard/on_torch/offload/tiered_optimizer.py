@@ -36,7 +36,7 @@ from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpdate
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
 from fullshard.on_torch.offload.weak_hooks import weakly
-from fullshard.on_torch.sharded_optimizer import copies_of, local_norms
+from fullshard.on_torch.sharded_optimizer import copies_of, local_norms, sum_of_squares
 from fullshard.plan import Plan
 from fullshard.update_pieces import Lane
 
@@ -79,10 +79,10 @@ class TieredOptimizer:
         memory, in_turn = self.memory, self.memory.sizes.in_turn
         self.queues = CopyQueues.of(self.device)
         slots, workspace = make_staging(memory)
-        self.gpu = GpuUpdater(self.device, self.rule, slots, workspace, self.queues)
+        self.gpu = GpuUpdater(self.device, self.rule, slots, workspace, self.queues, memory.low_bit)
         self.gpu_lane = UpdateLane("gpu", max(1, len(slots)), self.gpu, in_turn=in_turn)
         buffers = make_cpu_buffers(memory, self.dtype)
-        self.cpu = CpuUpdater(self.device, self.rule, buffers, self.queues, threads=update_threads())
+        self.cpu = CpuUpdater(self.device, self.rule, buffers, self.queues, threads=update_threads(), low_bit=memory.low_bit)
         self.cpu_lane = UpdateLane("cpu", self.cpu.depth, self.cpu, in_turn=in_turn)
         self.cpu.failed, self.gpu.failed = self.cpu_lane.fail, self.gpu_lane.fail
         self.host_gradients = HostGradients(memory, self.dtype, self.queues)
@@ -219,11 +219,11 @@ class TieredOptimizer:
 
     def square_norm(self) -> Tensor:
         """This rank's share of the squared norm of offloaded gradients; see `sharded_optimizer.square_norm`."""
-        found: dict[int, list[Tensor]] = {}  # in the order of the model, as on the device
+        found: dict[int, list[Tensor]] = {}
         for unit in self.units:
             for i, norm in sorted(unit.norms.items()):
                 found.setdefault(copies_of(unit.params[i]), []).append(norm)
-        shares = [torch.linalg.vector_norm(torch.stack(n)).double().square() / copies for copies, n in found.items()]
+        shares = [sum_of_squares(norms) / copies for copies, norms in found.items()]
         return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, factors: list[Tensor], skip: Tensor) -> None:

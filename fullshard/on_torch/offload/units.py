@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.fsdp_groups import GatherGroup
+from fullshard.on_torch.kernels.moment_codes import ElementRange
 from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.private import dtensor_like
 from fullshard.on_torch.shard_ranges import local_part
@@ -69,12 +70,15 @@ class OffloadedUnit:
     trained: int  # the first so many parameters are trained, the others frozen
     padded: list[int]  # elements of the memory that FSDP gathers each parameter from
     group: GatherGroup
+    grain: int = 1  # every parameter begins at a multiple of it in the flat memory
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each parameter in the flat memory
+    starts: list[int] = field(default_factory=list)  # of each parameter there, and the end of the last
     pieces: list[Piece] = field(default_factory=list)
     state: "StateStore" = field(init=False)
     shards: "ParameterStore" = field(init=False)
     fetched: StreamEvent = DONE  # its shards are on the device, for one gather
     # What the optimizer knows of it.
+    ranges: list[ElementRange] = field(default_factory=list)  # of the parameters, if their moments are low-bit
     steps: list[int] = field(default_factory=list)  # updates so far, by trained parameter
     settings: list[int] = field(default_factory=list)  # index of the optimizer's parameter group, by trained parameter
     arrived: set[int] = field(default_factory=set)  # trained parameters whose gradients are there in this step
@@ -87,17 +91,19 @@ class OffloadedUnit:
         for p in self.params:
             size = local(p).numel()
             self.spans.append((at, at + size))
-            at += size
+            at += -(-size // self.grain) * self.grain
+        self.starts = [*(low for low, _ in self.spans), at]
         self.steps = [0] * self.trained
 
     @property
     def elements(self) -> int:
-        return self.spans[-1][1] if self.spans else 0
+        """Of the flat master."""
+        return self.starts[-1]
 
     @property
     def moving(self) -> int:
         """Elements of the trained parameters, which have moments."""
-        return self.spans[self.trained - 1][1] if self.trained else 0
+        return self.starts[self.trained]
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         found = []
@@ -111,10 +117,6 @@ class OffloadedUnit:
         """A parameter's part of flat memory, in its shape."""
         low, high = self.spans[index]
         return flat[low:high].view(local(self.params[index]).shape)
-
-    def state_sizes(self, slots: int) -> list[int]:
-        """Elements of the flat master and of each of `slots` moments."""
-        return [self.elements, *[self.moving] * slots]
 
 
 def is_offloaded(unit: Unit) -> bool:
@@ -131,7 +133,8 @@ def offloaded_units(model: nn.Module, plan: Plan, groups: dict[str, GatherGroup]
             group = groups[unit.name]
             sizes = {id(p): size for p, size in group.padded()}
             trained, padded = sum(p.requires_grad for _, p in own), [sizes[id(p)] for _, p in own]
-            found.append(OffloadedUnit(unit.name, unit.home, [n for n, _ in own], [p for _, p in own], trained, padded, group))
+            named = ([n for n, _ in own], [p for _, p in own])
+            found.append(OffloadedUnit(unit.name, unit.home, *named, trained, padded, group, plan.precision.moment_grain))
     number = 0
     for offloaded in found:
         for start, stop in cut(offloaded.moving):

@@ -22,7 +22,9 @@ from fullshard.on_torch.agree import GroupAgreement
 from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from fullshard.on_torch.inference import free_gathered
+from fullshard.on_torch.offload.units import shadow
 from fullshard.on_torch.saving import state_tensors
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
 
 
@@ -66,22 +68,44 @@ def _fill_tensors(
     targets = state_tensors.model_tensors(state.model, values)
     expected = state_tensors.shapes_and_dtypes(targets)
     slots = state_tensors.expected_slots(state, saved.get("without_slots", []))
-    expected |= {n: (tuple(shape), SAFETENSORS_NAMES[dtype]) for n, (shape, dtype) in slots.items()}
+    expected |= {n: (tuple(shape), _slot_dtype(dtype, tensors.get(n))) for n, (shape, dtype) in slots.items()}
     if state.optimizer is None:  # to evaluate or export, the weights are enough
         tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
-    new_slots = state_tensors.make_slots(state, tensors)
-    targets |= {f"optimizer.{name}.{key}": t for name, keys in new_slots.items() for key, t in keys.items()}
+    new_slots = state_tensors.make_slots(state, tensors, slots)
+    coded = state_tensors.coded_moments(state)
+    direct = {(name, key): t for name, keys in new_slots.items() for key, t in keys.items() if (name, key) not in coded}
+    targets |= {f"optimizer.{name}.{key}": t for (name, key), t in direct.items()}
     with torch.no_grad():
         _read(checkpoint, {n: t for n, t in targets.items() if n in tensors})
+        for name, key in coded:
+            if key in new_slots.get(name, {}):
+                new_slots[name][key] = _read_coded(checkpoint, state, name, key)
     state_tensors.set_slots(state, new_slots, saved.get("slots", {}))
+
+
+def _slot_dtype(dtype: torch.dtype, saved: TensorRecord | None) -> str:
+    """The dtype that a slot must have in a checkpoint: that of the state, or another of floats, which is converted."""
+    floats = ("F32", "BF16")
+    own = SAFETENSORS_NAMES[dtype]
+    return saved.dtype if saved is not None and saved.dtype in floats and own in floats else own
+
+
+def _read_coded(checkpoint: Checkpoint, state: State, name: str, key: str) -> Tensor:
+    """A moment that is stored as bytes, from the checkpoint's values."""
+    optimizer, p = state_tensors.coded_optimizer(state), state.model.get_parameter(name)
+    assert optimizer is not None
+    values = shadow(p, torch.zeros(local_tensor(p).shape, dtype=optimizer.moments.saved))
+    _read(checkpoint, {f"optimizer.{name}.{key}": values})
+    return optimizer.stored(p, key, values)
 
 
 def _read(checkpoint: Checkpoint, targets: dict[str, Tensor]) -> None:
     """Fill this rank's parts of the tensors. DCP's planner decides which ranges of the files they need."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, _dcp_metadata(checkpoint.manifest.tensors), False)
-    chunks = {MetadataIndex(n, c.start): (t, c) for n, t in checkpoint.manifest.tensors.items() for c in t.chunks}
+    wanted = {n: t for n, t in checkpoint.manifest.tensors.items() if n in targets}
+    planner.set_up_planner(targets, _dcp_metadata(wanted), False)
+    chunks = {MetadataIndex(n, c.start): (t, c) for n, t in wanted.items() for c in t.chunks}
     for item in planner.finish_plan(planner.create_local_plan()).items:
         record, chunk = chunks[item.storage_index]
         first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]

@@ -72,7 +72,7 @@ class Checkpointer(CheckpointSaver):
             self.saving = saving = Saving(state.step, copies, note=note, prunes=prune, overwrites=overwrite)
             if staging.in_place:  # inside the context: the values must stay as they are until they are written
                 self.write(saving, fields, staging.worker.submit(copies.finish))
-        if staging.in_place or state.offload:
+        if staging.in_place or state.offload or state_tensors.coded_optimizer(state) is not None:
             staging.forget_sources()
         if not staging.in_place:
             self.write_in_background(saving, fields, staging.worker.submit(copies.finish))

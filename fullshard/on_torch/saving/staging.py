@@ -232,18 +232,19 @@ class Staging:
 
 
 def stored_items(state: State) -> dict[str, StoredItem]:
-    """The items of a state that are on disk, by name."""
+    """The items of a state that are on disk, or stored in another form than the checkpoint's, by name."""
     found = state.offload.memory.stored() if state.offload else {}
-    return {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
+    named = {f"model.{n}" if key == "master" else f"optimizer.{n}.{key}": at for (n, key), at in found.items()}
+    return {**named, **state_tensors.coded_items(state)}
 
 
 def may_overlap(state: State) -> bool:
     """Whether the copies may run beside training: everything copied must stay unchanged until the optimizer's step.
 
     Offloaded units are updated during backward. Their state in host memory is copied at once, and only a GPU's copies can
-    run beside that.
+    run beside that. Moments that are stored as bytes are decoded on the way, at once.
     """
-    if state.optimizer is None:
+    if state.optimizer is None or state_tensors.coded_optimizer(state) is not None:
         return False
     away = state.offload.units if state.offload else []
     return not away or (state.device.type == "cuda" and all(a.home.optimizer != "device" for a in away))

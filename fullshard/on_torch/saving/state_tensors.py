@@ -8,6 +8,7 @@ An optimizer's state for one parameter is called its slots: `exp_avg`, `exp_avg_
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor, nn
 from fullshard.checkpoint.manifest import TensorRecord
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
+from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam, low_bit_of
+from fullshard.on_torch.kernels.moment_codes import MomentFormat
+from fullshard.on_torch.offload.units import shadow
 from fullshard.on_torch.private import persistent_buffers
+from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
 from fullshard.plan import Plan
 
@@ -46,7 +52,53 @@ def optimizer_tensors(state: State, slots: ParameterSlots | None = None) -> dict
 def all_slots(state: State, values: Mapping[str, Tensor] | None = None) -> ParameterSlots:
     """The slots of each parameter that the optimizer updates. `values`: the result of `State.values`, if the caller has it."""
     own = values if values is not None and not state.offload else None
-    return {name: slots_of(state, p) for name, p in _trained(state, own).items()}
+    found = {name: slots_of(state, p) for name, p in _trained(state, own).items()}
+    coded = coded_slots(state)
+    return {name: {**entries, **coded.get(name, {})} for name, entries in found.items()} if coded else found
+
+
+def coded_slots(state: State) -> dict[str, dict[str, Tensor]]:
+    """The slots of resident parameters that are stored as bytes: tensors on meta stand for their values."""
+    optimizer = coded_optimizer(state)
+    found: dict[str, dict[str, Tensor]] = {}
+    named = dict(state.model.named_parameters())
+    for name, key in coded_moments(state):
+        assert optimizer is not None
+        if slots_of(state, p := named[name]):
+            like = torch.empty_like(local_tensor(p), dtype=optimizer.moments.saved, device="meta")
+            found.setdefault(name, {})[key] = shadow(p, like)
+    return found
+
+
+def coded_items(state: State) -> dict[str, DecodedMoment]:
+    """Where the values of `coded_slots` are read from, by their names in a checkpoint."""
+    optimizer, named = coded_optimizer(state), dict(state.model.named_parameters())
+    found = {}
+    for name, keys in coded_slots(state).items():
+        for i, key in enumerate(keys):
+            assert optimizer is not None
+            raw = partial(_raw, optimizer.moments, slots_of(state, named[name])[key])
+            found[f"optimizer.{name}.{key}"] = DecodedMoment(raw, optimizer.moments, i == 0)
+    return found
+
+
+def coded_optimizer(state: State) -> LowBitAdam | None:
+    """The state's optimizer, if its moments are stored as bytes."""
+    optimizer = low_bit_of(state.optimizer)
+    return optimizer if optimizer is not None and optimizer.moments.coded else None
+
+
+def coded_moments(state: State) -> list[tuple[str, str]]:
+    """Parameter and slot of the moments of resident parameters that are stored as bytes."""
+    optimizer = coded_optimizer(state)
+    if optimizer is None:
+        return []
+    resident = [n for n, p in _trained(state).items() if not (state.offload and state.offload.holds(p))]
+    return [(name, key) for name in resident for key in optimizer.how.rule.keys]
+
+
+def _raw(moments: MomentFormat, stored: Tensor, low: int, high: int) -> Tensor:
+    return moments.part(stored, low, high)
 
 
 def _trained(state: State, values: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
@@ -92,6 +144,8 @@ def numbers_of(state: State, slots: ParameterSlots) -> dict[str, Any]:
 def slot_types(optimizer: torch.optim.Optimizer, master: torch.dtype) -> dict[str, tuple[bool, torch.dtype | None]]:
     """For each slot, whether it has its parameter's shape, and its dtype (None if it is not a tensor). Found by one step
     of such an optimizer on a parameter of two elements."""
+    if (low_bit := low_bit_of(optimizer)) is not None:
+        return {"step": (False, torch.float32), **dict.fromkeys(low_bit.how.rule.keys, (True, low_bit.moments.saved))}
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     probe = nn.Parameter(torch.zeros(2, dtype=master))
     settings |= {"fused": False} if "fused" in settings else {}
@@ -144,23 +198,29 @@ def weights_of(model: nn.Module, plan: Plan) -> dict[str, tuple[tuple[int, ...],
 # -- loading ------------------------------------------------------------------------------------------------
 
 
-def make_slots(state: State, tensors: Mapping[str, TensorRecord]) -> dict[str, dict[str, Tensor]]:
-    """Zeroed slots for the optimizer tensors of a checkpoint, sharded as this state is; by parameter and slot."""
+def make_slots(
+    state: State, tensors: Mapping[str, TensorRecord], expected: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, dict[str, Tensor]]:
+    """Zeroed slots for the optimizer tensors of a checkpoint, sharded as this state is; by parameter and slot. `expected`: the
+    result of `expected_slots`."""
     trained = _trained(state)
     made: dict[str, dict[str, Tensor]] = {}
     for full, record in tensors.items():
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         if full.startswith("optimizer.") and name in trained:
-            made.setdefault(name, {})[key] = _slot(state, trained[name], key, record)
+            dtype = expected[full][1] if full in expected else SAFETENSORS_DTYPES[record.dtype]
+            made.setdefault(name, {})[key] = _slot(state, trained[name], key, record, dtype)
     return made
 
 
-def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord) -> Tensor:
+def _slot(state: State, p: nn.Parameter, key: str, record: TensorRecord, dtype: torch.dtype) -> Tensor:
     assert state.optimizer is not None
-    dtype = SAFETENSORS_DTYPES[record.dtype]
     if state.offload and state.offload.holds(p):  # offloaded state has its memory already
         existing = slots_of(state, p).get(key)
         return existing if isinstance(existing, Tensor) else torch.zeros(record.shape, dtype=dtype)
+    coded = coded_optimizer(state)
+    if coded is not None and key in coded.how.rule.keys:
+        return coded.zeros(p)
     if tuple(record.shape) == tuple(p.shape) and p.ndim:
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     group = next(g for g in state.optimizer.param_groups if any(q is p for q in g["params"]))

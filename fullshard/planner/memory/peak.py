@@ -214,7 +214,7 @@ def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[
     found: dict[str, dict[str, int]] = {}
     for sizes in units.values():
         shard = away.shard_of(sizes) if sizes.away else sum(sizes.shards) * away.master
-        state = away.state_of(sizes) if sizes.away else slots * sizes.moving * away.master
+        state = away.state_of(sizes) if sizes.away else slots * sizes.moment_bytes(plan.precision)
         for kind, place, nbytes in (
             ("params", sizes.home.params, shard),
             ("optimizer", sizes.home.optimizer, state),

@@ -102,7 +102,7 @@ class Replay:
                 if self.slots == 2:  # Adam's step count, a tensor on the device for each parameter
                     self._add("rest", f"step:{name}", 4, "optimizer")
                 for slot in range(self.slots):
-                    self._add("rest", f"state{slot}:{name}", sizes.shards[i] * self.master, "optimizer")
+                    self._add("rest", f"state{slot}:{name}", self.plan.precision.moment_bytes(sizes.shards[i]), "optimizer")
 
     def left_over(self) -> None:
         """Allocate gradients of the previous step whose updates are still under way; the first units' came last."""

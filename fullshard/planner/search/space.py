@@ -22,8 +22,8 @@ Family = list[tuple[str, Plan]]
 FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
     "sync": str, "prefetch": int, "prefetch_forward": int, "prefetch_backward": int, "compile": bool, "compute": str,
-    "reduce": str, "master": str, "buffers": str, "float8": str, "wire_gather": str, "wire_reduce": str, "wire_block": int,
-    "error_feedback": bool,
+    "reduce": str, "master": str, "buffers": str, "float8": str, "moments": str, "rounding": str, "wire_gather": str,
+    "wire_reduce": str, "wire_block": int, "error_feedback": bool,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
 STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
@@ -125,7 +125,8 @@ def engine_for(cluster: Cluster, wanted: str | None) -> str:
 def refuse_choices_of_torch(request: PlanRequest) -> None:
     """Raise if something is pinned that only the torch engine has."""
     for name in request.fix if request.engine == "jax" else ():
-        if name in ("buffers", "float8", "error_feedback") or name.startswith(("wire_", "prefetch")):
+        own = ("buffers", "float8", "moments", "rounding", "error_feedback")
+        if name in own or name.startswith(("wire_", "prefetch")):
             raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on the JAX engine; leave it out")
 
 
@@ -277,5 +278,6 @@ def _least_offload(fixed: dict[str, Any]) -> Home:
 def precision_of(request: PlanRequest) -> Precision:
     """The pinned precision; compute is bf16 by default, fp32 on CPUs."""
     gpu = request.cluster.device.kind != "cpu"
-    given = {k: request.fix[k] for k in ("compute", "reduce", "master", "buffers", "float8") if k in request.fix}
+    kinds = ("compute", "reduce", "master", "buffers", "float8", "moments", "rounding")
+    given = {k: request.fix[k] for k in kinds if k in request.fix}
     return Precision(**{"compute": "bf16" if gpu else "fp32", **given})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fullshard.optimizer import SGD, Optimizer
 from fullshard.plan import Home, HomeName, Plan
 from fullshard.planner.step.unit_sizes import UnitSizes, item
-from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, shard_file_bytes
+from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, GRAIN, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, shard_file_bytes
 
 SHARE = 0.5  # of the pieces that the CPU updates, if the cluster is unknown
 
@@ -72,18 +72,31 @@ def pieces(groups: dict[str, UnitSizes], cpu_share: float) -> list[PieceSize]:
     return cut_units(offloaded(groups), cpu_share)
 
 
-def offloaded(groups: dict[str, UnitSizes]) -> list[UnitElements]:
-    every = ((g, sum(g.shards)) for g in groups.values() if g.away)
-    return [UnitElements(g.name, g.home, n, g.moving, n) for g, n in every]
+def offloaded(groups: dict[str, UnitSizes], grain: int = 1) -> list[UnitElements]:
+    """The offloaded units of a plan. `grain`: parameters begin at multiples of it."""
+
+    def grains(sizes: Iterable[int]) -> int:
+        return sum(-(-n // grain) * grain for n in sizes)
+
+    return [
+        UnitElements(g.name, g.home, grains(g.shards), grains(g.shards[i] for i in g.trained), sum(g.shards))
+        for g in groups.values()
+        if g.away
+    ]
 
 
-def pcie_traffic(plan: Plan, slots: int) -> tuple[int, int]:
+def pcie_traffic(plan: Plan, slots: int) -> tuple[float, int]:
     """Bytes an element over PCIe: of state, each way, if the GPU updates it; of gradient and new parameter if the CPU does."""
     p = plan.precision
-    state = (1 + slots) * item(p.master)
+    state = state_width(plan, slots)
     return state - max(plan.bytes_in_parameter(u.home, slots) for u in plan.units), item(plan.offloaded_gradients) + item(
         p.compute
     )
+
+
+def state_width(plan: Plan, slots: int) -> float:
+    """Bytes of master and moments, an element, with the share of a block's scale."""
+    return item(plan.precision.master) + slots * plan.precision.moment_bytes(GRAIN) / GRAIN
 
 
 def staying(plan: Plan, groups: dict[str, UnitSizes], cut_up: list[PieceSize], clip: bool) -> set[str]:
@@ -128,9 +141,13 @@ class OffloadSizes:
         self.pieces = cut_units(units, cpu_share)
 
     @property
-    def state(self) -> int:
+    def state(self) -> float:
         """Bytes of master and moments, an element."""
-        return (1 + self.slots) * self.master
+        return state_width(self.plan, self.slots)
+
+    def state_parts(self, elements: int, moving: int) -> list[int]:
+        """Bytes of a master and of each moment. Frozen parameters, which are not `moving`, have no moments."""
+        return [elements * self.master, *[self.plan.precision.moment_bytes(moving)] * self.slots]
 
     @property
     def largest(self) -> int:
@@ -176,11 +193,12 @@ class OffloadSizes:
         """Bytes of each slot, then of the workspace: the gradient in the master dtype, and what `StagingLayout` names."""
         found = self.staging_layout()
         streamed = [p for p in self.pieces if p.lane == "gpu"]
-        slot = max((self.streamed(p) for p in streamed), default=0)
-        workspace = self.master * (1 + found.master) + self.compute * found.params
-        return [self.largest * nbytes for nbytes in [slot] * found.slots + [workspace] * bool(found.slots)]
+        told = min((self.plan.bytes_in_parameter(self.home(p), self.slots) for p in streamed), default=0)
+        slot = sum(self.state_parts(self.largest, self.largest)) - told * self.largest
+        workspace = self.largest * (self.master * (1 + found.master) + self.compute * found.params)
+        return [slot] * found.slots + [workspace] * bool(found.slots)
 
-    def streamed(self, piece: PieceSize) -> int:
+    def streamed(self, piece: PieceSize) -> float:
         """Bytes of state, an element, that go to the device and come back; of a pair, parameters among them."""
         return self.state - self.plan.bytes_in_parameter(self.home(piece), self.slots)
 
@@ -202,7 +220,7 @@ class OffloadSizes:
 
     def state_bytes(self, unit: UnitElements) -> list[int]:
         """Of master and each moment. Frozen parameters have no moments."""
-        return [n * self.master for n in (unit.elements, *[unit.moving] * self.slots)]
+        return self.state_parts(unit.elements, unit.moving)
 
     def shard_elements(self, unit: UnitElements) -> int:
         """Elements of a shard in memory of its own. Of a pair, that is what is frozen: the rest lies with the masters."""
@@ -237,7 +255,7 @@ class OffloadSizes:
 
     def _state_buffers(self) -> list[int]:
         """Between disk and device: master and moments of a piece."""
-        return [self.largest * self.master] * DISK_SLOTS * (1 + self.slots) if self.state_on_disk else []
+        return self.state_parts(self.largest, self.largest) * DISK_SLOTS if self.state_on_disk else []
 
     def _shard_buffers(self) -> list[int]:
         """Between disk and device: a unit's shard, and a piece's new parameters."""
@@ -249,7 +267,8 @@ class OffloadBytes(OffloadSizes):
     """What the offloaded units of a plan take and move, for the planner. `cpu_share`: if the plan does not say."""
 
     def __init__(self, plan: Plan, groups: dict[str, UnitSizes], slots: int, *, clip: bool = True, cpu_share: float = SHARE):
-        super().__init__(plan, offloaded(groups), slots, cpu_share if plan.cpu_share is None else plan.cpu_share)
+        units = offloaded(groups, plan.precision.moment_grain)
+        super().__init__(plan, units, slots, cpu_share if plan.cpu_share is None else plan.cpu_share)
         self.groups, self.clip = groups, clip
         self.late = waits_for_norm(plan, clip)
         self.staying = staying(plan, groups, self.pieces, clip)
@@ -295,7 +314,8 @@ class OffloadBytes(OffloadSizes):
 
     def disk_traffic(self) -> tuple[int, int]:
         """Bytes that a step reads from disk and writes to it: state once each way, a shard once a gather and once an update."""
-        state = sum(self.state * g.moving for g in self.groups.values() if g.home.optimizer == "disk")
+        on_disk_state = [u.moving for u in self.offloaded.values() if u.home.optimizer == "disk"]
+        state = sum(sum(self.state_parts(n, n)) for n in on_disk_state)
         on_disk = [g for g in self.groups.values() if g.home.params == "disk"]
         read = sum(self._gathers(g) * nbytes for g, nbytes in zip(on_disk, self.file_bytes(), strict=True))
         return state + read, state + sum(g.moving * self.compute for g in on_disk)

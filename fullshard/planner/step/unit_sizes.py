@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from fullshard.errors import FullshardError
 from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.model.float8_weights import gathered_in_float8
-from fullshard.plan import Home, Plan, Unit
+from fullshard.plan import Home, Plan, Precision, Unit
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class UnitSizes:
     def moving(self) -> int:
         """Elements of this rank's shards of trained parameters."""
         return sum(self.shards[i] for i in self.trained)
+
+    def moment_bytes(self, precision: Precision) -> int:
+        """Bytes of one moment of the trained parameters, on the device."""
+        return sum(precision.moment_bytes(self.shards[i]) for i in self.trained)
 
     @property
     def away(self) -> bool:

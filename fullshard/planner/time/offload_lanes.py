@@ -12,11 +12,12 @@ from typing import Literal
 
 from fullshard.cluster.cluster import Cluster
 from fullshard.plan import Plan
-from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic
+from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic, state_width
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
 from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced
 
 TransferLane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
+ADAMW = 28  # bytes an element of AdamW's update in fp32: gradient, master and moments in and out
 TRANSFER_LANES: tuple[TransferLane, ...] = ("pcie_up", "pcie_down", "cpu", "disk")
 
 
@@ -24,18 +25,19 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
     """The share of pieces that the cores update so that they and PCIe finish at about the same time."""
     if cluster.device.kind == "cpu":
         return 0.5  # the same cores do both
-    both, cores = rates(cluster, slots, at_once=True)
+    both, cores = rates(cluster, plan, slots, at_once=True)
     streamed, sent = pcie_traffic(plan, slots)
     return balanced(2 * streamed / both, cores, sent / both)
 
 
-def rates(cluster: Cluster, slots: int, *, at_once: bool) -> tuple[float, float]:
+def rates(cluster: Cluster, plan: Plan, slots: int, *, at_once: bool) -> tuple[float, float]:
     """Bytes a second over PCIe, both ways together, and seconds of an update by the cores for each parameter.
 
     The update's seconds are AdamW's, scaled by the bytes that it moves. `at_once`: while both use the host's memory.
     """
     both = cluster.of("pcie_beside" if at_once else "pcie_both")
-    return both, cluster.of("adamw_beside" if at_once else "adamw") * (3 + 2 * slots) / 7
+    state = state_width(plan, slots) if plan.precision.low_bit else 4 * (1 + slots)
+    return both, cluster.of("adamw_beside" if at_once else "adamw") * (4 + 2 * state) / ADAMW
 
 
 class Calendar:
@@ -100,7 +102,7 @@ class Transfers:
         self.lanes = {lane: Calendar() for lane in TRANSFER_LANES}
         self.busy: dict[str, float] = {}  # seconds of each lane
         lanes = {p.lane for p in away.pieces if p.home != "device"}
-        both, self.core = rates(cluster, away.slots, at_once=len(lanes) > 1)
+        both, self.core = rates(cluster, away.plan, away.slots, at_once=len(lanes) > 1)
         # A CPU is its own device: what would cross PCIe is copied.
         copy = cluster.of("dram") / 2
         self.up, self.down = (cluster.of("pcie_up"), cluster.of("pcie_down")) if self.gpu else (copy, copy)

@@ -288,7 +288,8 @@ class StepLanes:
         tensors = sum(len(g.trained) for g in resident)
         clipped = self.machine.foreach(elements * 2 * self.master) if clip and not self.one_pass else 0.0
         gradient = self.compute if self.computed else self.master
-        moved = elements * (self.master * (2 + 2 * self.away.slots) + gradient)  # parameter and state in and out
+        moments = self.away.slots * sum(g.moment_bytes(self.plan.precision) for g in resident)
+        moved = elements * (2 * self.master + gradient) + 2 * moments  # parameter and state in and out
         self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)
 
     # -- offload ---------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.kernels.adam import Rule
 from fullshard.on_torch.offload.stores.device_store import DeviceParameters, MemoryState
 from fullshard.on_torch.offload.stores.disk_params import ParameterFile
 from fullshard.on_torch.offload.stores.disk_state import DiskState, StateFile
 from fullshard.on_torch.offload.stores.host_store import HostParameters
 from fullshard.on_torch.offload.stores.packed import PackedState, Packing, PairedParameters
+from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.stores.store import ParameterStore, StateStore
 from fullshard.on_torch.offload.units import OffloadedUnit
 from fullshard.plan import Plan
@@ -24,9 +24,8 @@ class Places:
     """What stores are made of: memory, files and dtypes of one rank."""
 
     plan: Plan
-    slots: int  # moments of the optimizer
+    layout: StateLayout
     device: torch.device
-    master: torch.dtype
     compute: torch.dtype
     arena: Arena
     packing: Packing
@@ -39,13 +38,13 @@ class Places:
 
 def open_files(
     units: list[OffloadedUnit],
-    rule: Rule,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    layout: StateLayout,
+    compute: torch.dtype,
     disk: Path | None,
     arena: Arena,
     largest: int,
 ) -> tuple[StateFile | None, ParameterFile | None]:
-    """Files for the units whose state or parameters are on disk, if there are any. `dtypes`: master and compute."""
+    """Files for the units whose state or parameters are on disk, if there are any."""
     state = [u for u in units if u.home.optimizer == "disk"]
     params = [u for u in units if u.home.params == "disk"]
     if disk is None:
@@ -53,8 +52,8 @@ def open_files(
         assert not params
         return None, None
     return (
-        StateFile(state, rule, dtypes[0], disk, arena, largest) if state else None,
-        ParameterFile(params, dtypes[1], disk, arena, largest) if params else None,
+        StateFile(state, layout, disk, arena, largest) if state else None,
+        ParameterFile(params, compute, disk, arena, largest) if params else None,
     )
 
 
@@ -65,15 +64,17 @@ def choose_stores(unit: OffloadedUnit, places: Places, shard_elements: int) -> N
 
 
 def _state_store(unit: OffloadedUnit, places: Places) -> StateStore:
-    sizes = unit.state_sizes(places.slots)
+    layout = places.layout
     if unit.home.optimizer == "disk":
         assert places.state_file is not None
         return DiskState(unit, places.state_file)
+    flats = list(zip(layout.lengths(unit.elements, unit.moving), layout.dtypes, strict=True))
     if unit.home.optimizer == "device":
-        return MemoryState([torch.zeros(n, dtype=places.master, device=places.device) for n in sizes])
-    flats = [places.pinned(n, places.master) for n in sizes]
-    packs = places.plan.packs(unit.home, places.slots)
-    return PackedState(unit, flats, places.packing) if packs else MemoryState(flats)
+        return MemoryState(unit, [torch.zeros(n, dtype=d, device=places.device) for n, d in flats], layout)
+    pinned = [places.pinned(n, dtype) for n, dtype in flats]
+    if places.plan.packs(unit.home, layout.slots):
+        return PackedState(unit, pinned, layout, places.packing)
+    return MemoryState(unit, pinned, layout)
 
 
 def _parameter_store(unit: OffloadedUnit, places: Places, shard_elements: int) -> ParameterStore:
@@ -83,7 +84,7 @@ def _parameter_store(unit: OffloadedUnit, places: Places, shard_elements: int) -
         assert places.params_file is not None
         return places.params_file.stores[unit.name]
     memory = places.pinned(shard_elements, places.compute)
-    if places.plan.pairs(unit.home, places.slots):
+    if places.plan.pairs(unit.home, places.layout.slots):
         assert isinstance(unit.state, PackedState)
         return PairedParameters(unit, unit.state, memory)
     return HostParameters(unit, memory)

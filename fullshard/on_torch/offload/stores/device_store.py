@@ -6,16 +6,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
 from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
-from fullshard.on_torch.offload.stores.store import ShardPart
+from fullshard.on_torch.offload.stores.state_layout import StateLayout
+from fullshard.on_torch.offload.stores.store import Readable, ShardPart
 from fullshard.on_torch.offload.units import OffloadedUnit, Piece, local
 
 
 class MemoryState:
-    """Master and moments in flat tensors that stay where they are."""
+    """Master and moments in flat tensors that stay where they are. Moments of bytes are shown as decoded copies."""
 
-    def __init__(self, flats: list[Tensor]):
-        self.flats = flats
+    def __init__(self, unit: OffloadedUnit, flats: list[Tensor], layout: StateLayout):
+        self.unit, self.flats, self.layout = unit, flats, layout
+        self.decoded: list[Tensor] | None = None  # the whole unit as values, between `whole` and `give_back`
         self.views: dict[int, list[Tensor]] = {}  # by piece
         self.changed: dict[int, StreamEvent] = {}  # by piece: when its memory holds the last update
 
@@ -33,7 +36,7 @@ class MemoryState:
 
     def slices(self, piece: Piece) -> list[Tensor]:
         """The piece's part of the flat tensors."""
-        return [t[piece.start : piece.stop] for t in self.flats]
+        return self.layout.slices(self.flats, piece.start, piece.stop)
 
     def close(self, piece: Piece, changed: StreamEvent | None) -> None:
         if changed is not None:
@@ -47,16 +50,28 @@ class MemoryState:
         return self.flats[0]
 
     def whole(self) -> list[Tensor]:
-        return self.flats
+        if not self.layout.moments.coded:
+            return self.flats
+        self.decoded = self.decoded or self.layout.decoded(self.flats, self.unit.moving)
+        return self.decoded
 
     def shapes(self) -> list[Tensor]:
-        return self.whole()
+        if not self.layout.moments.coded:
+            return self.whole()
+        like = [torch.empty(self.unit.moving, dtype=d, device="meta") for d in self.layout.shown[1:]]
+        return [self.flats[0], *like]
 
     def give_back(self, *, changed: bool) -> None:
-        pass
+        decoded, self.decoded = self.decoded, None
+        if changed and decoded is not None:
+            self.layout.encode(decoded, self.flats)
 
-    def stored(self, which: int, parameter: int) -> None:
-        return None
+    def stored(self, which: int, parameter: int) -> Readable | None:
+        if which == 0 or not self.layout.moments.coded:
+            return None
+        first = self.unit.starts[parameter]
+        moments = self.layout.moments
+        return DecodedMoment(lambda a, b: moments.part(self.flats[which], first + a, first + b), moments, which == 1)
 
 
 class MemoryParameters(ABC):

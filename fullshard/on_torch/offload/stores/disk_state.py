@@ -4,6 +4,7 @@ Pieces are read in the order in which they are expected, as buffers come free. A
 have reached the host. Opening a piece waits for its own read only.
 """
 
+import itertools
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fullshard.direct_io import ALIGNMENT, aligned, aligned_size
+from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
 from fullshard.on_torch.offload.events import DONE, StreamEvent
-from fullshard.on_torch.offload.kernels.adam import Rule
+from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.units import OffloadedUnit, Piece
 from fullshard.storage.disk import DiskFile
 from fullshard.storage.host import Arena, bytes_of
@@ -30,21 +32,19 @@ Buffers = list[Tensor]  # bytes for the master and each moment of a piece
 class StateFile:
     """The file of all units whose optimizer state has its home on disk."""
 
-    def __init__(self, units: list[OffloadedUnit], rule: Rule, dtype: torch.dtype, directory: Path, arena: Arena, largest: int):
-        self.rule, self.dtype = rule, dtype
+    def __init__(self, units: list[OffloadedUnit], layout: StateLayout, directory: Path, arena: Arena, largest: int):
+        self.layout = layout
         self.offsets: dict[int, list[int]] = {}  # by piece: where its master and moments begin in the file
         end = 0
         for piece in (p for u in units for p in u.pieces):
-            size = aligned_size(piece.elements * dtype.itemsize)
-            self.offsets[piece.number] = [end + i * size for i in range(1 + rule.slots)]
-            end += (1 + rule.slots) * size
+            *starts, end = itertools.accumulate(self._sizes(piece), initial=end)
+            self.offsets[piece.number] = starts
         self.frozen: dict[str, int] = {}  # by unit: where the master of its frozen parameters begins
         for unit in units:
             self.frozen[unit.name] = end
-            end += aligned_size((unit.elements - unit.moving) * dtype.itemsize)
+            end += aligned_size((unit.elements - unit.moving) * layout.master.itemsize)
         self.file = DiskFile(directory, "optimizer", end)
-        size = aligned_size(largest * dtype.itemsize)
-        self.free = [[arena.take(size) for _ in range(1 + rule.slots)] for _ in range(DISK_SLOTS)]
+        self.free = [[arena.take(aligned_size(n)) for n in layout.nbytes(largest)] for _ in range(DISK_SLOTS)]
         self.lock = threading.Condition()
         self.expected: deque[Piece] = deque()
         self.opened: dict[int, tuple[Buffers, list[Future[None]]]] = {}
@@ -52,6 +52,10 @@ class StateFile:
         self.writer = ThreadPoolExecutor(1, "write-behind")
         self.read_bytes = self.written_bytes = 0
         self.failed: Exception | None = None
+
+    def _sizes(self, piece: Piece) -> list[int]:
+        """Bytes of the piece's master and moments, in whole pages."""
+        return [aligned_size(n) for n in self.layout.nbytes(piece.elements)]
 
     def expect(self, pieces: list[Piece]) -> None:
         with self.lock:
@@ -76,11 +80,11 @@ class StateFile:
         self._read(piece, buffers)
 
     def _read(self, piece: Piece, buffers: Buffers) -> None:
-        size = aligned_size(piece.elements * self.dtype.itemsize)
-        starts = self.offsets[piece.number]
-        reads = [self.file.read(at, bytes_of(memory[:size])) for at, memory in zip(starts, buffers, strict=True)]
+        sizes = self._sizes(piece)
+        parts = zip(self.offsets[piece.number], buffers, sizes, strict=True)
+        reads = [self.file.read(at, bytes_of(memory[:size])) for at, memory, size in parts]
         with self.lock:
-            self.read_bytes += len(reads) * size
+            self.read_bytes += sum(sizes)
             self.opened[piece.number] = (buffers, reads)
             self.lock.notify_all()
 
@@ -92,7 +96,8 @@ class StateFile:
             buffers, reads = self.opened[piece.number]
         for read in reads:
             read.result()
-        return [memory[: piece.elements * self.dtype.itemsize].view(self.dtype) for memory in buffers], DONE
+        parts = zip(buffers, self.layout.nbytes(piece.elements), self.layout.dtypes, strict=True)
+        return [memory[:size].view(dtype) for memory, size, dtype in parts], DONE
 
     def close(self, piece: Piece, changed: StreamEvent | None) -> None:
         with self.lock:  # whoever opens the piece from here on waits for another read, and that for the write
@@ -104,17 +109,17 @@ class StateFile:
 
     def _write(self, piece: Piece, buffers: Buffers, changed: StreamEvent) -> None:
         changed.wait()
-        size = aligned_size(piece.elements * self.dtype.itemsize)
-        starts = self.offsets[piece.number]
+        sizes = self._sizes(piece)
+        parts = zip(self.offsets[piece.number], buffers, sizes, strict=True)
         try:
-            for write in [self.file.write(at, bytes_of(memory[:size])) for at, memory in zip(starts, buffers, strict=True)]:
+            for write in [self.file.write(at, bytes_of(memory[:size])) for at, memory, size in parts]:
                 write.result()
         except Exception as error:
             with self.lock:  # its buffers do not come back: nobody may wait for them
                 self.failed = error
                 self.lock.notify_all()
             raise
-        self.written_bytes += len(starts) * size
+        self.written_bytes += sum(sizes)
         self._free(buffers)
 
     def _free(self, buffers: Buffers) -> None:
@@ -135,7 +140,7 @@ class DiskState:
     """One unit's master and moments in the file."""
 
     def __init__(self, unit: OffloadedUnit, file: StateFile):
-        self.unit, self.file = unit, file
+        self.unit, self.file, self.layout = unit, file, file.layout
         self.flats: list[Tensor] | None = None  # the whole unit in memory, between `whole` and `give_back`
 
     def expect(self, pieces: list[Piece]) -> None:
@@ -151,7 +156,7 @@ class DiskState:
         self.file.settle()
 
     def initial(self) -> Tensor:
-        self.flats = self.flats or [torch.zeros(n, dtype=self.file.dtype) for n in self._sizes()]
+        self.flats = self.flats or [torch.zeros(n, dtype=d) for n, d in zip(self._sizes(), self.layout.shown, strict=True)]
         return self.flats[0]
 
     def whole(self) -> list[Tensor]:
@@ -159,23 +164,38 @@ class DiskState:
         return self.flats
 
     def shapes(self) -> list[Tensor]:
-        return [torch.empty(n, dtype=self.file.dtype, device="meta") for n in self._sizes()]
+        return [torch.empty(n, dtype=d, device="meta") for n, d in zip(self._sizes(), self.layout.shown, strict=True)]
 
     def give_back(self, *, changed: bool) -> None:
         flats, self.flats = self.flats, None
         if changed and flats is not None:
-            for piece, i, at in self._places():
-                copy_through(self.file.file, at, flats[i][piece.start : piece.stop], write=True)
+            for piece in self.unit.pieces:
+                values = [flat[piece.start : piece.stop] for flat in flats]
+                stored = values
+                if self.layout.moments.coded:
+                    stored = [values[0], *self._empty(piece)[1:]]
+                    self.layout.encode(values, stored)
+                for at, part in zip(self.file.offsets[piece.number], stored, strict=True):
+                    copy_through(self.file.file, at, part, write=True)
             copy_through(self.file.file, self._frozen(), flats[0][self.unit.moving :], write=True)
 
-    def stored(self, which: int, parameter: int) -> "StoredTensor":
+    def stored(self, which: int, parameter: int) -> "StoredTensor | DecodedMoment":
+        if which and self.layout.moments.coded:
+            return DecodedMoment(partial(self._raw, which, self.unit.starts[parameter]), self.layout.moments, which == 1)
         return StoredTensor(self, which, parameter)
 
+    def _raw(self, which: int, first: int, low: int, high: int) -> Tensor:
+        """The stored bytes of a moment, from one element of a parameter to another."""
+        size = self.layout.moments.size
+        start, into = size(first + low), torch.empty(size(high - low), dtype=torch.uint8)
+        self.read(which, start, into)
+        return into
+
     def read(self, which: int, start: int, into: Tensor) -> None:
-        """Bytes of the flat master (0) or of a moment, from `start` on, through little memory."""
-        wide, end = self.file.dtype.itemsize, start + len(into)
-        places = [(p.start * wide, p.stop * wide, self.file.offsets[p.number][which]) for p in self.unit.pieces]
-        places += [(self.unit.moving * wide, self.unit.elements * wide, self._frozen())] if which == 0 else []
+        """Bytes of the flat master (0) or of a moment, as it is stored, from `start` on, through little memory."""
+        end, sizes = start + len(into), self.layout.nbytes
+        places = [(sizes(p.start)[which], sizes(p.stop)[which], self.file.offsets[p.number][which]) for p in self.unit.pieces]
+        places += [(sizes(self.unit.moving)[0], sizes(self.unit.elements)[0], self._frozen())] if which == 0 else []
         for first, last, at in places:
             low, high = max(first, start), min(last, end)
             if low < high:
@@ -191,21 +211,29 @@ class DiskState:
             part.copy_(memory[skip : skip + len(part)])
 
     def _read_unit(self) -> list[Tensor]:
-        flats = [torch.empty(n, dtype=self.file.dtype) for n in self._sizes()]
-        for piece, i, at in self._places():
-            copy_through(self.file.file, at, flats[i][piece.start : piece.stop], write=False)
+        flats = [torch.empty(n, dtype=d) for n, d in zip(self._sizes(), self.layout.shown, strict=True)]
+        for piece in self.unit.pieces:
+            values = [flat[piece.start : piece.stop] for flat in flats]
+            stored = [values[0], *self._empty(piece)[1:]] if self.layout.moments.coded else values
+            for at, part in zip(self.file.offsets[piece.number], stored, strict=True):
+                copy_through(self.file.file, at, part, write=False)
+            if self.layout.moments.coded:
+                for target, part in zip(values[1:], self.layout.decoded(stored, piece.elements)[1:], strict=True):
+                    target.copy_(part)
         copy_through(self.file.file, self._frozen(), flats[0][self.unit.moving :], write=False)
         return flats
 
     def _sizes(self) -> list[int]:
-        return self.unit.state_sizes(self.file.rule.slots)
+        """Elements of the flat master and of each moment."""
+        return [self.unit.elements, *[self.unit.moving] * self.layout.slots]
+
+    def _empty(self, piece: Piece) -> list[Tensor]:
+        """Memory for a piece's master and moments, as they are stored."""
+        lengths = self.layout.lengths(piece.elements, piece.elements)
+        return [torch.empty(n, dtype=d) for n, d in zip(lengths, self.layout.dtypes, strict=True)]
 
     def _frozen(self) -> int:
         return self.file.frozen[self.unit.name]
-
-    def _places(self) -> list[tuple[Piece, int, int]]:
-        """(piece, which of master and moments, where it begins in the file)."""
-        return [(p, i, at) for p in self.unit.pieces for i, at in enumerate(self.file.offsets[p.number])]
 
 
 @dataclass(frozen=True)
@@ -218,7 +246,7 @@ class StoredTensor:
 
     def read(self, start: int, into: Tensor) -> None:
         """Fill `into` with its bytes from `start` on."""
-        first = self.state.unit.spans[self.parameter][0] * self.state.file.dtype.itemsize
+        first = self.state.layout.nbytes(self.state.unit.starts[self.parameter])[self.which]
         self.state.read(self.which, first + start, into)
 
 

@@ -12,10 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.fsdp_groups import gather_group
+from fullshard.on_torch.kernels.low_bit_update import LowBitRule
 from fullshard.on_torch.offload.kernels.adam import Rule, rule_of
 from fullshard.on_torch.offload.stores.choose import Places, choose_stores, elements_of, open_files
 from fullshard.on_torch.offload.stores.fetch import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.packed import Packing
+from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.stores.store import Readable
 from fullshard.on_torch.offload.units import OffloadedUnit, local, offloaded_units, shadow
 from fullshard.on_torch.offload.updates.cpu_share import measured_share
@@ -51,10 +53,10 @@ class OffloadMemory:
         refuse_more_than(nbytes, ranks_here, WHY)
         self.arena = Arena(nbytes, device.type == "cuda", WHY)
         self.packing = Packing(device)
-        dtypes = (self.master, self.compute)
-        files = open_files(units, rule, dtypes, disk, self.arena, self.sizes.largest)
+        self.layout, self.low_bit = StateLayout.of(plan.precision, rule.slots), LowBitRule.of(plan.precision, rule)
+        files = open_files(units, self.layout, self.compute, disk, self.arena, self.sizes.largest)
         self.state_file, self.params_file = files
-        places = Places(plan, rule.slots, device, self.master, self.compute, self.arena, self.packing, *files)
+        places = Places(plan, self.layout, device, self.compute, self.arena, self.packing, *files)
         for unit, elements in zip(units, self.sizes.offloaded.values(), strict=True):
             choose_stores(unit, places, self.sizes.shard_elements(elements))
         self.fetcher = ShardFetcher(device, self.packing)

@@ -14,6 +14,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.offload.events import StreamEvent
 from fullshard.on_torch.offload.stores.device_store import MemoryParameters, MemoryState
 from fullshard.on_torch.offload.stores.packing import halves, pack, unpack
+from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.stores.store import ShardPart
 from fullshard.on_torch.offload.units import OffloadedUnit, Piece
 from fullshard.on_torch.offload.updates.buffers import segment_views
@@ -83,9 +84,9 @@ class Packing:
 class PackedState(MemoryState):
     """Master and moments in host memory, packed while training runs. The CPU updates some pieces wide (`Piece.packed`)."""
 
-    def __init__(self, unit: OffloadedUnit, flats: list[Tensor], packing: Packing):
-        super().__init__(flats)
-        self.unit, self.packing = unit, packing
+    def __init__(self, unit: OffloadedUnit, flats: list[Tensor], layout: StateLayout, packing: Packing):
+        super().__init__(unit, flats, layout)
+        self.packing = packing
         packing.stores.append(self)
 
     def view(self, piece: Piece) -> list[Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.kernels.moment_codes import MomentFormat
 from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.offload.stores.packing import halves
 from fullshard.on_torch.offload.units import Piece
@@ -26,6 +27,7 @@ class StagingSlot:
     """Device memory for one piece's state. It can be filled again after `free`."""
 
     state: list[Tensor]
+    moments: MomentFormat
     free: StreamEvent = DONE
     filled: StreamEvent = DONE
     idle: threading.Event = field(default_factory=_set)  # the copy of its contents to the host is queued
@@ -38,7 +40,7 @@ class StagingSlot:
         """Its memory in the form in which the piece is stored."""
         if piece.number not in self.views:
             first, *moments = self.state
-            moments = [t[: piece.elements] for t in moments]
+            moments = [self.moments.part(t, 0, piece.elements) for t in moments]
             if piece.paired:
                 low, rounded = halves(first[: piece.elements])
                 self.views[piece.number] = [low, *moments, rounded]

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.kernels.low_bit_update import LowBitRule
 from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.kernels.adam import Rule
 from fullshard.on_torch.offload.kernels.cpu_adam import OnePass, library
@@ -13,6 +14,7 @@ from fullshard.on_torch.offload.units import Piece
 from fullshard.on_torch.offload.updates.buffers import CpuBuffer, segment_views
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.lane import LATER, raise_now, skip
+from fullshard.on_torch.offload.updates.low_bit import LowBitPiece
 from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
@@ -34,8 +36,9 @@ class CpuUpdater:
         queues: CopyQueues,
         *,
         threads: int,
+        low_bit: LowBitRule | None = None,
     ):
-        self.rule, self.buffers, self.queues = rule, buffers, queues
+        self.rule, self.buffers, self.queues, self.low_bit = rule, buffers, queues, low_bit
         self.work = DeviceStream(device, first=True)
         self.turn = 0
         size, self.threads = teams(threads)
@@ -69,9 +72,14 @@ class CpuUpdater:
             event.wait()
         rounded = stored[3] if piece.paired else buffer.rounded if piece.unit.shards.on_device else None
         state = stored[: 1 + self.rule.slots]
-        adam = OnePass(self.rule, state, gradient, rounded, [f for f in factors if f != 1.0], self.threads)
+        factors, done = [f for f in factors if f != 1.0], partial(self._updated, update, piece, buffer, stored[0])
+        if self.low_bit is not None:
+            coded = LowBitPiece(self.low_bit, state, gradient, rounded, factors)
+            self.workers.share(coded.run, coded.calls(update, piece), done)
+            return LATER
+        adam = OnePass(self.rule, state, gradient, rounded, factors, self.threads)
         calls = adam.calls((start, stop, update.steps[i], update.groups[i]) for start, stop, i in update.runs(piece))
-        self.workers.share(adam.run, calls, partial(self._updated, update, piece, buffer, stored[0]))
+        self.workers.share(adam.run, calls, done)
         return LATER
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ ELEMENTS = 1 << 26  # of a trial: more than the caches hold
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
-def measured_share(device: torch.device, rule: Rule, streamed: int, sent: int) -> float:
+def measured_share(device: torch.device, rule: Rule, streamed: float, sent: int) -> float:
     """From 0 (the GPU updates everything) to 1; the same on all ranks. `streamed`: bytes of state an element over PCIe, each
     way, for an update by the GPU. `sent`: of gradient and new parameter together, for one by the CPU. Without a GPU: half."""
     if device.type != "cuda":

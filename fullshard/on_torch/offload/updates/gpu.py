@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.kernels.low_bit_update import LowBitRule
 from fullshard.on_torch.kernels.usable_kernel import Found, usable_kernel
 from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
@@ -16,6 +17,7 @@ from fullshard.on_torch.offload.units import Piece
 from fullshard.on_torch.offload.updates.buffers import StagingSlot, Workspace, segment_views
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.lane import raise_now, skip
+from fullshard.on_torch.offload.updates.low_bit import LowBitPiece
 from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
@@ -26,7 +28,16 @@ class GpuUpdater:
     A thread of its own copies state back: the next updates do not wait for PCIe, nor does a forward that needs them.
     """
 
-    def __init__(self, device: torch.device, rule: Rule, slots: list[StagingSlot], workspace: Workspace, queues: CopyQueues):
+    def __init__(
+        self,
+        device: torch.device,
+        rule: Rule,
+        slots: list[StagingSlot],
+        workspace: Workspace,
+        queues: CopyQueues,
+        low_bit: LowBitRule | None = None,
+    ):
+        self.low_bit = low_bit
         self.rule, self.slots, self.workspace, self.queues = rule, slots, workspace, queues
         self.work = DeviceStream(device, first=True)
         self.turn = 0
@@ -110,7 +121,11 @@ class GpuUpdater:
         """Update a piece with torch's kernels, in the workspace."""
         staged, gradient = slot.of(piece), self._gradient(update, piece)
         master, *moments = self._wide(piece, staged)
-        for start, stop, index in update.runs(piece):
+        if self.low_bit is not None:
+            coded = LowBitPiece(self.low_bit, staged, gradient, None, _factors(update))
+            for call in coded.calls(update, piece):
+                coded.run(*call)
+        for start, stop, index in update.runs(piece) if self.low_bit is None else ():
             part = [t[start:stop] for t in (master, gradient, *moments)]
             apply_rule(self.rule, part[0], part[1], part[2:], update.steps[index], update.groups[index])
         rounded = self._rounded(piece, staged)
@@ -125,7 +140,7 @@ class GpuUpdater:
         update.collect(piece, self.workspace.gradients.of(piece))
         update.read()
         gradient = self.workspace.gradients.memory[: piece.elements]
-        for factor in update.decision.scale if update.decision.scale is not None else ():
+        for factor in _factors(update) if self.low_bit is None else ():
             gradient.mul_(factor.to(gradient.dtype))
         return gradient
 
@@ -158,6 +173,10 @@ class GpuUpdater:
         if not piece.unit.shards.on_device:
             self.queues.moved_down += parameters.nbytes
         return piece.unit.shards.write(piece, parameters, self.work)
+
+
+def _factors(update: UnitUpdate) -> list[Tensor]:
+    return [] if update.decision.scale is None else list(update.decision.scale)
 
 
 def triton_kernel(device: torch.device, rule: Rule) -> ModuleType | None:

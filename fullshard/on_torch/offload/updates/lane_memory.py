@@ -14,10 +14,14 @@ from fullshard.storage.host import Arena, room
 
 def make_staging(memory: OffloadMemory) -> tuple[list[StagingSlot], Workspace]:
     """Device memory for the pieces that are streamed through it; none if no piece is."""
-    master, staging = memory.master, memory.sizes.staging_layout()
-    first = torch.int16 if staging.low_halves else master
-    made = partial(torch.zeros, memory.sizes.largest, device=memory.device)
-    slots = [StagingSlot([made(dtype=t) for t in (first, *[master] * memory.rule.slots)]) for _ in range(staging.slots)]
+    master, staging, layout = memory.master, memory.sizes.staging_layout(), memory.layout
+    first, largest = torch.int16 if staging.low_halves else master, memory.sizes.largest
+    made = partial(torch.zeros, largest, device=memory.device)
+    kinds = list(zip(layout.lengths(largest, largest), [first, *layout.dtypes[1:]], strict=True))
+    slots = [
+        StagingSlot([torch.zeros(n, dtype=t, device=memory.device) for n, t in kinds], layout.moments)
+        for _ in range(staging.slots)
+    ]
     gradient = made(dtype=master) if slots else torch.empty(0)
     wide = made(dtype=master) if staging.master else None
     return slots, Workspace(GradientBuffer(gradient), wide, made(dtype=memory.compute) if staging.params else None)

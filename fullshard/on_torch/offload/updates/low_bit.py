@@ -1,0 +1,53 @@
+"""Updates of pieces whose moments are stored in few bits, for both lanes: one call for each run of one parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fullshard.on_torch.kernels.low_bit_update import LowBitRule, element_range
+from fullshard.on_torch.kernels.moment_codes import ElementRange
+from fullshard.on_torch.offload.units import Piece, Segment
+from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
+
+CHUNK = 1 << 20  # elements of a call: milliseconds; whole blocks
+
+
+@dataclass(eq=False)
+class LowBitPiece:
+    """The update of one piece. `rounded`: memory for the new parameters in the compute dtype, if they are wanted. `factors`: on
+    the gradient, one after the other."""
+
+    how: LowBitRule
+    state: Sequence[Tensor]
+    gradient: Tensor
+    rounded: Tensor | None
+    factors: Sequence[float | Tensor] = ()
+
+    def calls(self, update: UnitUpdate, piece: Piece) -> list[tuple[Any, ...]]:
+        """The arguments of each `run`. Parameters without a gradient are left out."""
+        found: list[tuple[Any, ...]] = []
+        for s in piece.segments:
+            if update.had[s.parameter]:
+                place, step, group = ranges(piece)[s.parameter], update.steps[s.parameter], update.groups[s.parameter]
+                for at in range(0, s.stop - s.start, CHUNK):
+                    found.append((s, at, min(at + CHUNK, s.stop - s.start), place, step, group))
+        return found
+
+    def run(self, s: Segment, low: int, high: int, place: ElementRange, step: int, group: dict[str, Any]) -> None:
+        """Update the elements of a segment from `low` to `high`."""
+        start, stop = s.offset + low, s.offset + high
+        master, gradient = self.state[0][start:stop], self.gradient[start:stop]
+        moments = [self.how.moments.part(t, start, stop) for t in self.state[1:]]
+        self.how.update(master, gradient, moments, step, group, place, self.factors, s.start + low)
+        if self.rounded is not None:
+            self.rounded[start:stop] = master
+
+
+def ranges(piece: Piece) -> list[ElementRange]:
+    """Which elements of each parameter of the piece's unit this rank has."""
+    unit = piece.unit
+    if not unit.ranges:
+        unit.ranges = [element_range(name, p) for name, p in zip(unit.names, unit.params, strict=True)]
+    return unit.ranges
