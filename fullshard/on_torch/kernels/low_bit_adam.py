@@ -3,6 +3,7 @@
 Settings, names and step counts are torch's. `state_dict()` has moments as values: `int8` ones are decoded to fp32.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.kernels.low_bit_kernel import find_low_bit
 from fullshard.on_torch.kernels.low_bit_update import LowBitRule, element_range
 from fullshard.on_torch.kernels.moment_codes import NEAREST, ElementRange, MomentFormat
 from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam
@@ -32,15 +34,42 @@ class LowBitAdam(OnePassAdam):
     def update_group(self: Any, group: dict[str, Any], factors: Tensor | None, skip: Tensor | None) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
         states = [self.state_of(p) for p in parameters]
-        if not parameters or (skip is not None and bool(skip)):
+        if not parameters:
             return
         steps = [s["step"] for s in states]
+        kernel = find_low_bit(self.how, parameters[0].dtype)[0] if parameters[0].is_cuda else None
+        if kernel is not None:
+            return self._update_by_triton(kernel, group, parameters, factors, skip)
+        if skip is not None and bool(skip):
+            return
         torch._foreach_add_(steps, 1.0)
         for p, state, step in zip(parameters, states, torch.stack(steps).tolist(), strict=True):
-            moments = [local_tensor(state[key]).view(-1) for key in self.how.rule.keys]
-            gradient = local_tensor(p.grad).contiguous().view(-1)
             own = [] if factors is None else list(factors)
-            self.how.update(local_tensor(p).view(-1), gradient, moments, int(step), group, self.ranges[id(p)], own)
+            master, gradient, *moments = self._flat(p, state)
+            self.how.update_by_torch(master, gradient, moments, int(step), group, self.ranges[id(p)], own)
+
+    def _update_by_triton(
+        self: Any,
+        kernel: ModuleType,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        factors: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        """Reads on the device whether to skip: the host does not wait."""
+        steps = [self.state[p]["step"] for p in parameters]
+        skip = torch.zeros((), device=steps[0].device) if skip is None else skip
+        torch._foreach_add_(steps, 1.0 - skip)
+        powers = kernel.step_powers(steps, group)
+        for i, p in enumerate(parameters):
+            tensors = tuple(self._flat(p, self.state[p]))
+            kernel.update_low_bit(self.how, tensors, factors, skip, powers[i], steps[i], group, self.ranges[id(p)])
+
+    def _flat(self, p: Tensor, state: ParameterState) -> list[Tensor]:
+        """This rank's parts of the parameter, its gradient and its stored moments."""
+        assert p.grad is not None
+        every = (p, p.grad, *(state[key] for key in self.how.rule.keys))
+        return [local_tensor(t).detach().contiguous().view(-1) for t in every]
 
     def state_of(self: Any, p: nn.Parameter) -> ParameterState:
         """The parameter's state; zeros if it has none yet."""

@@ -33,7 +33,7 @@ class LowBitRule:
             return None
         return cls(rule, MomentFormat(precision.moment_kind), precision.rounding == "stochastic")
 
-    def update(
+    def update_by_torch(
         self,
         master: Tensor,
         gradient: Tensor,

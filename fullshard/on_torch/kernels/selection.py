@@ -2,6 +2,8 @@
 
 import torch
 
+from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
+from fullshard.on_torch.kernels.low_bit_kernel import find_low_bit
 from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam, find_one_pass
 from fullshard.on_torch.kernels.softmax_loss import find_softmax
 from fullshard.on_torch.offload.kernels import cpu_adam
@@ -27,7 +29,10 @@ def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None) 
         return {}
     softmax, why = find_softmax()
     found = {"chunked_loss": f"{FALLBACK}{why}" if softmax is None else "triton"}
-    if isinstance(optimizer, OnePassAdam):
+    if isinstance(optimizer, LowBitAdam):
+        kernel, why = find_low_bit(optimizer.how, next(p.dtype for g in optimizer.param_groups for p in g["params"]))
+        found["update"] = f"{FALLBACK}{why}" if kernel is None else "triton (low-bit state, in one pass)"
+    elif isinstance(optimizer, OnePassAdam):
         found["update"] = "triton (with clipping, in one pass)"
     elif type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         kernel, why = find_one_pass(type(optimizer).__name__.lower())
@@ -38,6 +43,8 @@ def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None) 
 def _cpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
+    if offload.memory.low_bit is not None:
+        return "torch (cpu_adam.c is not for low-bit state)"
     compute = offload.memory.compute if offload.memory.sizes.cpu_sends else None
     unfit = cpu_adam.unfit(offload.rule, [offload.master], offload.dtype, compute)
     if unfit:
@@ -49,6 +56,9 @@ def _cpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:
 def _gpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:
     if not pieces:
         return ""
+    if offload.memory.low_bit is not None and offload.device.type == "cuda":
+        kernel, why = find_low_bit(offload.memory.low_bit, offload.master)
+        return f"{FALLBACK}{why}" if kernel is None else "triton (low-bit state)"
     if offload.device.type != "cuda" or not any(p.packed for p in pieces):
         return "torch (Triton's kernel is for packed state on a GPU)"
     found, why = find_kernel(offload.device, offload.rule)

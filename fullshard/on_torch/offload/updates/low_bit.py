@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fullshard.on_torch.kernels.low_bit_kernel import update_low_bit
 from fullshard.on_torch.kernels.low_bit_update import LowBitRule, element_range
 from fullshard.on_torch.kernels.moment_codes import ElementRange
 from fullshard.on_torch.offload.units import Piece, Segment
 from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
 
-CHUNK = 1 << 20  # elements of a call: milliseconds; whole blocks
+CHUNK = 1 << 20  # elements of a call to the CPU: milliseconds; whole blocks
+GPU_CHUNK = 1 << 26  # of a call to a GPU: more than a piece has
 
 
 @dataclass(eq=False)
@@ -28,11 +30,12 @@ class LowBitPiece:
     def calls(self, update: UnitUpdate, piece: Piece) -> list[tuple[Any, ...]]:
         """The arguments of each `run`. Parameters without a gradient are left out."""
         found: list[tuple[Any, ...]] = []
+        size = CHUNK if self.state[0].device.type == "cpu" else GPU_CHUNK
         for s in piece.segments:
             if update.had[s.parameter]:
                 place, step, group = ranges(piece)[s.parameter], update.steps[s.parameter], update.groups[s.parameter]
-                for at in range(0, s.stop - s.start, CHUNK):
-                    found.append((s, at, min(at + CHUNK, s.stop - s.start), place, step, group))
+                for at in range(0, s.stop - s.start, size):
+                    found.append((s, at, min(at + size, s.stop - s.start), place, step, group))
         return found
 
     def run(self, s: Segment, low: int, high: int, place: ElementRange, step: int, group: dict[str, Any]) -> None:
@@ -40,7 +43,7 @@ class LowBitPiece:
         start, stop = s.offset + low, s.offset + high
         master, gradient = self.state[0][start:stop], self.gradient[start:stop]
         moments = [self.how.moments.part(t, start, stop) for t in self.state[1:]]
-        self.how.update(master, gradient, moments, step, group, place, self.factors, s.start + low)
+        update_low_bit(self.how, master, gradient, moments, step, group, place, self.factors, s.start + low)
         if self.rounded is not None:
             self.rounded[start:stop] = master
 
