@@ -22,7 +22,7 @@ JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_ru
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-torch test-jax-first test-all test-jax lint style types bench docs clean
+.PHONY: install demo test test-torch test-jax-first test-float8 test-all test-jax lint style types bench docs clean
 
 # What a user needs: training, Hugging Face models, data preparation, benchmark plots, the page, migration.
 install: $(VENV)/.install
@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 
 # Two at a time: mypy and the few tests of JAX fill the cores while tests of torch wait. Each of the three can fail it.
 test: style
-	$(MAKE) --no-print-directory --jobs=2 types test-torch test-jax-first
+	$(MAKE) --no-print-directory --jobs=2 types test-torch test-jax-first test-float8
 
 test-torch: $(VENV)/.dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" $(TORCH)
@@ -40,9 +40,14 @@ test-torch: $(VENV)/.dev
 test-jax-first: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(JAX_FIRST)
 
-test-all: lint
+# Apart: where torchao is installed, transformers imports it with every model, for seconds and with warnings.
+test-float8: $(VENV)/.dev $(VENV)/.float8
+	PYTHONPATH=$(CURDIR)/$(VENV)/float8 $(BIN)/python -m pytest -m "not full" tests/cpu/test_float8.py
+
+test-all: lint $(VENV)/.float8
 	$(BIN)/python -m pytest $(WORKERS) $(TORCH)
 	$(BIN)/python -m pytest $(WORKERS) tests/jax
+	PYTHONPATH=$(CURDIR)/$(VENV)/float8 $(BIN)/python -m pytest tests/cpu/test_float8.py
 
 # All that is quick of the JAX engine. By itself: a process that has used JAX must not fork, as loaders of torch do.
 test-jax: $(VENV)/.dev
@@ -64,6 +69,10 @@ bench: $(VENV)/.dev
 # The documentation as a site, in build/docs. A broken link, a missing anchor or a page outside the navigation fails.
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs . build/docs
+
+$(VENV)/.float8: $(VENV)/.dev constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/float8 --constraint constraints.txt torchao
+	touch $@
 
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fullshard needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -99,8 +99,9 @@ def _own_step(state: State) -> Iterator[None]:
     if state.float8 is not None:
         state.float8.stale = True  # whoever changed weights since the last step
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
-    one_pass = isinstance(state.optimizer, OnePassAdam) and state.device.type == "cuda"
-    state.computed_gradients.on = state.plan.keeps_computed_gradients and one_pass
+    one_pass = isinstance(state.optimizer, OnePassAdam)
+    by_torch = state.plan.precision.low_bit and state.device.type != "cuda"
+    state.computed_gradients.on = state.plan.keeps_computed_gradients and one_pass and not by_torch
     try:
         yield
     finally:

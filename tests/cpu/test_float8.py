@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("torchao", reason="float8 is torchao's: make test-float8")
+
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.data.pack import pack

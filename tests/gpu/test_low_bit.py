@@ -85,7 +85,8 @@ def test_host_memory_trains_as_the_device_does(which):
     assert state.kernels["update"].startswith("triton (low-bit"), state.kernels
     plain = trained(plan_of(replace(precision, moments=None, master="fp32", rounding="nearest"))[0])[0]
     assert losses[-1] == pytest.approx(plain[-1], rel=0.01)
-    for share, limit in ((0.0, 0.0), (1.0, 2e-3)):
+    near = 2**-5 if precision.master == "bf16" else 2e-3  # a few steps of bf16, for weights between 1 and 2
+    for share, limit in ((0.0, 0.0), (1.0, near)):
         _, other, moved = trained(plan_of(precision, Home(optimizer="host"))[0], cpu_share=share)
         assert max(float((weights[n] - other[n]).abs().max()) for n in weights) <= limit, moved.kernels
         moved.offload.close()
