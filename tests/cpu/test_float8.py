@@ -79,6 +79,7 @@ def test_a_loop_of_ones_own_has_fresh_scales(ranks, oracle):
     assert ranks(2).run(float8.own_loop, "tensorwise")[0] == pytest.approx(oracle("tensorwise", 2), abs=2e-5)
 
 
+@pytest.mark.full
 def test_it_learns_what_bf16_learns(ranks):
     plain = ranks(2).run(float8.learned, None, 80)[0]
     assert plain[-1] < 0.6 * plain[0]
