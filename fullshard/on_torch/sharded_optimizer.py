@@ -19,8 +19,11 @@ from fullshard.optimizer import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 from fullshard.plan import Precision
 
 
-def make_optimizer(model: nn.Module, spec: Optimizer, precision: Precision | None = None) -> torch.optim.Optimizer:
-    """Build torch's optimizer for `spec` over the trainable parameters. `precision`: of its moments and updates.
+def make_optimizer(
+    model: nn.Module, spec: Optimizer, precision: Precision | None = None, *, own_kernels: bool = True
+) -> torch.optim.Optimizer:
+    """Build torch's optimizer for `spec` over the trainable parameters. `precision`: of its moments and updates. `own_kernels`:
+    whether it may update by fullshard's.
 
     Parameters on different meshes are in different groups, because a fused kernel takes tensors of one mesh only.
     """
@@ -41,7 +44,7 @@ def make_optimizer(model: nn.Module, spec: Optimizer, precision: Precision | Non
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay}
     if precision is not None and (how := LowBitRule.of(precision, rule_of(spec))) is not None:
         return make_low_bit_adam(kind, how, {id(p): n for n, p in model.named_parameters()}, groups, **settings)
-    kind = one_pass(kind) if _fits_one_pass(kind, grouped) else kind
+    kind = one_pass(kind) if own_kernels and _fits_one_pass(kind, grouped) else kind
     return kind(groups, fused=True, **settings)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import torch
 
 from fullshard.bench_engine import PeerRequest
-from fullshard.on_torch.peers.peer import TorchPeer, block_classes, whole_model
-from fullshard.on_torch.sharded_optimizer import make_optimizer
+from fullshard.on_torch.peers.peer import TorchPeer, block_classes, torch_optimizer, whole_model
 
 
 def accelerate(request: PeerRequest) -> TorchPeer:
@@ -24,7 +23,7 @@ def accelerate(request: PeerRequest) -> TorchPeer:
     accelerator = Accelerator(
         fsdp_plugin=plugin if on_gpu else None, mixed_precision="no" if compute == "fp32" else compute, cpu=not on_gpu
     )
-    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, request.optimizer))
+    wrapped, optimizer = accelerator.prepare(model, torch_optimizer(model, request.optimizer))
 
     def update() -> None:
         if request.clip is not None:
@@ -49,7 +48,7 @@ def deepspeed(request: PeerRequest) -> TorchPeer:
         "bf16": {"enabled": request.plan.precision.compute == "bf16"},
         **({"gradient_clipping": request.clip} if request.clip is not None else {}),
     }
-    optimizer = make_optimizer(model, request.optimizer)
+    optimizer = torch_optimizer(model, request.optimizer)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     count = batch.accumulate
     backward: Callable[[torch.Tensor], object] = lambda loss: (engine.backward(loss * count), engine.step())
@@ -70,7 +69,7 @@ def megatron_fsdp(request: PeerRequest) -> TorchPeer:
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),
         preproc_state_dict_for_dcp_ckpt=False,  # nothing is saved
     )
-    optimizer = fully_shard_optimizer(make_optimizer(wrapped, request.optimizer), preproc_state_dict_for_dcp_ckpt=False)
+    optimizer = fully_shard_optimizer(torch_optimizer(wrapped, request.optimizer), preproc_state_dict_for_dcp_ckpt=False)
 
     def update() -> None:
         if request.clip is not None:

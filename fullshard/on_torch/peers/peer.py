@@ -17,9 +17,16 @@ from fullshard.on_torch.initialize import initialize
 from fullshard.on_torch.loss import IGNORED
 from fullshard.on_torch.ranks import start
 from fullshard.on_torch.shard import apply_remat_and_compile, compiled_modules
+from fullshard.on_torch.sharded_optimizer import make_optimizer
+from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+def torch_optimizer(model: nn.Module, spec: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer as torch has it, without fullshard's kernels."""
+    return make_optimizer(model, spec, own_kernels=False)
 
 
 @dataclass

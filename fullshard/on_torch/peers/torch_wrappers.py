@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.bench_engine import PeerRequest
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.initialize import materialize
-from fullshard.on_torch.peers.peer import TorchPeer, autocast, block_classes, prepare_blocks, whole_model
+from fullshard.on_torch.peers.peer import TorchPeer, autocast, block_classes, prepare_blocks, torch_optimizer, whole_model
 from fullshard.on_torch.shard import modules_of
-from fullshard.on_torch.sharded_optimizer import make_optimizer
 
 
 def bare_fully_shard(request: PeerRequest) -> TorchPeer:
@@ -59,7 +58,7 @@ def fsdp1(request: PeerRequest) -> TorchPeer:
             device_id=device if device.type == "cuda" else torch.device("cpu"),
             use_orig_params=True,
         )
-    optimizer = make_optimizer(wrapped, request.optimizer)
+    optimizer = torch_optimizer(wrapped, request.optimizer)
 
     def update() -> None:
         if request.clip is not None:
@@ -72,7 +71,7 @@ def fsdp1(request: PeerRequest) -> TorchPeer:
 
 def stepping(model: nn.Module, request: PeerRequest) -> Callable[[], None]:
     """Clip, step and clear the gradients, with torch's own functions."""
-    return functools.partial(_update, model, make_optimizer(model, request.optimizer), request.clip)
+    return functools.partial(_update, model, torch_optimizer(model, request.optimizer), request.clip)
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
