@@ -60,7 +60,7 @@ class StrategyOptions:
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False
     output_dtype: Annotated[DType | None, typer.Option(help="Dtype that units cast their outputs to.")] = None
     buffers: Annotated[DType | None, typer.Option(help="Dtype of floating-point buffers.")] = None
-    float8: Annotated[Float8 | None, typer.Option(help="Multiply in float8 in blocks: elements that share a scale.")] = None
+    float8: Annotated[Float8 | None, typer.Option(help="Linear layers of blocks multiply in float8.")] = None
     moments: Annotated[Moments | None, typer.Option(help="Low-bit moments of Adam.", show_default="the master's")] = None
     wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
     wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None

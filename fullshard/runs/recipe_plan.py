@@ -40,7 +40,7 @@ def find_recipe_plan(
     if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
         plan = make_plan(recipe, described_units(recipe, model, engine, experts=recipe.plan.expert > 1), cluster.devices)
         fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
-        if engine.name == "torch" and _leaves_updates_open(recipe, plan):
+        if engine.name == "torch" and cluster.device.kind == "cuda" and _leaves_updates_open(recipe, plan):
             shipped = shipped or (_costs_or_none(recipe, model, engine) if causal else None)
             plan = _tuned(recipe, plan, shipped, cluster)
         expected = expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster, engine.name)

@@ -68,8 +68,8 @@ class LowBitAdam(OnePassAdam):
     def _flat(self, p: Tensor, state: ParameterState) -> list[Tensor]:
         """This rank's parts of the parameter, its gradient and its stored moments."""
         assert p.grad is not None
-        every = (p, p.grad, *(state[key] for key in self.how.rule.keys))
-        return [local_tensor(t).detach().contiguous().view(-1) for t in every]
+        master, *moments = (local_tensor(t).detach().view(-1) for t in (p, *(state[key] for key in self.how.rule.keys)))
+        return [master, local_tensor(p.grad).contiguous().view(-1), *moments]  # a copy of another one would take the update
 
     def state_of(self: Any, p: nn.Parameter) -> ParameterState:
         """The parameter's state; zeros if it has none yet."""

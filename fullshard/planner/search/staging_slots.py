@@ -69,8 +69,8 @@ def add_staging_slots(
 
 
 def _with_reserve(result: FullResult, full: FullModel) -> FullResult:
-    """The plan with the next larger number of slots, if it fits. Links are not as steady as predicted: of one that predicted the
-    same, 48 slots took 6% longer than 64 on an H200."""
+    """The plan with the next larger number of slots, if it fits and is predicted to be as fast. Real links are less steady than
+    predicted ones: on an H200, 48 slots took 6% longer than 64, for which the prediction is the same."""
     assert result.estimate is not None
     more = min((slots for slots in STAGINGS if slots > result.plan.staging), default=None)
     if more is None:
