@@ -1,8 +1,9 @@
 """Homes for a plan that does not fit on its devices: as little as possible leaves, what costs least time first.
 
 Optimizer state goes to the host unit by unit, the last units first, since forward needs them last; then parameters, then
-the blocks' activations. State that the host has no room for goes on to disk, then parameters, then the activations of the
-first blocks, which backward needs last.
+the blocks' activations. Where the host is short of room, parameters go together with their state, in whose memory they lie:
+so fewer units leave. State that the host has no room for goes on to disk, then parameters, then the activations of the first
+blocks, which backward needs last.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
 from fullshard.planner.time.step_lanes import Timeline
 
-LEVELS = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))
+STATE_AWAY, TOGETHER = Home(optimizer="host"), Home("host", "host")
+LEVELS = (Home(), STATE_AWAY, TOGETHER, Home("host", "host", "host"))
 RAISES, HALVINGS = 5, 3  # exact estimates of one candidate: while its level rises, and while it falls again
 NO_FASTER = 0.999  # of a step's seconds: a lower level that saves less is not tried
 DISK_MOVES = 3  # rounds: what moves to disk needs staging on the host, which may lack room in turn
@@ -50,12 +52,13 @@ class OffloadLevels:
         *,
         all_cores: bool = False,
         backlog: int | None = None,
+        together: bool = False,
     ) -> "OffloadLevels":
-        """The levels of a plan. `fixed`: homes that stay as they are.
+        """The levels of a plan. `fixed`: homes that stay as they are. `together`: parameters leave with their state.
 
         Parameters do not go to disk before their state leaves the device.
         """
-        levels = [replace(home, **fixed) for home in LEVELS]
+        levels = [replace(home, **fixed) for home in LEVELS if not (together and home == STATE_AWAY)]
         levels = [home for home in levels if (home.params, home.optimizer) != ("disk", "device")]
         return cls(plan, description, tuple(dict.fromkeys(levels)), all_cores, backlog)
 
@@ -189,7 +192,7 @@ def _lowered(
     tried if a lower level is no faster.
     """
     (low, most), (level, result) = failed, fits
-    on_disk = any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in result.plan.units)
+    on_disk = uses_disk(result.plan)
     no_gain = not on_disk and _seconds(offload, reduced, low) > NO_FASTER * _seconds(offload, reduced, level)
     for _ in range(0 if no_gain else HALVINGS):
         middle = (low + level) / 2
@@ -204,6 +207,10 @@ def _lowered(
         else:
             low = middle
     return result
+
+
+def uses_disk(plan: Plan) -> bool:
+    return any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units)
 
 
 def _judge(offload: OffloadLevels, reduced: ReducedModel, level: float, full: FullModel, to_disk: tuple[str, ...]) -> FullResult:

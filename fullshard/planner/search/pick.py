@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fullshard.plan import Plan, Prefetch
-from fullshard.planner.estimate import Estimate, cores_share
+from fullshard.planner.estimate import Estimate, cores_share, host_available
 from fullshard.planner.search.bounds import Candidate, CandidatePool
 from fullshard.planner.search.full_model import FullModel, FullResult
 from fullshard.planner.search.labels import home_words
-from fullshard.planner.search.offload import OffloadLevels, fit_level, lowest_level
+from fullshard.planner.search.offload import TOGETHER, LevelEstimate, OffloadLevels, fit_level, lowest_level, uses_disk
 from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.search.space import Family, PlanRequest, precision_of
 from fullshard.planner.search.staging_slots import add_staging_slots
-from fullshard.planner.step.offload_bytes import waits_for_norm
+from fullshard.planner.step.offload_bytes import slots_of, waits_for_norm
 from fullshard.strategies import choose
 from fullshard.update_pieces import BACKLOG
 
@@ -39,16 +39,18 @@ def pick(request: PlanRequest, reduced: ReducedModel, room: int) -> tuple[Final 
     pool = CandidatePool(request, reduced, room)
     final, offloaded = _best_on_device(request, reduced, pool), []
     for activations, all_cores in offload_modes(request):
-        if final is None:
+        if final is None or (all_cores and not activations and uses_disk(final[0].plan)):
             asked = replace(request, disk_activations=activations)
             these = [c for family in pool.families for c in offloaded_candidates(asked, reduced, family, room, all_cores)]
-            final = _best_offloaded(asked, reduced, these, room)
+            found = _best_offloaded(asked, reduced, these, room)
+            final = min((f for f in (final, found) if f), key=lambda f: f[1].step_seconds, default=None)
             offloaded += these
     return final, pool, offloaded
 
 
 def offload_modes(request: PlanRequest) -> list[tuple[bool, bool]]:
-    """In the order to try: (activations may go to disk, the host's cores do all updates)."""
+    """In the order to try: (activations may go to disk, the host's cores do all updates). Updates by the cores need less of the
+    device: they may spare the disk."""
     spills = (False, True) if request.disk and "activations" not in request.fixed_homes else (False,)
     return [(spill, cores) for spill in spills for cores in ((False, True) if "cpu_share" not in request.fix else (False,))]
 
@@ -77,12 +79,22 @@ def offloaded_candidates(
             found = lowest_level(offload, reduced, room, request.to_disk)
             if found and found.level < level:  # a backlog slows backward down: it must keep more on the device in return
                 level = found.level
-                words = ", ".join(filter(None, (label, home_words(offload.at(level)))))
-                yield Candidate(words, plan, found.needed, found.time.seconds, found.time.exposed, offload, level)
+                yield _candidate(label, offload, found)
+            scarce = reduced.host(offload.at(1)) > host_available(request.cluster, room)
+            if scarce and plan.pairs(TOGETHER, slots_of(request.optimizer)):
+                offload = _levels(request, plan, all_cores, backlog, together=True)
+                if found := lowest_level(offload, reduced, room, request.to_disk):
+                    yield _candidate(label, offload, found)
 
 
-def _levels(request: PlanRequest, plan: Plan, all_cores: bool, backlog: int | None) -> OffloadLevels:
-    return OffloadLevels.of(plan, request.description, request.fixed_homes, all_cores=all_cores, backlog=backlog)
+def _candidate(label: str, offload: OffloadLevels, found: LevelEstimate) -> Candidate:
+    words = ", ".join(filter(None, (label, home_words(offload.at(found.level)))))
+    return Candidate(words, offload.plan, found.needed, found.time.seconds, found.time.exposed, offload, found.level)
+
+
+def _levels(request: PlanRequest, plan: Plan, all_cores: bool, backlog: int | None, *, together: bool = False) -> OffloadLevels:
+    about = {"all_cores": all_cores, "backlog": backlog, "together": together}
+    return OffloadLevels.of(plan, request.description, request.fixed_homes, **about)  # type: ignore[arg-type]
 
 
 def _backlogs(request: PlanRequest, plan: Plan) -> tuple[int | None, ...]:
