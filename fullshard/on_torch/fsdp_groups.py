@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as _TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as _ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn import Parameter
 from torch.profiler import record_function
 
 from fullshard.on_torch.private import dtensor_like
@@ -32,7 +33,7 @@ __all__ = [
 
 
 class GatherGroup:
-    """FSDP's parameter group of one unit, with what offloading needs, and copies that a group of one rank can spare."""
+    """FSDP's parameter group of one unit, with what offloading needs, and without copies that a group of one rank can spare."""
 
     def __init__(self, group: Any):
         self.group = group
@@ -68,7 +69,7 @@ class GatherGroup:
         if getattr(mesh, "shard_mesh_size", 1) > 1:
             return
         if hasattr(group, "_all_gather_output"):  # else this torch has no path of its own for one rank
-            group.wait_for_unshard = partial(_cast_shards, group, group.wait_for_unshard)
+            group.wait_for_unshard = partial(_gather_alone, group, group.wait_for_unshard, _cast_shards)
         reduce = group.post_backward
         if getattr(mesh, "replicate_mesh_size", 1) == 1:
             group.post_backward = partial(_take_gradients, group, reduce, computed)
@@ -80,6 +81,14 @@ class GatherGroup:
                 reduce(*unused)
 
             group._reduce_scatter_comm, group.post_backward = reduction, begin
+
+    def use_shards(self) -> None:
+        """If the shard is the whole, rests on the device and is in the compute dtype, compute with it: gather without a copy."""
+        group = self.group
+        alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1 and hasattr(group, "_all_gather_output")
+        compute = group.mp_policy.param_dtype
+        if alone and all(_is_own_shard(p) and compute in (None, p._sharded_param_data.dtype) for p in group.fsdp_params):
+            group.wait_for_unshard = partial(_gather_alone, group, group.wait_for_unshard, _use_shards)
 
     def adopt(self) -> None:
         """Register the modules' current parameters as FSDP's shards, permanently. FSDP would do so at its first run and after
@@ -108,8 +117,8 @@ def _do_nothing() -> None:
 
 
 @no_grad()
-def _cast_shards(group: Any, original: Callable[[], None]) -> None:
-    """`wait_for_unshard` of a group of one rank."""
+def _gather_alone(group: Any, original: Callable[[], None], fill: Callable[[Any], None]) -> None:
+    """`wait_for_unshard` of a group of one rank. `fill`: gives the parameters their values."""
     parameters = group.fsdp_params
     if not group._all_gather_result or not all(_is_plain_shard(p) for p in parameters):
         return original()
@@ -117,6 +126,16 @@ def _cast_shards(group: Any, original: Callable[[], None]) -> None:
     if before is not None and group._training_state is _TrainingState.FORWARD:
         group._wait_all_gather_streams_on_event(before.event)
         group.comm_ctx.all_gather_state = None
+    fill(group)
+    group._to_unsharded()
+    copied = group.device_handle.Event()
+    copied.record()
+    group._wait_all_gather_streams_on_event(copied)
+    group._all_gather_result = None
+
+
+def _cast_shards(group: Any) -> None:
+    parameters = group.fsdp_params
     shards = [p._sharded_param_data for p in parameters]
     for p, shard in zip(parameters, shards, strict=True):
         p.init_all_gather_outputs([shard.numel()], [p.param_dtype or shard.dtype], 1, group.device)
@@ -126,11 +145,21 @@ def _cast_shards(group: Any, original: Callable[[], None]) -> None:
         _foreach_copy_(copies, shards)
     for p in parameters:
         p.init_unsharded_param()
-    group._to_unsharded()
-    copied = group.device_handle.Event()
-    copied.record()
-    group._wait_all_gather_streams_on_event(copied)
-    group._all_gather_result = None
+
+
+def _use_shards(group: Any) -> None:
+    """FSDP frees what it gathered into, and here that is nothing."""
+    for p in group.fsdp_params:
+        shard = p._sharded_param_data
+        if not hasattr(p, "_unsharded_param"):
+            p._unsharded_param = Parameter(shard.view(p._orig_size), requires_grad=p.sharded_param.requires_grad)
+        elif p._unsharded_param.data_ptr() != shard.data_ptr():
+            p._unsharded_param.data = shard.view(p._orig_size)
+
+
+def _is_own_shard(parameter: Any) -> bool:
+    """True if the shard was never gathered into other memory, and the whole of it is a plain tensor."""
+    return _is_plain_shard(parameter) and not parameter.is_dtensor and not hasattr(parameter, "_unsharded_param")
 
 
 def _is_plain_shard(parameter: Any) -> bool:

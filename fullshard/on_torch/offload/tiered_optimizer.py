@@ -92,6 +92,8 @@ class TieredOptimizer:
             for i, p in enumerate(unit.params[: unit.trained]):
                 p.register_post_accumulate_grad_hook(partial(weakly(self._arrive, unit), i))
             needed = not unit.shards.on_device  # to gather at all
+            if not needed:
+                unit.group.use_shards()
             hooks = [weakly(m, unit, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
             unit.group.around_gather(*hooks)
 
