@@ -3,9 +3,10 @@
     python -m benchmarks.resident_step --preset llama-1.5b --batch 4 --each --profile \\
         --peer "python fsdp2_base.py --size 1b --batch 4 --compile" --peer "python floor.py 1b 4"
 
-Every row is a process of its own. `--each`: also without each kernel, and without all. `--layers N`: the first N blocks of a
-preset whose state does not fit. `--float8 KIND`: in float8, too. A peer is any command that prints a JSON line with `tok_s` and
-`peak_gib`. GEMM: 8192³ in bf16, in the first process, as the ceiling.
+Every row is a process of its own. `--each`: also with each of the plan's kernels chosen otherwise, with FSDP's copies of whole
+shards, and with all of these. `--layers N`: the first N blocks of a preset whose state does not fit. `--float8 KIND`: in float8,
+too. `--cluster FILE`: also the step time that the planner predicts for this cluster. A peer is any command that prints a JSON
+line with `tok_s` and `peak_gib`. GEMM: 8192³ in bf16, in the first process, as the ceiling.
 
     python -m benchmarks.resident_step --preset llama3-8b --layers 8 --batch 2 --float8 tensorwise
 """
@@ -21,7 +22,8 @@ from typing import Any
 
 from benchmarks.jax_step import last_line
 
-KERNELS = ("softmax", "one_pass", "copy_once")
+# What `--each` changes: kernels of the plan, and whether gathers and gradients of whole shards are copied twice, as FSDP does.
+OTHERWISE = ("loss=torch", "update=torch", "attention=flash", "copies=fsdp")
 WARM, STEPS, PROFILED = 3, 10, 3
 KINDS = {  # by the first pattern that a kernel's name has
     "attention": "attention|flash|cudnn.*(fprop|bprop)|sdpa|fmha|mha",
@@ -47,22 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--profile", action="store_true", help="milliseconds by kind of kernel")
     parser.add_argument("--alone", action="store_true", help="measure in this process, and print one line")
-    parser.add_argument("--without", default="", help=f"with --alone: kernels to leave out, of {', '.join(KERNELS)}")
+    parser.add_argument("--cluster", help="a file of `fullshard measure`, or a name, to predict the step time for")
+    parser.add_argument("--with", dest="choices", default="", help=f"with --alone: changes, of {', '.join(OTHERWISE)}")
     return parser.parse_args()
-
-
-def leave_out(names: list[str]) -> None:
-    """Take torch's own instead of these kernels."""
-    from fullshard.on_torch import sharded_optimizer
-    from fullshard.on_torch.fsdp_groups import GatherGroup
-    from fullshard.on_torch.kernels import softmax_loss
-
-    if "softmax" in names:
-        softmax_loss.find_softmax = lambda: (None, "left out")
-    if "one_pass" in names:
-        sharded_optimizer._fits_one_pass = lambda *_: False
-    if "copy_once" in names:
-        GatherGroup.copy_once = lambda self, computed: None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,14 +59,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import fullshard as fs
     from fullshard import on_torch
+    from fullshard.on_torch.fsdp_groups import GatherGroup
 
-    leave_out(args.without.split(","))
+    choices = dict(pair.split("=") for pair in args.choices.split(",") if pair)
+    if choices.pop("copies", None):
+        GatherGroup.copy_once = lambda self, computed: None
     torch.manual_seed(0)
     device = on_torch.start()
     model = load(args.preset, args.layers)
     shape, precision = fs.Batch(args.batch, args.sequence), fs.Precision(compute="bf16", float8=args.float8)
-    make = getattr(fs, args.strategy)
-    plan = make(on_torch.describe(model), devices=1, remat=args.remat, batch=shape, precision=precision, compile=not args.eager)
+    make, more = getattr(fs, args.strategy), {"compile": not args.eager, "kernels": fs.Kernels(**choices)}
+    plan = make(on_torch.describe(model), devices=1, remat=args.remat, batch=shape, precision=precision, **more)
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-4))
     ids = torch.randint(0, model.size.vocab, (args.batch, args.sequence + 1), device=device)
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
@@ -93,6 +85,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     found = {"tok_s": round(args.batch * args.sequence / seconds), "step_s": seconds, "peak_gib": peak / 2**30, "losses": losses}
     found["kernels"] = state.kernels
+    if args.cluster and args.layers is None:
+        expected = fs.estimate(plan, fs.presets.describe(args.preset), fs.Cluster.load(args.cluster), clip=True)
+        found |= {"predicted_s": expected.step_seconds, "predicted_gib": expected.device.allocated_bytes / 2**30}
     if args.profile and device.type == "cuda":
         found["milliseconds"] = profile(step)
     if device.type == "cuda":
@@ -177,6 +172,7 @@ def main() -> None:
     own += ["--batch", str(args.batch), "--sequence", str(args.sequence), "--remat", args.remat]
     own += (["--profile"] if args.profile else []) + (["--eager"] if args.eager else [])
     own += ["--layers", str(args.layers)] if args.layers else []
+    own += ["--cluster", args.cluster] if args.cluster else []
     plain = last_line(own)
     print(json.dumps({"row": "fullshard", **plain}), flush=True)
     if args.float8:
@@ -184,8 +180,8 @@ def main() -> None:
         both = plain.get("step_s"), rounded.get("step_s")
         faster = {"faster": round(both[0] / both[1], 3)} if all(both) else {}
         print(json.dumps({"row": f"float8 {args.float8}", **faster, **rounded}), flush=True)
-    for without in [*KERNELS, ",".join(KERNELS)] if args.each else []:
-        print(json.dumps({"row": f"without {without}", **last_line([*own, "--without", without])}), flush=True)
+    for change in [*OTHERWISE, ",".join(OTHERWISE)] if args.each else []:
+        print(json.dumps({"row": f"with {change}", **last_line([*own, "--with", change])}), flush=True)
     for peer in args.peer:
         print(json.dumps({"row": peer, **last_line(shlex.split(peer))}), flush=True)
 

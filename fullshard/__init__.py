@@ -10,7 +10,7 @@ from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
-from fullshard.plan import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
+from fullshard.plan import Batch, Home, Kernels, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
 from fullshard.planner.search.staging_slots import tune_updates
@@ -42,6 +42,7 @@ __all__ = [
     "Estimate",
     "FullshardError",
     "Home",
+    "Kernels",
     "Mesh",
     "Plan",
     "PlanError",

@@ -21,6 +21,7 @@ from fullshard.plan_parts import (
     Float8,
     Home,
     HomeName,
+    Kernels,
     Layout,
     Mesh,
     PlanError,
@@ -49,6 +50,7 @@ __all__ = [
     "Float8",
     "Home",
     "HomeName",
+    "Kernels",
     "Layout",
     "Mesh",
     "Plan",
@@ -89,6 +91,7 @@ class Plan:
     backlog: int | None = None
     split: SplitRules = ()
     wire: Wire = field(default_factory=Wire)
+    kernels: Kernels = field(default_factory=Kernels)
 
     def __post_init__(self) -> None:
         for name, kind in PARTS.items():
@@ -115,6 +118,7 @@ class Plan:
                 f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
             )
         self._check_wire()
+        self._check_kernels()
         self._check_experts()
         self._check_float8()
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
@@ -135,6 +139,16 @@ class Plan:
                     f"{name} = {value:g} has no effect: the optimizer state of every unit rests on the device; "
                     f"leave it out, or give a unit home.optimizer = 'host'"
                 )
+
+    def _check_kernels(self) -> None:
+        """Refuse a choice of the update's kernel if none of the plan's updates has one."""
+        why = ""
+        if all(u.home.params != "device" or u.home.optimizer != "device" for u in self.units):
+            why = "the state of every unit rests off the device"
+        elif self.precision.low_bit:
+            why = f"low-bit state ({self.precision}) has an update of its own"
+        if self.kernels.update != "auto" and why:
+            raise PlanError(f"kernels.update = {self.kernels.update!r} has no effect: {why}; leave it out")
 
     def _check_wire(self) -> None:
         """Refuse quantised collectives if there are none to quantise, or if the loss is scaled."""

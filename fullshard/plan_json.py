@@ -4,17 +4,25 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import nearest
-from fullshard.plan_parts import Batch, Home, Mesh, PlanError, Precision, Prefetch, Unit, Wire
+from fullshard.plan_parts import Batch, Home, Kernels, Mesh, PlanError, Precision, Prefetch, Unit, Wire
 
 if TYPE_CHECKING:
     from fullshard.plan import Plan
 
 VERSION = 5
-PARTS: dict[str, type] = {"mesh": Mesh, "precision": Precision, "batch": Batch, "prefetch": Prefetch, "wire": Wire}
+PARTS: dict[str, type] = {
+    "mesh": Mesh,
+    "precision": Precision,
+    "batch": Batch,
+    "prefetch": Prefetch,
+    "wire": Wire,
+    "kernels": Kernels,
+}
 # Keys that came after version 5 began. They are written only if they differ from their default, so that plans without them
 # keep their hashes.
 OPTIONAL: dict[str, Any] = {
     "plan.wire": Wire(),
+    "plan.kernels": Kernels(),
     "plan.precision.buffers": None,
     "plan.precision.float8": None,
     "plan.precision.moments": None,

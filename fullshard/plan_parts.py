@@ -1,4 +1,4 @@
-"""The parts of a plan: mesh, homes, precision, batch, prefetch, wire and units, each an immutable value that checks itself.
+"""The parts of a plan: mesh, homes, precision, batch, prefetch, wire, kernels and units, immutable values that check themselves.
 
 Standard library only.
 """
@@ -18,6 +18,8 @@ MomentKind = Literal["fp32", "bf16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
 Sync = Literal["every", "last"]
 WireFormat = Literal["plain", "int8", "fp8"]
+AttentionKernel = Literal["auto", "cudnn", "flash"]
+Kernel = Literal["auto", "fused", "torch"]
 Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
 SplitRules = tuple[tuple[str, Split], ...]  # by pattern of module paths; the first that matches holds
 
@@ -248,6 +250,33 @@ class Wire:
         kept = ", with error feedback" if self.error_feedback else ""
         blocks = "" if self.is_plain else f", in blocks of {self.block}"
         return f"gathers {self.gather}, reductions {self.reduce}{blocks}{kept}"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes parts of a step. All choices give the same numbers, within rounding; `auto` is the fastest that works.
+
+    `attention`: the backend of torch's `scaled_dot_product_attention` in blocks; `auto` is torch's choice for each shape.
+    `loss`: of the chunked loss, softmax and gradient. `update`: clipping and Adam of resident state. Of these two, `fused` is one
+    Triton kernel, which reads and writes memory once, and `torch` is torch's own.
+    """
+
+    attention: AttentionKernel = "auto"
+    loss: Kernel = "auto"
+    update: Kernel = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("kernels.attention", self.attention, get_args(AttentionKernel))
+        for part in ("loss", "update"):
+            check_choice(f"kernels.{part}", getattr(self, part), get_args(Kernel))
+
+    @property
+    def is_auto(self) -> bool:
+        """True if nothing is chosen."""
+        return self == Kernels()
+
+    def __str__(self) -> str:
+        return f"attention {self.attention}, loss {self.loss}, update {self.update}"
 
 
 @dataclass(frozen=True)

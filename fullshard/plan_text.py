@@ -21,6 +21,7 @@ def plan_text(plan: "Plan") -> str:
         f"prefetch   {plan.prefetch}",
         f"compile    {'each block' if plan.compile else 'no'}",
         *([] if plan.wire.is_plain else [f"wire       {plan.wire}"]),
+        *([] if plan.kernels.is_auto else [f"kernels    {plan.kernels}"]),
         *([f"split      {', '.join(f'{pattern} by {how}' for pattern, how in plan.split)}"] if plan.split else []),
         *([f"staging    {plan.staging} pieces of optimizer state on the device at a time"] if plan.offloads_state else []),
         *([] if plan.cpu_share is None else [f"cpu_share  {plan.cpu_share:g} of the pieces are updated by the host's cores"]),
@@ -72,7 +73,7 @@ def plan_differences(first: "Plan", second: "Plan") -> list[str]:
 
 
 def _part_diffs(a: "Plan", b: "Plan") -> Iterator[str]:
-    for part in ("mesh", "precision", "batch", "prefetch", "wire"):
+    for part in ("mesh", "precision", "batch", "prefetch", "wire", "kernels"):
         for f in dataclasses.fields(getattr(a, part)):
             x, y = getattr(getattr(a, part), f.name), getattr(getattr(b, part), f.name)
             if x != y:

@@ -1,8 +1,8 @@
 """Named strategies: functions that make plans.
 
 Each takes a description and returns a complete `Plan`; `Plan.change` then alters single units. Besides its own arguments
-every strategy accepts precision, batch, prefetch, wire, remat, compile, tensor, split, expert, home, staging, cpu_share and
-backlog.
+every strategy accepts precision, batch, prefetch, wire, kernels, remat, compile, tensor, split, expert, home, staging,
+cpu_share and backlog.
 """
 
 import fnmatch
@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.errors import checked_call, nearest
 from fullshard.model.description import Description, UnitDescription
-from fullshard.plan import Batch, Home, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit, Wire
+from fullshard.plan import Batch, Home, Kernels, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit, Wire
 from fullshard.update_pieces import STAGING
 
 Choice = tuple[Layout, bool | int]  # layout, reshard
@@ -161,7 +161,7 @@ def _plan(
     `remat` is for blocks, for every `remat_every`-th of them. `home` is for all units, its activations for blocks alone.
     """
     known = ["tensor", "split", "expert", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
-    known += ["staging", "cpu_share", "backlog", "wire"]
+    known += ["staging", "cpu_share", "backlog", "wire", "kernels"]
     for key in common:
         if key not in known:
             raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(known)}){nearest(key, known)}")
@@ -186,6 +186,7 @@ def _plan(
         cpu_share=common.get("cpu_share"),
         backlog=common.get("backlog"),
         wire=common.get("wire", Wire()),
+        kernels=common.get("kernels", Kernels()),
     )
 
 

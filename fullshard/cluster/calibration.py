@@ -54,6 +54,10 @@ class Calibration:
     attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads narrower than 128"))
     pointwise_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a block, where not measured"))
     chunked_loss_bandwidth: Fitted = field(metadata=_about("of copy rate", "softmax of a chunk of the loss, in place"))
+    torch_loss_passes: Fitted = field(
+        metadata=_about("times", "torch's softmax of a chunk of the loss, over the kernel in place")
+    )
+    flash_attention: Fitted = field(metadata=_about("of attention rate", "attention of kernels.attention = 'flash'"))
     widening_bandwidth: Fitted = field(metadata=_about("of copy rate", "copies from bf16 to fp32"))
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
     adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "AdamW with clipping on the device, in one pass"))
@@ -114,6 +118,7 @@ _measured = _from(f"{RESULTS}/2026-11-15-time-h200.json", MEASURE)
 _quiet = _from(f"{RESULTS}/2026-11-16-quiet-time-h200.json", TIME_AGAIN)
 _kernels = _from(f"{RESULTS}/2026-11-16-kernels-h200.json", TIME_AGAIN)
 _resident = _from(f"{RESULTS}/2026-11-18-resident-h200.json", RESIDENT)
+_attention = _from(f"{RESULTS}/2026-11-18-kernels-h200.json", "python -m benchmarks.kernel_rates")
 _clusters = _from("published step times on 8 to 512 H100: torchtitan, MosaicML, MaxText (tests/pure/test_timeline.py)", PUBLISHED)
 _cpu = _from(f"{RESULTS}/2026-11-15-time-cpu.json", CPU_GRID)
 _without = _from("no such effect on a CPU", CPU_GRID)
@@ -126,6 +131,8 @@ HOPPER = Calibration(
     attention_narrow_heads=_measured(0.78),
     pointwise_bandwidth=Fitted(0.55, "assumed; published step times agree with it (tests/pure/test_timeline.py)", PUBLISHED),
     chunked_loss_bandwidth=_resident(0.74),
+    torch_loss_passes=_resident(13.0),
+    flash_attention=_attention(0.6),
     widening_bandwidth=_kernels(0.45),
     foreach_bandwidth=_kernels(0.84),
     adamw_bandwidth=_resident(0.85),

@@ -8,7 +8,7 @@ import typer
 
 from fullshard.commands.common import Classes, MinParams, Names, describe_model
 from fullshard.errors import FullshardError
-from fullshard.plan import Batch, Plan, Precision, Prefetch, Wire
+from fullshard.plan import Batch, Kernels, Plan, Precision, Prefetch, Wire
 from fullshard.plan_parts import BLOCK
 from fullshard.strategies import STRATEGIES, choose
 
@@ -18,6 +18,8 @@ Sync = StrEnum("Sync", {name: name for name in ("every", "last")})  # type: igno
 DType = StrEnum("DType", {name: name for name in ("fp32", "bf16", "fp16")})  # type: ignore[misc]
 Float8 = StrEnum("Float8", {name: name for name in ("tensorwise", "rowwise")})  # type: ignore[misc]
 Moments = StrEnum("Moments", {name: name for name in ("bf16", "int8")})  # type: ignore[misc]
+Attention = StrEnum("Attention", {name: name for name in ("auto", "cudnn", "flash")})  # type: ignore[misc]
+Kernel = StrEnum("Kernel", {name: name for name in ("auto", "fused", "torch")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
 
 
@@ -66,6 +68,9 @@ class StrategyOptions:
     wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
     wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
     error_feedback: Annotated[bool, typer.Option("--error-feedback", help="Add what rounding took to later gradients.")] = False
+    attention_kernel: Annotated[Attention | None, typer.Option(help="Backend of attention.", show_default="auto")] = None
+    loss_kernel: Annotated[Kernel | None, typer.Option(help="Of the chunked loss.", show_default="auto")] = None
+    update_kernel: Annotated[Kernel | None, typer.Option(help="Of clipping and Adam.", show_default="auto")] = None
 
     def given(self) -> dict[str, object]:
         """The options that are set, by the names of their fields."""
@@ -120,6 +125,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
         batch=Batch(o.micro_batch or 1, sequence, o.accumulate or 1, str(o.sync or "every")),  # type: ignore[arg-type]
         prefetch=_prefetch(o),
         wire=Wire(str(o.wire_gather or "plain"), str(o.wire_reduce or "plain"), o.wire_block, o.error_feedback),  # type: ignore[arg-type]
+        kernels=Kernels(*(str(k or "auto") for k in (o.attention_kernel, o.loss_kernel, o.update_kernel))),  # type: ignore[arg-type]
         remat=str(o.remat or "none"),
         remat_every=o.remat_every,
         compile=o.compile,

@@ -20,6 +20,14 @@ def attention_backward(rows: int, heads: int, key_heads: int, tokens: int, keys:
     return (4 * queries + grouped + 4 * rows * heads * tokens + 256,)
 
 
+def flash_attention_backward(
+    rows: int, heads: int, key_heads: int, tokens: int, keys: int, width: int, item: int
+) -> tuple[int, ...]:
+    """FlashAttention 2: as cuDNN, and as much again as the queries' gradient in fp32."""
+    (found,) = attention_backward(rows, heads, key_heads, tokens, keys, width, item)
+    return (found + 4 * rows * heads * tokens * width,)
+
+
 def efficient_attention_backward(rows: int, heads: int, tokens: int, width: int) -> tuple[int, ...]:
     """Memory-efficient attention in fp32: an accumulator for the queries' gradient, and a float for each row."""
     return 4 * rows * heads * tokens * width + 8192, 4 * rows * heads * tokens
@@ -78,6 +86,7 @@ def _power(value: int) -> int:
 
 WORKSPACES: dict[str, Callable[..., tuple[int, ...]]] = {
     "attention_backward": attention_backward,
+    "flash_attention_backward": flash_attention_backward,
     "efficient_attention_backward": efficient_attention_backward,
     "safe_softmax": safe_softmax,
     "softmax_backward": softmax_backward,

@@ -87,6 +87,8 @@ def refuse(plan: Plan) -> None:
         raise FullshardError(f"precision ({plan.precision}): the JAX engine has no low-bit optimizer state; leave it out")
     if not plan.wire.is_plain:
         raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
+    if not plan.kernels.is_auto:
+        raise FullshardError(f"kernels ({plan.kernels}): on JAX, XLA chooses kernels; leave kernels out")
     refuse_homes(plan, jax.devices()[0])
     for unit in plan.units:
         if not isinstance(unit.reshard, bool):

@@ -9,6 +9,7 @@ from types import FrameType
 from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
+from fullshard.on_torch.kernels.plan_kernels import NO_KERNEL
 from fullshard.on_torch.tracing.trace_errors import LIBRARIES, model_line
 from fullshard.plan import Plan
 
@@ -17,10 +18,16 @@ MIXED = "got mixed torch.Tensor and DTensor"  # what torch says of an operation 
 
 @contextmanager
 def explained(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside, an operation on a sharded parameter raises a sentence that names its unit."""
+    """Inside, an operation on a sharded parameter raises a sentence that names its unit; so does an attention that the plan's
+    backend cannot compute."""
     try:
         yield
     except RuntimeError as error:
+        if NO_KERNEL in str(error) and plan.kernels.attention != "auto":
+            raise FullshardError(
+                f"kernels.attention = {plan.kernels.attention!r} cannot compute this model's attention, for its mask, dtype or "
+                "width of heads; leave it out"
+            ) from error
         if MIXED not in str(error):
             raise
         names = {id(p): name for name, p in model.named_parameters()}

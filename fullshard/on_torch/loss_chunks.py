@@ -24,7 +24,8 @@ from fullshard.on_torch.shard_ranges import local_box, local_tensor
 
 BUDGET = 1 << 31  # bytes of logits alive at once, at most
 TILE = 256  # tokens; matrix products are fastest in whole tiles
-BYTES_PER_LOGIT = 8  # of a split vocabulary: 2 in bf16, 4 in float32, 2 for the gradient; a whole one needs only the first 2
+BYTES_PER_LOGIT = 4  # in float32; their gradient takes their place
+BYTES_PER_SPLIT_LOGIT = 8  # of a split vocabulary: 2 in bf16, 4 in float32, 2 for the gradient
 
 
 class ChunkedLossError(FullshardError):
@@ -40,6 +41,7 @@ def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
         )
     head._fullshard_labels = batch["labels"]
     head._fullshard_spread = computes_loss(model)  # type: ignore[assignment]
+    head._fullshard_by_torch = getattr(model, "_fullshard_loss_by_torch", False)
     head.forward = types.MethodType(_loss_forward, head)  # type: ignore[method-assign]
     try:
         output = call_model(model, batch)
@@ -51,7 +53,7 @@ def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
             "train.loss = 'plain'"
         ) from error
     finally:
-        del head.forward, head._fullshard_labels, head._fullshard_spread
+        del head.forward, head._fullshard_labels, head._fullshard_spread, head._fullshard_by_torch
     if computes_loss(model):
         return find_logits(model, output, batch["input_ids"]).reshape(-1)[0]
     return _scalar(model, output)
@@ -93,7 +95,8 @@ def _loss_forward(self: nn.Linear, hidden_BTD: Tensor) -> Tensor:
     self._fullshard_labels = None  # type: ignore[assignment]
     if isinstance(self.weight, DTensor):
         return _split_cross_entropy(self, hidden_BTD, labels.flatten())
-    loss = chunked_cross_entropy(hidden_BTD.flatten(0, -2), self.weight, labels.flatten(), self.bias)
+    by_torch: bool = self._fullshard_by_torch  # type: ignore[assignment]
+    loss = chunked_cross_entropy(hidden_BTD.flatten(0, -2), self.weight, labels.flatten(), self.bias, by_torch=by_torch)
     return loss.repeat(*hidden_BTD.shape[:-1], 1) if self._fullshard_spread else loss
 
 
@@ -104,8 +107,8 @@ def _split_cross_entropy(head: nn.Linear, hidden_BTD: Tensor, labels_N: Tensor) 
     hidden = hidden_BTD.to_local(grad_placements=[Partial()]) if isinstance(hidden_BTD, DTensor) else hidden_BTD
     local, bias = local_tensor(weight), None if head.bias is None else local_tensor(head.bias)
     part = VocabularyPart(local_box(weight)[0][0], mesh)
-    chunk = _chunk_tokens(local.shape[0], None)
-    loss = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), local, bias, labels_N, chunk, part)
+    chunk = _chunk_tokens(local.shape[0], None, BYTES_PER_SPLIT_LOGIT)
+    loss = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), local, bias, labels_N, chunk, part, False)
     return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)  # as torch's style of the head expects it
 
 
@@ -124,14 +127,22 @@ class VocabularyPart:
 
 
 def chunked_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias_V: Tensor | None = None, *, budget: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    budget: int | None = None,
+    by_torch: bool = False,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, reduction="sum")`, in chunks."""
-    return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, _chunk_tokens(weight_VD.shape[0], budget), None)
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, reduction="sum")`, in chunks. `by_torch`: without the
+    Triton kernel."""
+    chunk = _chunk_tokens(weight_VD.shape[0], budget)
+    return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk, None, by_torch)
 
 
-def _chunk_tokens(rows: int, budget: int | None) -> int:
-    chunk = max(1, (BUDGET if budget is None else budget) // (BYTES_PER_LOGIT * rows))
+def _chunk_tokens(rows: int, budget: int | None, each: int = BYTES_PER_LOGIT) -> int:
+    chunk = max(1, (BUDGET if budget is None else budget) // (each * rows))
     return chunk - (chunk % TILE if chunk > TILE else 0)
 
 
@@ -145,12 +156,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels_N: Tensor,
         chunk: int,
         vocabulary: VocabularyPart | None,
+        by_torch: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
-        # Sums over chunks are in float32: in bf16 every chunk would add a rounding error.
+        # Sums over chunks are in float32: in bf16 every chunk would add a rounding error. The first one begins the weight's.
         grads = [
-            torch.zeros_like(t, dtype=torch.float32) if t is not None and w else None
-            for t, w in ((weight_VD, wanted[1]), (bias_V, wanted[2]))
+            torch.empty_like(weight_VD, dtype=torch.float32) if wanted[1] else None,
+            torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and wanted[2] else None,
         ]
         grad_hidden_ND = torch.empty_like(hidden_ND) if wanted[0] else None
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
@@ -165,6 +177,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grads[0],
                 grads[1],
                 vocabulary,
+                first=i == 0,
+                by_torch=by_torch,
             )
         ctx.save_for_backward(grad_hidden_ND, *grads)
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)
@@ -176,7 +190,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, *sums = ctx.saved_tensors
         # In float32: rounding the factor 1 / tokens to bf16 would bias all gradients by up to 0.4%.
         scaled = [None if g is None else _scaled(g, grad_output, d) for g, d in zip(sums, ctx.dtypes, strict=True)]
-        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None, None)
+        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None, None, None)
 
 
 def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -195,18 +209,22 @@ def _one_chunk(
     grad_weight_VD: Tensor | None,
     grad_bias_V: Tensor | None,
     vocabulary: VocabularyPart | None = None,
+    *,
+    first: bool = False,
+    by_torch: bool = False,
 ) -> Tensor:
-    """The loss of one chunk. Writes the gradient of the input and adds the gradients of weight and bias, in place."""
+    """The loss of one chunk. Writes the gradient of the input and adds the gradients of weight and bias, in place; the `first`
+    chunk writes that of the weight, too."""
     logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
     if vocabulary is None:
-        loss, grad_CV = softmax_loss_(logits_CV, labels_C).sum(), logits_CV
+        loss, grad_CV = softmax_loss_(logits_CV, labels_C, by_torch).sum(), logits_CV
     else:
         loss, grad_CV = _split_loss(logits_CV, labels_C, vocabulary)
     del logits_CV
     if grad_hidden_CD is not None:
         torch.mm(grad_CV, weight_VD, out=grad_hidden_CD)
     if grad_weight_VD is not None:
-        _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
+        (_write_product if first else _add_product)(grad_weight_VD, grad_CV.t(), hidden_CD)
     if grad_bias_V is not None:
         grad_bias_V.add_(grad_CV.sum(0, dtype=torch.float32))
     return loss
@@ -232,6 +250,14 @@ def _split_log_softmax(logits_CV: Tensor, vocabulary: VocabularyPart) -> Tensor:
     logits_CV = logits_CV.float()
     logits_CV = logits_CV - vocabulary.largest(logits_CV.amax(-1)).unsqueeze(1)
     return logits_CV - vocabulary.summed(logits_CV.exp().sum(-1)).log().unsqueeze(1)
+
+
+def _write_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total = a @ b` in float32, as `_add_product` computes it."""
+    if a.is_cuda and a.dtype is not torch.float32 and hasattr(torch.ops.aten.mm, "dtype_out"):
+        torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=total)
+    else:
+        total.copy_(a @ b)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

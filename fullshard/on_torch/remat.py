@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.on_torch.kernels.plan_kernels import call_block
 from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
 
@@ -32,25 +33,25 @@ KEPT = [
 
 def apply_remat(module: nn.Module, remat: Remat) -> None:
     """Make `module` keep for backward only its inputs (`full`), or these and its matrix products (`selective`)."""
-    if remat != "none":
-        forward = _forward_full if remat == "full" else _forward_selective
+    if remat != "none" or hasattr(module, "_fullshard_attention"):
+        forward = {"none": call_block, "full": _forward_full, "selective": _forward_selective}[remat]
         # A bound method of one shared function: dynamo compiles it once, but a closure per block each time.
         module.forward = types.MethodType(forward, module)
 
 
 def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return type(self).forward(self, *args, **kwargs)
+        return call_block(self, *args, **kwargs)
     contexts = getattr(self, "_fullshard_contexts", None)  # set by a trace
     more = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
-    return checkpoint(type(self).forward, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
+    return checkpoint(call_block, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
 
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return type(self).forward(self, *args, **kwargs)
+        return call_block(self, *args, **kwargs)
     contexts = getattr(self, "_fullshard_contexts", keep_products)  # set by activation offload or a trace
-    return checkpoint(type(self).forward, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
+    return checkpoint(call_block, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
 
 
 def keep_products() -> Any:

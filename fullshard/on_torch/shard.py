@@ -23,6 +23,7 @@ from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished,
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
+from fullshard.on_torch.kernels.plan_kernels import refuse_kernels, use_backend
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
@@ -70,6 +71,7 @@ def shard(
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
     refuse_float8_device(plan, where)
+    refuse_kernels(model, plan, where, optimizer)
     refuse_communication(communication, plan)
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
@@ -102,9 +104,12 @@ def shard(
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
-    made = make_optimizer(model, optimizer, plan.precision) if optimizer else None
+    away = [p for unit in memory.units for p in unit.params] if memory else []
+    own = plan.kernels.update != "torch"
+    made = make_optimizer(model, optimizer, plan.precision, own_kernels=own, offloaded=away) if optimizer else None
     offload = TieredOptimizer(plan, where, memory, made) if memory else None
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
+    model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
     state.notes = (*notes, *initialized.notes)
@@ -126,9 +131,11 @@ def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:
 
 
 def apply_remat_and_compile(model: nn.Module, plan: Plan) -> None:
-    """Let modules recompute and be compiled as their units say. Remat comes first: it is inside what is compiled."""
+    """Let modules choose attention, recompute and be compiled as the plan says. Each is inside the next."""
     for unit in plan.units:
-        for module in modules_of(model, unit):
+        for module, path in zip(modules_of(model, unit), unit.modules, strict=True):
+            if path:
+                use_backend(module, plan.kernels.attention)
             apply_remat(module, unit.remat)
     if plan.compile:
         for module in compiled_modules(model, plan):

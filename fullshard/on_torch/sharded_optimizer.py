@@ -20,10 +20,15 @@ from fullshard.plan import Precision
 
 
 def make_optimizer(
-    model: nn.Module, spec: Optimizer, precision: Precision | None = None, *, own_kernels: bool = True
+    model: nn.Module,
+    spec: Optimizer,
+    precision: Precision | None = None,
+    *,
+    own_kernels: bool = True,
+    offloaded: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Build torch's optimizer for `spec` over the trainable parameters. `precision`: of its moments and updates. `own_kernels`:
-    whether it may update by fullshard's.
+    whether it may update by fullshard's. `offloaded`: parameters that it never updates itself.
 
     Parameters on different meshes are in different groups, because a fused kernel takes tensors of one mesh only.
     """
@@ -44,13 +49,14 @@ def make_optimizer(
     settings: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": spec.weight_decay}
     if precision is not None and (how := LowBitRule.of(precision, rule_of(spec))) is not None:
         return make_low_bit_adam(kind, how, {id(p): n for n, p in model.named_parameters()}, groups, **settings)
-    kind = one_pass(kind) if own_kernels and _fits_one_pass(kind, grouped) else kind
+    elsewhere = {id(p) for p in offloaded}
+    resident = [p for found in grouped.values() for p in found if id(p) not in elsewhere]
+    kind = one_pass(kind) if own_kernels and _fits_one_pass(kind, resident) else kind
     return kind(groups, fused=True, **settings)
 
 
-def _fits_one_pass(kind: type, grouped: Mapping[Any, list[nn.Parameter]]) -> bool:
+def _fits_one_pass(kind: type, parameters: list[nn.Parameter]) -> bool:
     """True if all parameters are fp32 on a GPU whose kernel gives torch's results."""
-    parameters = [p for found in grouped.values() for p in found]
     if not parameters or not all(p.is_cuda and p.dtype is torch.float32 for p in parameters):
         return False
     return find_one_pass(kind.__name__.lower())[0] is not None

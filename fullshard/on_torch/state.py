@@ -124,7 +124,7 @@ class State:
         """Which kernels update parameters and, on a GPU, compute the chunked loss, and why not faster ones."""
         from fullshard.on_torch.kernels.selection import step_kernels, update_kernels
 
-        return step_kernels(self.device, self.optimizer) | (update_kernels(self.offload) if self.offload else {})
+        return step_kernels(self.device, self.optimizer, self.plan) | (update_kernels(self.offload) if self.offload else {})
 
     @property
     def compiles(self) -> bool:

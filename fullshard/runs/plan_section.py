@@ -4,8 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.plan import DType, Float8, Precision, Prefetch, Remat, Sync, Wire, WireFormat
-from fullshard.plan_parts import BLOCK, MomentKind, Rounding
+from fullshard.plan import DType, Float8, Kernels, Precision, Prefetch, Remat, Sync, Wire, WireFormat
+from fullshard.plan_parts import BLOCK, AttentionKernel, Kernel, MomentKind, Rounding
 from fullshard.runs.recipe_sections import RecipeSection, changed
 
 
@@ -47,6 +47,9 @@ class PlanSection(RecipeSection):
     wire_reduce: WireFormat = "plain"
     wire_block: int = Field(BLOCK, ge=16)
     error_feedback: bool = False
+    attention_kernel: AttentionKernel = "auto"
+    loss_kernel: Kernel = "auto"
+    update_kernel: Kernel = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +95,10 @@ class PlanSection(RecipeSection):
     @property
     def wire(self) -> Wire:
         return Wire(self.wire_gather, self.wire_reduce, self.wire_block, self.error_feedback)
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(self.attention_kernel, self.loss_kernel, self.update_kernel)
 
     @property
     def unit_rules(self) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Recipe(RecipeSection):
     def _a_call_is_not_chunked(self) -> Self:
         if self.model.call is not None and self.train.loss == "chunked":
             raise ValueError("train.loss = 'chunked' has no effect with model.call; leave it out")
+        if self.plan.loss_kernel != "auto" and self.loss != "chunked":
+            raise ValueError(f"plan.loss_kernel is of the chunked loss, and has no effect on '{self.loss}'; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -91,6 +91,7 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         batch=Batch(recipe.train.micro_batch, recipe.sequence, recipe.train.global_batch // rows, wanted.sync),
         prefetch=wanted.depths,
         wire=wanted.wire,
+        kernels=wanted.kernels,
         remat=wanted.remat,
         remat_every=wanted.remat_every,
         compile=wanted.compile,

@@ -62,6 +62,12 @@ def _tied_apart():
     return parity.build("tied"), _planned(parity.build("plain"))[1]
 
 
+def _eager_llama():
+    model = hugging_face.build("llama")
+    model.config._attn_implementation = "eager"
+    return model
+
+
 class _Odd(nn.Module):
     def __init__(self, parameter: nn.Parameter):
         super().__init__()
@@ -85,6 +91,9 @@ def _heads():
 
 
 REFUSED = {
+    "attention": lambda: _planned(parity.build("plain"), kernels=fs.Kernels("cudnn")),
+    "kernel": lambda: _planned(parity.build("plain"), kernels=fs.Kernels(loss="fused")),
+    "other attention": lambda: _planned(_eager_llama(), kernels=fs.Kernels("flash")),
     "another model": _another_model,
     "missing unit": _missing_unit,
     "tied apart": _tied_apart,
@@ -161,6 +170,23 @@ def compiled(remat: str) -> dict:
     eager = shard(remat=remat)
     want = [float(on_torch.train_step(eager, [batch(seed=i)]).loss) for i in range(4)]
     return {"error": parity.relative(losses, want), "frames": frames}
+
+
+def attention(remat: str, compile: bool) -> dict:
+    """Losses with a backend of attention and without, whether torch could have taken another in a block, and whether it can
+    again after the step."""
+    import torch._dynamo
+
+    others = torch.backends.cuda.math_sdp_enabled
+    found, inside = {}, []
+    for kind in ("auto", "flash"):
+        state = shard(remat=remat, compile=compile, kernels=fs.Kernels(kind))
+        if kind == "flash" and not compile:
+            for block in state.model.model.layers:
+                block.self_attn.register_forward_pre_hook(lambda *_: inside.append(others()))
+        found[kind] = [float(on_torch.train_step(state, [batch(seed=i)]).loss) for i in range(3)]
+    torch._dynamo.reset()
+    return {"losses": found, "inside": inside, "after": others(), "kernels": state.kernels}
 
 
 def inductor() -> float:

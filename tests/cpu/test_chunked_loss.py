@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.on_torch import chunked_cross_entropy
+from fullshard.on_torch.loss_chunks import BYTES_PER_LOGIT
 from tests.cpu import engine, parity
 from tests.cpu.parity import Case
 
@@ -28,7 +29,7 @@ def test_value_and_gradients(bias, tokens_a_chunk):
     leaves = [t for t in (hidden, weight, shift) if t is not None]
     plain = F.cross_entropy(F.linear(hidden, weight, shift), labels, ignore_index=-100, reduction="sum") / 29
     want = torch.autograd.grad(plain, leaves)
-    chunked = chunked_cross_entropy(hidden, weight, labels, shift, budget=8 * VOCAB * tokens_a_chunk) / 29
+    chunked = chunked_cross_entropy(hidden, weight, labels, shift, budget=BYTES_PER_LOGIT * VOCAB * tokens_a_chunk) / 29
     found = torch.autograd.grad(chunked, leaves)
     assert chunked.item() == pytest.approx(plain.item(), rel=1e-6)
     for a, b in zip(found, want, strict=True):
@@ -44,7 +45,7 @@ def test_bf16_gradients_are_as_close_to_fp32_as_the_plain_loss_is():
         if name == "plain":
             loss = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum") / 29
         else:
-            loss = chunked_cross_entropy(hidden, weight, labels, budget=8 * VOCAB * 8) / 29
+            loss = chunked_cross_entropy(hidden, weight, labels, budget=8 * VOCAB * BYTES_PER_LOGIT) / 29
         found = torch.autograd.grad(loss, (hidden, weight))
         errors[name] = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True))
     assert errors["chunked"] <= 1.25 * errors["plain"], errors  # each chunk's share is rounded once more
@@ -66,13 +67,13 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 def test_what_is_alive_at_once_does_not_grow_with_tokens_times_vocabulary(tokens, vocab):
     hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))
-    budget = 8 * 16_000
+    budget = BYTES_PER_LOGIT * 16_000
     with Sizes() as chunked:
         chunked_cross_entropy(hidden, weight, labels, budget=budget).backward()
     with Sizes() as plain:
         F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum").backward()
     assert plain.largest == tokens * vocab
-    assert chunked.largest <= max(budget // 8, 8 * max(tokens, vocab))
+    assert chunked.largest <= max(16_000, 8 * max(tokens, vocab))
 
 
 @pytest.mark.quick(1)

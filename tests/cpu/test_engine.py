@@ -17,6 +17,9 @@ REFUSALS = {
     "devices": "the plan is for 8 devices (1×8×1), but 2 ranks are running",
     "heads": "unit model.layers.0: model.layers.0.self_attn.q_proj has 3 heads, which mesh.tensor = 2 does not divide",
     "compile": "compile = true has no effect",
+    "attention": "kernels.attention = 'cudnn' is a backend for GPUs, and this device is a CPU; write 'flash'",
+    "kernel": "kernels.loss = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out",
+    "other attention": "kernels.attention = 'flash' has no effect on this LlamaForCausalLM, whose attention is 'eager'",
 }
 
 
@@ -49,6 +52,16 @@ def test_compiled_equals_eager_and_blocks_compile_once(ranks, remat):
     found = ranks(2).run(engine.compiled, remat)[0]
     assert found["error"] < 1e-6
     assert 1 <= found["frames"] <= 2  # three blocks share one compilation; a second for changed flags is fine
+
+
+@pytest.mark.parametrize(("remat", "compile"), [("none", False), ("full", False), ("selective", False), ("full", True)])
+def test_attention_is_computed_by_the_plans_backend_in_blocks_alone(ranks, remat, compile):
+    found = ranks(2).run(engine.attention, remat, compile)[0]
+    assert found["losses"]["flash"] == pytest.approx(found["losses"]["auto"], rel=1e-6)
+    assert not any(found["inside"])
+    assert len(found["inside"]) == (0 if compile else 9 if remat == "none" else 18)  # three blocks, three steps
+    assert found["after"]
+    assert found["kernels"]["attention"] == "flash (as planned)"
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from fullshard.on_torch.models import Llama
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.planner.memory import peak, section_events, tape
-from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, schedule
+from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, SPLIT_CHUNK_BYTES, schedule
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import live
 
@@ -184,7 +184,8 @@ def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
-    assert (CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.BYTES_PER_LOGIT, loss_chunks.TILE)
+    assert (CHUNK_BUDGET, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.TILE)
+    assert (CHUNK_BYTES, SPLIT_CHUNK_BYTES) == (loss_chunks.BYTES_PER_LOGIT, loss_chunks.BYTES_PER_SPLIT_LOGIT)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ pytest.importorskip("torchao")
 able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not able, reason="needs a GPU with float8 products")
 
-SIZE = LlamaSize(dim=1024, layers=4, heads=8, kv_heads=4, ffn=2816, vocab=4096, sequence=2048)
+SIZE = LlamaSize(dim=1024, layers=4, heads=8, kv_heads=4, ffn=2816, vocab=512, sequence=2048)
 BATCH = fs.Batch(4, 512)
 KINDS = ["tensorwise", "rowwise"]
 
@@ -58,8 +58,10 @@ def losses(kind: str | None, steps: int, **more) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compile", [False, True])
 def test_it_learns_what_bf16_learns(ranks, kind, compile):
-    plain, rounded = (ranks.run(losses, k, 60, compile=compile)[0] for k in (None, kind))
-    assert plain[-1] < 0.9 * plain[0]
+    """Until four successors of each token are known: before that, runs of one seed differ by more than float8 does."""
+    plain, rounded = (ranks.run(losses, k, 120, compile=compile)[0] for k in (None, kind))
+    print(kind, compile, [round(x, 3) for x in plain[::10]], [round(x, 3) for x in rounded[::10]])
+    assert plain[-1] < 0.5 * plain[0]
     assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.02)
     assert rounded != plain
 

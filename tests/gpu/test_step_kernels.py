@@ -55,3 +55,75 @@ def test_it_reads_bf16_gradients_and_skips():
         found.append((weight.detach(), float(optimizer.state[weight]["step"])))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1] == 2.0
+
+
+def trained(share: float, steps: int = 5):
+    """Losses, weights and kernels of a small Llama; state and parameters of the last `share` of its units are in host memory."""
+    import fullshard as fs
+    from fullshard import on_torch
+
+    model = on_torch.load_model("llama-bytes")
+    plan = fs.zero3(on_torch.describe(model), devices=1, precision=fs.Precision("bf16"), batch=fs.Batch(4, 256))
+    count = round(share * len(plan.units))
+    for unit in plan.units[len(plan.units) - count :]:
+        plan = plan.change(unit.name, home=fs.Home("host", "host"))
+    share = 0.0 if count else None  # the cores round differently
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3, weight_decay=0.0), seed=0, device="cuda", cpu_share=share)
+    losses = []
+    for step in range(steps):
+        ids = torch.randint(0, 256, (4, 257), generator=torch.Generator().manual_seed(step)).cuda()
+        losses.append(float(on_torch.train_step(state, [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}], clip=0.1).loss))
+    with state.values() as values:
+        weights = {n: (t.to_local() if hasattr(t, "to_local") else t).detach().float().cpu() for n, t in values.items()}
+    kernels = state.kernels
+    if state.offload:
+        state.offload.close()
+    return losses, weights, kernels
+
+
+def test_units_beside_offloaded_ones_are_updated_in_one_pass_with_the_same_bits():
+    losses, weights, kernels = trained(0.0)
+    others, mixed, beside = trained(0.5)
+    assert kernels["update"] == beside["update"] == "triton (with clipping, in one pass)"
+    assert "gpu_update" in beside or "cpu_update" in beside
+    assert others == losses
+    for name, weight in weights.items():
+        assert torch.equal(mixed[name], weight), name
+
+
+def losses_of(steps: int = 5, **choices):
+    """Losses of a small Llama on a GPU; `choices`: of the strategy."""
+    import fullshard as fs
+    from fullshard import on_torch
+
+    model = on_torch.load_model("llama-bytes")
+    shape = {"precision": fs.Precision("bf16"), "batch": fs.Batch(4, 256)}
+    plan = fs.zero3(on_torch.describe(model), devices=1, **shape, **choices)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=0, device="cuda")
+    found = []
+    for step in range(steps):
+        ids = torch.randint(0, 256, (4, 257), generator=torch.Generator().manual_seed(step)).cuda()
+        batch = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}]
+        found.append(float(on_torch.train_step(state, batch, loss=on_torch.chunked_loss, clip=0.1).loss))
+    return found, state.kernels
+
+
+CHOICES = [
+    {"attention": "flash"},
+    {"attention": "cudnn"},
+    {"loss": "torch"},
+    {"update": "torch"},
+    {"loss": "fused", "update": "fused"},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("more", [{}, {"compile": True}, {"remat": "full"}, {"remat": "selective", "compile": True}], ids=str)
+def test_every_choice_of_kernels_trains_alike(choice, more):
+    import fullshard as fs
+
+    wanted, _ = losses_of(**more)
+    found, kernels = losses_of(kernels=fs.Kernels(**choice), **more)
+    assert found == pytest.approx(wanted, rel=2e-3)
+    for part, kind in choice.items():
+        assert kernels[{"loss": "chunked_loss"}.get(part, part)].startswith("triton" if kind == "fused" else kind)

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from fullshard import Batch, Home, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
+from fullshard import Batch, Home, Kernels, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 
 counts = st.integers(1, 2**40)
 dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
@@ -19,8 +19,9 @@ float8 = st.builds(Precision, compute=st.just("bf16"), reduce=dtypes, float8=st.
 batches = st.builds(Batch, counts, counts, counts) | st.builds(Batch, counts, counts, st.integers(2, 9), st.just("last"))
 prefetches = st.builds(Prefetch, counts, counts)
 formats = st.sampled_from(["int8", "fp8"])
+kernels = st.builds(Kernels, st.sampled_from(["auto", "cudnn", "flash"]), st.sampled_from(["auto", "fused", "torch"]))
 wires = st.just(Wire()) | st.builds(Wire, formats, formats, st.integers(16, 512), st.booleans())
-PARTS = ["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging", "backlog", "wire"]
+PARTS = ["nothing", "unit", "mesh", "units", "precision", "batch", "prefetch", "compile", "staging", "backlog", "wire", "kernels"]
 
 
 @st.composite
@@ -56,7 +57,9 @@ def plans(draw) -> Plan:
     precision = draw(precisions if mesh.tensor > 1 else precisions | float8)
     plain = mesh.shard == 1 or layouts == {"replicated"} or "fp16" in (precision.compute, precision.reduce)
     wire = Wire() if plain or precision.float8 else draw(wires)
-    return Plan(mesh, units, precision, batch, prefetch, draw(st.booleans()), staging, backlog=backlog, wire=wire)
+    return Plan(
+        mesh, units, precision, batch, prefetch, draw(st.booleans()), staging, backlog=backlog, wire=wire, kernels=draw(kernels)
+    )
 
 
 @st.composite

@@ -10,7 +10,9 @@ from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units import Piece
 from fullshard.on_torch.offload.updates.gpu import find_kernel
+from fullshard.plan import Plan
 
+PLANNED = "torch (as planned)"
 FALLBACK = "torch: "  # how the text begins if something faster is missing
 
 
@@ -23,17 +25,24 @@ def update_kernels(offload: TieredOptimizer) -> dict[str, str]:
     return {lane: text for lane, text in found.items() if text}
 
 
-def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    """The kernels of the chunked loss and of resident parameters' update on a GPU; texts as above. A CPU has torch's alone."""
+def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None, plan: Plan) -> dict[str, str]:
+    """The kernels of attention, if the plan names one, and on a GPU of the chunked loss and of resident parameters' update; texts
+    as above. A CPU has torch's alone."""
+    found = {} if plan.kernels.attention == "auto" else {"attention": f"{plan.kernels.attention} (as planned)"}
     if device.type != "cuda":
-        return {}
-    softmax, why = find_softmax()
-    found = {"chunked_loss": f"{FALLBACK}{why}" if softmax is None else "triton"}
+        return found
+    if plan.kernels.loss == "torch":
+        found["chunked_loss"] = PLANNED
+    else:
+        softmax, why = find_softmax()
+        found["chunked_loss"] = f"{FALLBACK}{why}" if softmax is None else "triton"
     if isinstance(optimizer, LowBitAdam):
         kernel, why = find_low_bit(optimizer.how, next(p.dtype for g in optimizer.param_groups for p in g["params"]))
         found["update"] = f"{FALLBACK}{why}" if kernel is None else "triton (low-bit state, in one pass)"
     elif isinstance(optimizer, OnePassAdam):
         found["update"] = "triton (with clipping, in one pass)"
+    elif plan.kernels.update == "torch":
+        found["update"] = PLANNED
     elif type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         kernel, why = find_one_pass(type(optimizer).__name__.lower())
         found["update"] = f"{FALLBACK}{why}" if kernel is None else "torch (Triton's kernel is for fp32 parameters on the device)"

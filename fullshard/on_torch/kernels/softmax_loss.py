@@ -17,14 +17,15 @@ ELEMENTS = 1 << 22  # of the rows that torch's functions work on at a time
 
 
 @torch.library.custom_op("fullshard::softmax_loss_", mutates_args={"logits_CV"})
-def softmax_loss_(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """The loss of each row, in float32; the logits become its gradient. Both are 0 where the label is `IGNORED`."""
-    kernel = find_softmax()[0] if logits_CV.is_cuda else None
+def softmax_loss_(logits_CV: Tensor, labels_C: Tensor, by_torch: bool = False) -> Tensor:
+    """The loss of each row, in float32; the logits become its gradient. Both are 0 where the label is `IGNORED`. `by_torch`: by
+    torch's functions in any case."""
+    kernel = find_softmax()[0] if logits_CV.is_cuda and not by_torch else None
     return _by_rows(logits_CV, labels_C) if kernel is None else kernel.loss_and_gradient(logits_CV, labels_C, IGNORED)
 
 
 @softmax_loss_.register_fake
-def _(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+def _(logits_CV: Tensor, labels_C: Tensor, by_torch: bool = False) -> Tensor:
     return labels_C.new_empty(labels_C.shape, dtype=torch.float32)
 
 

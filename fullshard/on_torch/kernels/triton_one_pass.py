@@ -14,7 +14,7 @@ from torch import Tensor
 from fullshard.on_torch.offload.kernels.adam import Rule, apply_rule
 from fullshard.on_torch.offload.kernels.triton_adam import SETTINGS, TRIAL, adam_step
 
-BLOCK = 2048  # elements of a program
+BLOCK = 1024  # elements of a program
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGra
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes, updates_in_one_pass
+from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, unit_sizes, updates_in_one_pass
+
+LOSS_ROWS = 4 << 22  # bytes of the rows that torch's softmax of the chunked loss works on at a time, in fp32
 
 
 class Replay:
@@ -46,7 +48,7 @@ class Replay:
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.inputs = description.costs.inputs if description.costs else TOKENS
         # cuBLAS stands for a GPU: only its update takes gradients as they were computed.
-        self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(self.units, slots)
+        self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(plan, self.units, slots)
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end
@@ -134,6 +136,9 @@ class Replay:
         term: Term = "loss" if op.phase in ("chunk", "chunked", "loss") or not op.unit else "activations"
         allocate, free, at = self.tape.allocate, self.tape.free, self.at  # looked up once, for speed
         events = folded_events if self.tape.folds else sized_events
+        by_rows = op.phase == "chunk" and self.plan.kernels.loss == "torch"
+        if by_rows:
+            self._add(op.unit, "rows", LOSS_ROWS, "loss")
         for action, tensor, unit, nbytes in events(section, rows, tokens):
             owner = owners.get(unit, unit)
             if action == "allocate":
@@ -147,6 +152,8 @@ class Replay:
                 self.workspaces(thread)
             elif (owner, f"whole:{tensor}") in self.tape.alive:
                 self._drop(owner, tensor)  # it was added to the sum of earlier micro-batches
+        if by_rows:
+            self._drop(op.unit, "rows")
 
     def _gather(self, op: Operation) -> None:
         nbytes = op.nbytes
@@ -175,7 +182,9 @@ class Replay:
         return self.compute != self.master and not sizes.away
 
     def _cast(self, sizes: UnitSizes) -> None:
-        """On one rank the shards are cast, or copied, in one pass. Offloaded ones are copied one by one."""
+        """On one rank the shards are cast, or copied, in one pass. Offloaded ones are copied one by one, or serve as they are."""
+        if computes_with_shard(self.plan, sizes):
+            return
         for i, n in enumerate(sizes.shards):
             self._add(sizes.name, f"param{i}", n * self.compute, "gathered")
 

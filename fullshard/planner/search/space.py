@@ -11,7 +11,7 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError, nearest
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Batch, Home, Plan, Precision, Prefetch, Wire
+from fullshard.plan import Batch, Home, Kernels, Plan, Precision, Prefetch, Wire
 from fullshard.planner.search.labels import plan_label
 from fullshard.strategies import STRATEGIES, choose
 
@@ -24,6 +24,7 @@ FIXABLE = {
     "sync": str, "prefetch": int, "prefetch_forward": int, "prefetch_backward": int, "compile": bool, "compute": str,
     "reduce": str, "master": str, "buffers": str, "float8": str, "moments": str, "rounding": str, "wire_gather": str,
     "wire_reduce": str, "wire_block": int, "error_feedback": bool,
+    "attention_kernel": str, "loss_kernel": str, "update_kernel": str,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
 STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
@@ -126,7 +127,7 @@ def refuse_choices_of_torch(request: PlanRequest) -> None:
     """Raise if something is pinned that only the torch engine has."""
     for name in request.fix if request.engine == "jax" else ():
         own = ("buffers", "float8", "moments", "rounding", "error_feedback")
-        if name in own or name.startswith(("wire_", "prefetch")):
+        if name in own or name.startswith(("wire_", "prefetch")) or name.endswith("_kernel"):
             raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on the JAX engine; leave it out")
 
 
@@ -246,6 +247,7 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
                 batch=request.batch(1),
                 prefetch=_prefetch(fix),
                 wire=_wire(fix),
+                kernels=Kernels(*(fix.get(f"{part}_kernel", "auto") for part in ("attention", "loss", "update"))),
                 remat=remat,
                 compile=fix.get("compile", blocks and request.cluster.device.kind != "cpu"),
                 home=_least_offload(request.fixed_homes),

@@ -1,6 +1,7 @@
 """The phases of a micro-batch in order, each unit's under its own remat choice, and the owners of the tensors in them."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from fullshard.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section, Trace
@@ -10,7 +11,20 @@ PhaseSections = list[tuple[Phase, str, Section]]
 
 
 def phase_sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:
-    """(phase, unit, section) of a micro-batch in order, each unit's section from the trace of its own remat choice."""
+    """(phase, unit, section) of a micro-batch in order, each unit's section from the trace of its own remat choice, with the
+    plan's attention."""
+    found = _sections(plan, costs, loss)
+    return [(p, u, _with_flash(s)) for p, u, s in found] if plan.kernels.attention == "flash" else found
+
+
+@lru_cache(maxsize=4096)
+def _with_flash(section: Section) -> Section:
+    """The section with the workspace of FlashAttention in place of cuDNN's, which traces have."""
+    named = {"attention_backward": "flash_attention_backward"}
+    return replace(section, events=tuple(replace(e, rule=named.get(e.rule, e.rule)) for e in section.events))
+
+
+def _sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:
     compute = plan.precision.compute
     base = costs.trace(compute, loss, "none")
     choices = {u.name: _choice(plan, u) for u in plan.units}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.cluster.cluster import Cluster, Quantity
 from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, Section, evaluate
-from fullshard.plan import Mesh
+from fullshard.plan import Kernels, Mesh
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # seconds of each field of `Calls`, in its order
@@ -30,14 +30,18 @@ class SectionTime:
 
 
 class Machine:
-    """One device of a cluster that computes in one dtype."""
+    """One device of a cluster that computes in one dtype, by a plan's choice of kernels."""
 
-    def __init__(self, cluster: Cluster, dtype: str, *, mesh: Mesh | None = None):
+    def __init__(self, cluster: Cluster, dtype: str, *, mesh: Mesh | None = None, kernels: Kernels | None = None):
         self.cluster, self.dtype, self.mesh = cluster, dtype, mesh or Mesh()
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
         fitted, cpu, cuda = cluster.calibration, cluster.device.kind == "cpu", cluster.device.kind == "cuda"
         self.chunked_loss = self.pointwise if cpu else fitted.chunked_loss_bandwidth * self.hbm
+        kernels = kernels or Kernels()
+        if kernels.loss == "torch" and not cpu:  # a CPU has no other
+            self.chunked_loss /= fitted.torch_loss_passes
+        self.attention = fitted.flash_attention if kernels.attention == "flash" and not cpu else 1.0
         self.adding = self.hbm if cpu else self.pointwise
         self.widening, self.listing = fitted.widening_bandwidth * self.hbm, fitted.foreach_bandwidth * self.hbm
         self.joining = self.widening if cpu else self.listing  # a CPU pads and copies
@@ -105,7 +109,9 @@ class Machine:
         width = shape[0] if shape else 128
         keys, halves = shape[1:] if len(shape) == 3 else (1, 1)
         rate = self.cluster.attention_rate(keys if keys > 1 else tokens, width, self.dtype)[backward]
-        return max(halves * flops / 2 / rate, moved / self.hbm, least)  # causal: half of the products are never computed
+        return max(
+            halves * flops / 2 / (rate * self.attention), moved / self.hbm, least
+        )  # causal: half of the products are never computed
 
     def _gemm_rate(self, flops: float) -> float:
         return self.cluster.gemm_rate(flops, self.dtype)

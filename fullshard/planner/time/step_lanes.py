@@ -14,7 +14,7 @@ from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, item, updates_in_one_pass
+from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, updates_in_one_pass
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
 from fullshard.planner.time.roofline import Machine, SectionTime
@@ -49,7 +49,7 @@ class StepLanes:
         self.on_disk: dict[str, float] = {}  # time at which they are on disk, later back on the host
         self.began = 0.0  # start of the step
         precision = plan.precision
-        self.machine = Machine(cluster, precision.compute, mesh=plan.mesh)
+        self.machine = Machine(cluster, precision.compute, mesh=plan.mesh, kernels=plan.kernels)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
         self.gather_passes = quantized_gather(plan.wire, self.compute)
         self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item)
@@ -58,7 +58,7 @@ class StepLanes:
         self.host = 0.0
         self.slowdown = 0.0  # seconds that compute has still to take longer because of collectives beside it
         self.serial = cluster.device.kind == "cpu"
-        self.one_pass = not self.serial and updates_in_one_pass(units, away.slots)
+        self.one_pass = not self.serial and updates_in_one_pass(plan, units, away.slots)
         self.computed = self.one_pass and plan.keeps_computed_gradients
         self.fitted = cluster.calibration
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
@@ -219,7 +219,8 @@ class StepLanes:
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
         nbytes = sum(sizes.gathered_bytes(self.compute))
         read = nbytes if sizes.world > 1 or sizes.away else sum(sizes.gathered) * self.master
-        self._on_compute(self.machine.copy(read + nbytes), "copies", self._hook_ops(sizes, sizes.gathered))
+        copied = 0 if computes_with_shard(self.plan, sizes) else read + nbytes
+        self._on_compute(self.machine.copy(copied), "copies", self._hook_ops(sizes, sizes.gathered))
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:

@@ -104,12 +104,12 @@ def _mean(steps: list[Timeline]) -> Timeline:
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
-    machine = Machine(cluster, plan.precision.compute, mesh=plan.mesh)
+    machine = Machine(cluster, plan.precision.compute, mesh=plan.mesh, kernels=plan.kernels)
     sections = float8_sections(plan, description, phase_sections(plan, costs, loss), cast_weights=False)
     for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
-            shapes = [(1, tokens) for tokens in chunks(costs.vocabulary, batch.micro_batch * batch.sequence)]
+            shapes = [(1, tokens) for tokens in chunks(plan, description)]
         how = {"backward": phase in BACKWARD, "chunk": phase == "chunk"}
         found += sum(machine.section(section, *shape, **how).seconds for shape in shapes)
     return batch.accumulate * found
