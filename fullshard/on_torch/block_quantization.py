@@ -2,7 +2,8 @@
 
 A row of a message has the scales of its blocks, then a byte for each element (`Wire.message_bytes`). A block's scale is its
 largest absolute value over the largest code. So `int8` is off by at most half a scale: absmax / 127 / 2. A value that is not
-finite makes its whole block NaN, so that the step sees it. Knows no collectives.
+finite makes its whole block NaN, so that the step sees it. Knows no collectives, and no kernels but torch's:
+`kernels/message_kernel.py` has faster ones with the same bits.
 """
 
 import math
@@ -38,9 +39,9 @@ class ErrorMeter:
     on: bool = False
     squares: dict[str, Tensor] = field(default_factory=dict)  # error and values
 
-    def add(self, kind: str, lost: Tensor, values: Tensor) -> None:
-        found = torch.stack([lost.double().square().sum(), values.double().square().sum()])
-        self.squares[kind] = self.squares[kind] + found if kind in self.squares else found
+    def add(self, kind: str, squares: Tensor) -> None:
+        """Add the sums of squares of errors and of values."""
+        self.squares[kind] = self.squares[kind] + squares if kind in self.squares else squares
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class BlockFormat:
                 continue
             lost = grouped - self._decode(message, elements, place)
             if meter and meter.on:
-                meter.add(self.kind, lost, grouped)
+                meter.add(self.kind, torch.stack([t.double().square().sum() for t in (lost, grouped)]))
             if residual is not None:  # a step whose gradient is not finite is skipped, and leaves nothing behind
                 kept._encode(residual, elements, place, lost.nan_to_num_(0.0, 0.0, 0.0))
         return message
@@ -83,10 +84,13 @@ class BlockFormat:
             values[:, place.elements].unflatten(1, (-1, place.size)).copy_(self._decode(message, elements, place))
 
     def unpack_sum(self, message: Tensor, total: Tensor) -> None:
-        """Write the sum over the rows of a message into `total`, added up in fp32."""
+        """Write the sum over the rows of a message into `total`, added up in fp32 from the first row to the last."""
         (elements,) = total.shape
         for place in self._places(len(message), elements):
-            total[place.elements].copy_(self._decode(message, elements, place).sum(0).flatten())
+            found, *others = self._decode(message, elements, place)
+            for other in others:  # `sum` would add in an order that depends on the device
+                found += other
+            total[place.elements].copy_(found.flatten())
 
     def _places(self, rows: int, elements: int) -> Iterator[BlockRange]:
         """Parts of at most SLICE elements; the last block may be shorter than the others."""
@@ -108,7 +112,8 @@ class BlockFormat:
     def _encode(self, message: Tensor, elements: int, place: BlockRange, grouped: Tensor) -> None:
         scales, codes = self._views(message, elements, place)
         largest = torch.linalg.vector_norm(grouped, math.inf, -1, keepdim=True, dtype=torch.float32)
-        scales.copy_(largest.div_(LARGEST[self.code]).clamp_(min=TINY))
+        # Divided by a tensor: on a GPU, torch would multiply by the reciprocal of a number, and scales would have other bits.
+        scales.copy_(largest.div_(torch.full_like(largest, LARGEST[self.code])).clamp_(min=TINY))
         scaled = grouped / scales  # in fp32, whatever the values are in
         codes.copy_(scaled.round_() if self.code == "int8" else scaled)
 

@@ -9,6 +9,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import CODES, BlockFormat, ErrorMeter
 from fullshard.on_torch.communication import all_gather
 from fullshard.on_torch.fsdp_groups import replace_collectives
+from fullshard.on_torch.kernels.message_kernel import pack, unpack, unpack_sum
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.plan import Plan, Wire
 
@@ -43,11 +44,11 @@ class QuantizedGather:
         self.format, self.meter = BlockFormat(wire.gather, wire, "gather"), meter
 
     def __call__(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        message = self.format.pack(shard.view(1, -1), meter=self.meter)
+        message = pack(self.format, shard.view(1, -1), meter=self.meter)
         ranks = group.size()
         found = self.format.message(ranks, shard.numel(), shard.device)
         all_gather(found.view(-1), message.view(-1), group)
-        self.format.unpack(found, output.view(ranks, -1))
+        unpack(self.format, found, output.view(ranks, -1))
 
 
 class QuantizedReduce:
@@ -62,10 +63,10 @@ class QuantizedReduce:
         parts = gradients.view(group.size(), -1)
         if self.feedback and (self.residual is None or self.residual.shape != self._shape(parts)):
             self.residual = torch.zeros(self._shape(parts), dtype=torch.uint8, device=parts.device)
-        message = self.format.pack(parts, self.residual, self.meter)
+        message = pack(self.format, parts, self.residual, self.meter)
         found = torch.empty_like(message)
         dist.all_to_all_single(found, message, group=group)
-        self.format.unpack_sum(found, output)
+        unpack_sum(self.format, found, output)
 
     def _shape(self, parts: Tensor) -> tuple[int, int]:
         return len(parts), self.format.wire.message_bytes(parts.size(1))

@@ -121,7 +121,7 @@ class State:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Which kernels update parameters and, on a GPU, compute the chunked loss, and why not faster ones."""
+        """Which kernels update parameters and, on a GPU, compute the chunked loss and pack messages, and why not faster ones."""
         from fullshard.on_torch.kernels.selection import step_kernels, update_kernels
 
         return step_kernels(self.device, self.optimizer, self.plan) | (update_kernels(self.offload) if self.offload else {})

@@ -161,6 +161,7 @@ KERNEL_USES = {
     "gpu_update": "GPU updates run",
     "update": "updates run",
     "chunked_loss": "the chunked loss runs",
+    "wire": "quantised collectives run",
 }
 
 
@@ -229,7 +230,7 @@ class Run:
             self.bar.say(f"changed since the checkpoint: {key} {old} → {new}")
 
     def tell_kernels(self) -> None:
-        """Record which kernels compute loss and updates. Print it if a fast one is missing."""
+        """Record which kernels compute loss, updates and messages. Print it if a fast one is missing."""
         found = {k: v for k, v in self.state.kernels.items() if k != "chunked_loss" or run_loss(self.recipe) == "chunked"}
         if found:
             self.metrics.write(event="kernels", step=self.state.step, **found)

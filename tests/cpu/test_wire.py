@@ -1,16 +1,25 @@
 """Quantised collectives: bytes counted on real ranks, errors within the documented bound, and losses beside plain ones."""
 
+import importlib
 import math
+import sys
 import sysconfig
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.data.pack import pack
 from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
+from fullshard.on_torch.kernels import selection
+from fullshard.on_torch.kernels.message_kernel import find_messages
+from fullshard.planner.step.quantized_wire import Quantization
 from tests.cpu import live, recipes, wire
 
 INT8 = fs.Wire("int8", "int8")
@@ -92,6 +101,87 @@ def test_the_meter_measures_the_relative_error():
     assert math.sqrt(lost / of) == pytest.approx(float((found - given).norm() / given.norm()), rel=1e-4)
 
 
+class Moved(TorchDispatchMode):
+    """Counts the bytes that torch's operators read and write."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if name in ("copy_", "_to_copy"):  # do not read what they write
+            self.nbytes += tensors[-1].nbytes + found.nbytes
+        elif name.endswith("_") or name in ("linalg_vector_norm", "mul", "div", "add", "sub"):
+            self.nbytes += sum(t.nbytes for t in tensors) + found.nbytes
+        else:
+            assert name in VIEWS, name
+        return found
+
+
+VIEWS = {
+    "alias",
+    "detach",
+    "slice",
+    "view",
+    "unsqueeze",
+    "empty",
+    "unbind",
+    "select",
+    "full_like",
+}  # and what is as small as scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+def test_the_planner_counts_the_bytes_of_torchs_passes(code, dtype):
+    rows, elements = 4, 1 << 16
+    given = values(rows, elements).to(dtype)
+    layout, planned, found = BlockFormat(code, INT8), Quantization(INT8, code, dtype.itemsize), torch.empty_like(given)
+    with Moved() as packing:
+        message = layout.pack(given)
+    with Moved() as unpacking:
+        layout.unpack(message, found)
+    with Moved() as adding:
+        layout.unpack_sum(message, found.view(-1)[:elements])
+    n, residual = rows * elements, torch.zeros_like(message)
+    assert packing.nbytes == pytest.approx(planned.moved(n, 0, 0), rel=0.02)  # the planner leaves scales out
+    assert unpacking.nbytes == pytest.approx(planned.moved(0, n, n), rel=0.02)
+    assert adding.nbytes == pytest.approx(planned.moved(0, n, elements), rel=0.02)
+    if dtype is torch.float32:  # as gradients are
+        with Moved() as keeping:
+            layout.pack(given, residual)
+        assert keeping.nbytes == pytest.approx(replace(planned, feedback=True).moved(n, 0, 0), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (lambda how, device: how.code == "int8", "torch: Triton's differs from torch's on this GPU"),
+        (lambda how, device: True, "triton"),
+        (
+            lambda how, device: importlib.import_module("no_triton"),
+            "torch: Triton cannot be imported (No module named 'no_triton')",
+        ),
+    ],
+)
+def test_the_log_says_which_kernel_packs(monkeypatch, trial, said):
+    """With a kernel whose trial ends so: without a GPU there is no other. Both formats must pass."""
+    planted = ModuleType("fullshard.on_torch.kernels.triton_messages")
+    planted.gives_torchs_bits = trial
+    monkeypatch.setitem(sys.modules, planted.__name__, planted)
+    monkeypatch.setattr("fullshard.on_torch.kernels.triton_messages", planted, raising=False)
+    find_messages.cache_clear()
+    monkeypatch.setattr(selection, "find_softmax", lambda: (None, "not tried"))  # needs a GPU
+    kernels = lambda wire: selection.step_kernels(torch.device("cuda"), None, wire)
+    assert kernels(fs.Wire("int8", "fp8"))["wire"] == said
+    find_messages.cache_clear()
+    large = kernels(fs.Wire("int8", block=16_385))["wire"]
+    assert large == "torch (Triton's kernel is for blocks of at most 16,384 elements)"
+    assert "wire" not in kernels(fs.Wire())
+    assert selection.step_kernels(torch.device("cpu"), None, INT8) == {}
+
+
 # -- bytes --------------------------------------------------------------------------------------------
 
 CASES = [
@@ -144,14 +234,20 @@ def library(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def plain_losses(ranks, library):
+    """`plain_losses(2)`: those of the demo on two ranks, with plain collectives."""
+    return cache(lambda world: ranks(world).run(wire.demo_losses, library, fs.Wire(), 200)[0])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_the_demo_learns_as_much(ranks, library, world, feedback):
-    plain, found = (
-        ranks(world).run(wire.demo_losses, library, w, 200)[0]
-        for w in (fs.Wire(), fs.Wire("int8", "int8", error_feedback=feedback))
-    )
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_demo_learns_as_much(ranks, library, plain_losses, world, feedback, monkeypatch):
+    monkeypatch.setattr("tests.cpu.ranks.TIMEOUT", 1800)  # seconds: four ranks on two cores take more than five minutes
+    plain = plain_losses(world)
+    found = ranks(world).run(wire.demo_losses, library, fs.Wire("int8", "int8", error_feedback=feedback), 200)[0]
+    print(f"{world} ranks, {feedback=}: plain {plain[-1]:.4f}, int8 {found[-1]:.4f}")
     assert plain[-1] < 0.6 * plain[0]
     assert abs(found[-1] / plain[-1] - 1) < 0.01
 

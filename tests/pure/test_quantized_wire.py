@@ -14,6 +14,7 @@ from fullshard.planner.wire_bytes import wire_bytes
 NANO, BIG = fs.presets.describe("llama-nano"), fs.presets.describe("llama3-8b")
 INT8 = fs.Wire("int8", "int8")
 BF16 = fs.Precision("bf16")
+FREE = {"bandwidth": 1e18, "latency": 1e-12, "start": 1e-12}  # of a link that costs nothing
 
 
 def plan(wire: fs.Wire = INT8, **more) -> fs.Plan:
@@ -114,7 +115,7 @@ def test_time_on_a_slow_network_and_on_a_free_one():
     link = lambda **more: dataclasses.replace(
         base, node=dataclasses.replace(base.node, link=dataclasses.replace(base.node.link, **more))
     )
-    slow, free = link(bandwidth=1e9), link(bandwidth=1e18, latency=1e-12, start=1e-12)
+    slow, free = link(bandwidth=1e9), link(**FREE)
     plain, found = (timeline(p, BIG, slow, spread=0.0).seconds for p in both)
     units = sum(u.numel for u in BIG.units)
     wires = [units * (2 * 2 + 4), units * (2 + 1) * (1 + 4 / 256)]  # bytes of two gathers and a reduction
@@ -122,6 +123,29 @@ def test_time_on_a_slow_network_and_on_a_free_one():
     plain, found = (timeline(p, BIG, free, spread=0.0) for p in both)
     assert found.busy["gather"] > plain.busy["gather"]
     assert found.seconds >= plain.seconds
+
+
+def test_a_gpu_packs_and_unpacks_in_one_pass_each():
+    """Bytes by hand, at the bandwidth of a copy, on eight ranks whose link is free."""
+    base = Cluster.named("8xh100")
+    free = dataclasses.replace(base, node=dataclasses.replace(base.node, link=dataclasses.replace(base.node.link, **FREE)))
+    whole, code = sum(u.numel for u in BIG.units), 1 + 4 / 256  # bytes of a code and its share of a scale
+    packed, unpacked = whole / 8 * (2 + code), whole * (code + 2)
+    gathers, reductions = 2 * (packed + unpacked), whole * (4 + code) + whole * code + whole / 8 * 4
+    for wire, kept in ((INT8, 0), (fs.Wire("fp8", "fp8"), 0), (fs.Wire("int8", "int8", error_feedback=True), 2 * code * whole)):
+        made = fs.zero3(BIG, devices=8, batch=fs.Batch(1, 512), precision=BF16, wire=wire)
+        busy = timeline(made, BIG, free, spread=0.0).busy
+        assert busy["gather"] == pytest.approx(gathers / base.of("hbm"), rel=0.001)
+        assert busy["reduce"] == pytest.approx((reductions + kept) / base.of("hbm"), rel=0.001)
+
+
+def test_blocks_that_no_kernel_is_for_take_torchs_passes():
+    made = fs.zero3(BIG, devices=8, batch=fs.Batch(1, 512), precision=BF16)
+    small, large = (dataclasses.replace(made, wire=fs.Wire("int8", "int8", block)) for block in (16_384, 16_385))
+    times = [timeline(p, BIG, Cluster.named("8xh100"), spread=0.0).busy for p in (small, large)]
+    assert times[1]["reduce"] > 2 * times[0]["reduce"]
+    peaks = [predict(p, BIG, reserved=False).allocated for p in (small, large)]
+    assert peaks[1] >= peaks[0]
 
 
 def test_memory_of_messages_and_residuals():

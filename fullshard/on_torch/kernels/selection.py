@@ -1,16 +1,18 @@
-"""The kernels of a step's loss and updates, and the reason for the choice, for the run's log."""
+"""The kernels of a step's loss, updates and messages, and the reason for the choice, for the run's log."""
 
 import torch
 
 from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.kernels.low_bit_kernel import find_low_bit
+from fullshard.on_torch.kernels.message_kernel import find_messages
 from fullshard.on_torch.kernels.one_pass_adam import OnePassAdam, find_one_pass
 from fullshard.on_torch.kernels.softmax_loss import find_softmax
 from fullshard.on_torch.offload.kernels import cpu_adam
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units import Piece
 from fullshard.on_torch.offload.updates.gpu import find_kernel
-from fullshard.plan import Plan
+from fullshard.plan import Plan, Wire
+from fullshard.planner.step.quantized_wire import FUSED_BLOCK
 
 PLANNED = "torch (as planned)"
 FALLBACK = "torch: "  # how the text begins if something faster is missing
@@ -26,8 +28,8 @@ def update_kernels(offload: TieredOptimizer) -> dict[str, str]:
 
 
 def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None, plan: Plan) -> dict[str, str]:
-    """The kernels of attention, if the plan names one, and on a GPU of the chunked loss and of resident parameters' update; texts
-    as above. A CPU has torch's alone."""
+    """The kernels of attention, if the plan names one, and on a GPU of the chunked loss, of resident parameters' update and of
+    quantised collectives; texts as above. A CPU has torch's alone."""
     found = {} if plan.kernels.attention == "auto" else {"attention": f"{plan.kernels.attention} (as planned)"}
     if device.type != "cuda":
         return found
@@ -36,6 +38,8 @@ def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None, 
     else:
         softmax, why = find_softmax()
         found["chunked_loss"] = f"{FALLBACK}{why}" if softmax is None else "triton"
+    if not plan.wire.is_plain:
+        found["wire"] = _wire_kernel(plan.wire)
     if isinstance(optimizer, LowBitAdam):
         kernel, why = find_low_bit(optimizer.how, next(p.dtype for g in optimizer.param_groups for p in g["params"]))
         found["update"] = f"{FALLBACK}{why}" if kernel is None else "triton (low-bit state, in one pass)"
@@ -47,6 +51,13 @@ def step_kernels(device: torch.device, optimizer: torch.optim.Optimizer | None, 
         kernel, why = find_one_pass(type(optimizer).__name__.lower())
         found["update"] = f"{FALLBACK}{why}" if kernel is None else "torch (Triton's kernel is for fp32 parameters on the device)"
     return found
+
+
+def _wire_kernel(wire: Wire) -> str:
+    if wire.block > FUSED_BLOCK:
+        return f"torch (Triton's kernel is for blocks of at most {FUSED_BLOCK:,} elements)"
+    tried = [find_messages(code, wire.block) for code in (wire.gather, wire.reduce) if code != "plain"]
+    return next((f"{FALLBACK}{why}" for kernel, why in tried if kernel is None), "triton")
 
 
 def _cpu_kernel(offload: TieredOptimizer, pieces: list[Piece]) -> str:

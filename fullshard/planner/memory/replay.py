@@ -22,7 +22,7 @@ LOSS_ROWS = 4 << 22  # bytes of the rows that torch's softmax of the chunked los
 
 class Replay:
     """Plays the operations of a step onto a tape. `slots`: tensors of optimizer state for each parameter. `cublas`: whether
-    cuBLAS multiplies."""
+    cuBLAS multiplies, as it does on a GPU."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Replay:
         p = plan.precision
         self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
         self.gather_passes, self.reduce_passes = (
-            quantized_gather(plan.wire, self.compute),
-            quantized_reduce(plan.wire, self.reduce),
+            quantized_gather(plan.wire, self.compute, gpu=cublas),
+            quantized_reduce(plan.wire, self.reduce, gpu=cublas),
         )
         self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
         self.inputs = description.costs.inputs if description.costs else TOKENS
-        # cuBLAS stands for a GPU: only its update takes gradients as they were computed.
+        # cuBLAS stands for a GPU here too: only its update takes gradients as they were computed.
         self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(plan, self.units, slots)
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.at = 0

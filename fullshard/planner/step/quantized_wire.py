@@ -1,63 +1,86 @@
 """What quantising a collective costs besides its message: bytes read and written, kernels, and memory for a moment.
 
-Follows on_torch/block_quantization.py, step by step.
+A GPU packs and unpacks in one pass each (on_torch/kernels/triton_messages.py). A CPU follows on_torch/block_quantization.py,
+step by step.
 """
 
 from dataclasses import dataclass
 
 from fullshard.plan import Wire, WireFormat
+from fullshard.plan_parts import SCALE_BYTES
 
 FLOAT = 4  # bytes of the fp32 values between steps
 SLICE = 1 << 24  # as in on_torch/block_quantization.py: elements that are quantised at a time
+FUSED_BLOCK = 1 << 14  # elements of the largest block that a GPU packs in one pass
 # Kernels for each message: norm, scale and its copy, division, rounding, copy; two for each reading of a message.
 PACK_KERNELS, UNPACK_KERNELS, FEEDBACK_KERNELS = 7, 2, 13
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The passes of one collective. `item`: bytes of an element before and after. `feedback`: a residual is kept."""
+    """The passes of one collective. `item`: bytes of an element before and after. `feedback`: a residual is kept. `fused`: one
+    kernel packs, one unpacks."""
 
     wire: Wire
     code: WireFormat
     item: int
     feedback: bool = False
+    fused: bool = False
 
     def message(self, elements: int) -> int:
         return self.wire.message_bytes(elements)
 
+    def moved(self, packed: float, unpacked: float, results: float) -> float:
+        """Bytes read and written to pack so many elements and to unpack so many to so many results: a gather has as many, a
+        reduction those of one rank."""
+        if self.fused:
+            code = 1 + SCALE_BYTES / self.wire.block
+            kept = 2 * code if self.feedback else 0.0
+            return packed * (self.item + code + kept) + unpacked * code + results * self.item
+        decoded, added = self._decoded, 3 * FLOAT * (unpacked - results)
+        return packed * self._packed + unpacked * decoded + added + results * (FLOAT + self.item)
+
     @property
-    def packed(self) -> int:
-        """Bytes read and written to pack an element: for its block's maximum, for the division, to round it, to write it."""
+    def _decoded(self) -> int:
+        return 1 + FLOAT + (2 * FLOAT if self.code == "fp8" else 0)  # fp8 is converted before it is scaled
+
+    @property
+    def _packed(self) -> int:
+        """Bytes of an element by step: for its block's maximum, for the division, to round it, to write it."""
         found = 2 * self.item + FLOAT + (2 * FLOAT if self.code == "int8" else 0) + FLOAT + 1
         return found + (self._kept if self.feedback else 0)
 
     @property
     def _kept(self) -> int:
         """The same to add the residual, and to find and pack the new one."""
-        decode = 1 + FLOAT
         add, lose, clean = 3 * FLOAT, 3 * FLOAT, 2 * FLOAT
-        return decode + add + decode + lose + clean + (2 * FLOAT + FLOAT + 2 * FLOAT + FLOAT + 1)
-
-    @property
-    def unpacked(self) -> int:
-        """Bytes read and written to unpack an element and copy or add it."""
-        return 1 + FLOAT + FLOAT + self.item
+        return 1 + FLOAT + add + self._decoded + lose + clean + (2 * FLOAT + FLOAT + 2 * FLOAT + FLOAT + 1)
 
     @property
     def kernels(self) -> int:
+        if self.fused:
+            return 2
         return PACK_KERNELS + UNPACK_KERNELS + (FEEDBACK_KERNELS if self.feedback else 0)
 
     def passing(self, elements: int, *, packing: bool) -> int:
         """Bytes that are needed for a moment to pack or unpack so many elements."""
+        if self.fused:
+            return 0
         tensors = (3 if self.feedback else 1) if packing else (1 if self.code == "int8" else 2)
         return tensors * FLOAT * min(elements, SLICE)
 
 
-def quantized_gather(wire: Wire, item: int) -> Quantization | None:
+def quantized_gather(wire: Wire, item: int, *, gpu: bool) -> Quantization | None:
     """The passes of a gather of elements of `item` bytes; None if it is plain."""
-    return None if wire.gather == "plain" else Quantization(wire, wire.gather, item)
+    return None if wire.gather == "plain" else Quantization(wire, wire.gather, item, fused=_fused(wire, gpu))
 
 
-def quantized_reduce(wire: Wire, item: int) -> Quantization | None:
+def quantized_reduce(wire: Wire, item: int, *, gpu: bool) -> Quantization | None:
     """The passes of a reduction; None if it is plain."""
-    return None if wire.reduce == "plain" else Quantization(wire, wire.reduce, item, wire.error_feedback)
+    if wire.reduce == "plain":
+        return None
+    return Quantization(wire, wire.reduce, item, wire.error_feedback, _fused(wire, gpu))
+
+
+def _fused(wire: Wire, gpu: bool) -> bool:
+    return gpu and wire.block <= FUSED_BLOCK

@@ -51,13 +51,13 @@ class StepLanes:
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, mesh=plan.mesh, kernels=plan.kernels)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
-        self.gather_passes = quantized_gather(plan.wire, self.compute)
-        self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
         self.slowdown = 0.0  # seconds that compute has still to take longer because of collectives beside it
         self.serial = cluster.device.kind == "cpu"
+        self.gather_passes = quantized_gather(plan.wire, self.compute, gpu=not self.serial)
+        self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item, gpu=not self.serial)
         self.one_pass = not self.serial and updates_in_one_pass(plan, units, away.slots)
         self.computed = self.one_pass and plan.keeps_computed_gradients
         self.fitted = cluster.calibration
@@ -154,12 +154,13 @@ class StepLanes:
             self.slowdown += self.fitted.overlap_slowdown * (seconds + passes)
         return end
 
-    def _quantized(self, passes: Quantization | None, op: Operation, packed: float, unpacked: float) -> float:
-        """Seconds to pack and unpack so many elements around a collective; 0 if it is plain."""
+    def _quantized(self, passes: Quantization | None, op: Operation, packed: float, unpacked: float, results: float) -> float:
+        """Seconds to pack and unpack so many elements around a collective; 0 if it is plain. `results`: see `Quantization`."""
         if passes is None or not op.sent:
             return 0.0
         self._issue(passes.kernels)
-        return self.machine.add(packed * passes.packed + unpacked * passes.unpacked)
+        moved = passes.moved(packed, unpacked, results)
+        return self.machine.copy(moved) if passes.fused else self.machine.add(moved)
 
     # -- operations ----------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class StepLanes:
             self._on_compute(cast, "copies")
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
         elements, earliest = sum(sizes.gathered), max(self.unpacked + cast, there)
-        passes = self._quantized(self.gather_passes, op, elements / op.ranks, elements)
+        passes = self._quantized(self.gather_passes, op, elements / op.ranks, elements, elements)
         end = self._collective("gather", "all_gather", op.sent or op.nbytes, op.ranks, stride, earliest, passes)
         self.ready[op.unit] = end
 
@@ -250,7 +251,7 @@ class StepLanes:
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
             kind = "all_to_all" if op.sent else "reduce_scatter"
-            passes = self._quantized(self.reduce_passes, op, elements, elements)
+            passes = self._quantized(self.reduce_passes, op, elements, elements, elements / op.ranks)
             nbytes, ready = op.sent or op.nbytes, self.free["compute"]
             self.reduced[op.unit] = self._collective("reduce", kind, nbytes, op.ranks, stride, ready, passes)
 
