@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
-from torch import _C, Tensor, cuda, empty, nn, ones_like
+from torch import _C, Tensor, cuda, device, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard.errors import FullshardError
 
 __all__ = [
     "WRAPPERS",
@@ -33,6 +36,7 @@ __all__ = [
     "fake_ranks",
     "flight_records",
     "group_size",
+    "hide_values",
     "inner",
     "persistent_buffers",
     "run_backward",
@@ -142,6 +146,46 @@ def sole_owner(tensor: Tensor) -> bool:
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """The data pointers of this rank's parts. Avoids `to_local`, which takes ten times as long."""
     return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
+
+
+class _Unreadable(Tensor):
+    """A tensor without memory, on any device. It has views; an operation that needs its values raises `sentence`."""
+
+    __torch_function__ = _C._disabled_torch_function_impl  # type: ignore[assignment]
+    shape_only: Tensor  # the same on meta
+    sentence: str
+
+    @staticmethod
+    def make(shape_only: Tensor, where: device, sentence: str) -> "_Unreadable":
+        t = shape_only
+        found = Tensor._make_wrapper_subclass(
+            _Unreadable, t.size(), t.stride(), t.storage_offset(), dtype=t.dtype, device=where, storage_size=0
+        )
+        found.shape_only, found.sentence = t, sentence
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first, name, named = next(iter(args), None), func.overloadpacket.__name__, kwargs or {}
+        if isinstance(first, _Unreadable) and func.is_view:
+            found = func(first.shape_only, *args[1:], **named)
+            views = [cls.make(t, first.device, first.sentence) for t in (found if isinstance(found, list) else [found])]
+            return views if isinstance(found, list) else views[0]
+        if isinstance(first, _Unreadable) and name.startswith(("empty_like", "zeros_like", "ones_like", "new_")):
+            return func(first.shape_only, *args[1:], **{**named, "device": named.get("device") or first.device})
+        if name == "copy_" and first is args[1]:  # `load_state_dict` copies a parameter to itself
+            return first
+        raise FullshardError(next(t.sentence for t in tree_leaves((args, named)) if isinstance(t, _Unreadable)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FullshardError(self.sentence)
+
+
+def hide_values(parameter: Any, sentence: str) -> None:
+    """Raise a FullshardError with this sentence if values of a parameter's shard, whose memory is freed, are read: torch would
+    read from address zero. FSDP has its own reference to the shard."""
+    shard = parameter._local_tensor
+    parameter._local_tensor = _Unreadable.make(shard.to("meta"), shard.device, sentence)
 
 
 def dtensor_like(like: DTensor, part: Tensor) -> DTensor:

@@ -21,6 +21,7 @@ from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.stores.store import Readable
 from fullshard.on_torch.offload.units import OffloadedUnit, local, offloaded_units, shadow
 from fullshard.on_torch.offload.updates.cpu_share import measured_share
+from fullshard.on_torch.private import hide_values
 from fullshard.on_torch.ranks import ranks_here
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
@@ -118,6 +119,7 @@ class OffloadMemory:
             if not unit.shards.on_device:
                 unit.shards.publish(flat)
                 free_shards(unit)
+                _hide_shards(unit)
             unit.state.give_back(changed=True)
 
     def publish(self, unit: OffloadedUnit) -> None:
@@ -181,6 +183,14 @@ def make_memory(
         share = measured_share(device, rule, *pcie_traffic(plan, rule.slots))
     path = Path(disk) if disk is not None else None
     return OffloadMemory(units, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
+
+
+def _hide_shards(unit: OffloadedUnit) -> None:
+    """Let the model's parameters say how to read them, instead of a segmentation fault."""
+    where = "in host memory" if unit.home.params == "host" else "on disk"
+    for name, p in zip(unit.names, unit.params, strict=True):
+        use = f"read it inside `with state.values() as values:`, as values[{name!r}]"
+        hide_values(p, f"the model has no values of {name} between gathers, as its home is {where}; {use}")
 
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
