@@ -365,7 +365,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _storages(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor of torch 2.13 also names its mesh
+            yield from _storages(part)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
