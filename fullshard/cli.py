@@ -92,7 +92,8 @@ def refusal(error: Exception) -> FullshardError | None:
     if isinstance(error, FullshardError):
         return error
     if hasattr(error, "format_message"):
-        return FullshardError(f"{error.format_message().strip().rstrip('.').replace(chr(10), ' ')}; see --help")
+        said = error.format_message().strip().rstrip(".").replace("\n", " ")
+        return FullshardError(f"{said.replace(': Value error, ', ': ')}; see --help")
     if isinstance(error, OSError) and error.strerror:
         where = f" {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes | os.PathLike) else ""
         return FullshardError(f"the system refused{where}: {error.strerror}")

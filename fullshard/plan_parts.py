@@ -114,8 +114,8 @@ class Precision:
             check_choice("precision.float8", self.float8, get_args(Float8))
             if self.compute != "bf16":
                 raise PlanError(
-                    f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', for all that is no matrix product, "
-                    f"not {self.compute!r}"
+                    f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', not {self.compute!r}, for all but "
+                    "matrix products; write --compute bf16, or plan.compute in a recipe"
                 )
         self._check_update()
 
@@ -128,7 +128,7 @@ class Precision:
         if self.rounding == "stochastic" and self.master != "bf16":
             raise PlanError(
                 f"precision.rounding = 'stochastic' has no effect with master = {self.master!r}: it is for a bf16 master, and "
-                "moments of 'bf16' and 'int8' are rounded so anyway; leave it out"
+                "moments of 'bf16' and 'int8' are rounded so anyway; write master = 'bf16', or leave it out"
             )
 
     @property

@@ -10,6 +10,7 @@ from fullshard.commands.common import Classes, MinParams, Names, describe_model
 from fullshard.errors import FullshardError
 from fullshard.plan import Batch, Kernels, Plan, Precision, Prefetch, Wire
 from fullshard.plan_parts import BLOCK
+from fullshard.planner.jax_limits import refuse_on_jax
 from fullshard.strategies import STRATEGIES, choose
 
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
@@ -110,7 +111,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
     """The plan that the options describe, of a model of this engine."""
     o = options
     assert o.devices is not None
-    return choose(
+    made = choose(
         str(o.strategy or "zero3"),
         describe_model(model, units.classes, units.names, units.min_params, o.expert > 1, engine=engine),
         devices=o.devices,
@@ -130,6 +131,9 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
         remat_every=o.remat_every,
         compile=o.compile,
     )
+    if engine == "jax":
+        refuse_on_jax(made)
+    return made
 
 
 def _precision(o: StrategyOptions) -> Precision:

@@ -24,7 +24,8 @@ from fullshard.on_jax.stacked_arrays import stacked_array, stacked_sharding
 from fullshard.on_jax.unit_calls import loop_call, wrap_units
 from fullshard.on_jax.unit_updates import parameter_of
 from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan, Prefetch, Unit
+from fullshard.plan import Plan, Unit
+from fullshard.planner.jax_limits import refuse_on_jax
 
 
 def shard(
@@ -73,28 +74,8 @@ def shard(
 
 def refuse(plan: Plan) -> None:
     """Raise where JAX cannot carry the plan out. Allocates nothing."""
-    if plan.precision.compute == "fp16":
-        raise FullshardError("precision.compute = 'fp16': the JAX engine has no loss scaling; write 'bf16'")
-    if plan.prefetch != Prefetch():
-        raise FullshardError(f"prefetch ({plan.prefetch}) has no effect on JAX: XLA schedules gathers itself; leave it out")
-    if plan.batch.sync == "last":
-        raise FullshardError("batch.sync = 'last': on JAX gradients are reduced after every micro-batch; write 'every'")
-    if plan.precision.buffers is not None:
-        raise FullshardError(f"precision.buffers = {plan.precision.buffers!r}: the JAX engine casts no buffers; leave it out")
-    if plan.precision.float8 is not None:
-        raise FullshardError(f"precision.float8 = {plan.precision.float8!r}: the JAX engine has no float8 products; leave it out")
-    if plan.precision.low_bit:
-        raise FullshardError(f"precision ({plan.precision}): the JAX engine has no low-bit optimizer state; leave it out")
-    if not plan.wire.is_plain:
-        raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
-    if not plan.kernels.is_auto:
-        raise FullshardError(f"kernels ({plan.kernels}): on JAX, XLA chooses kernels; leave kernels out")
+    refuse_on_jax(plan)
     refuse_homes(plan, jax.devices()[0])
-    for unit in plan.units:
-        if not isinstance(unit.reshard, bool):
-            raise FullshardError(
-                f"unit {unit.name}: reshard = {unit.reshard}: on JAX parameters are kept or freed; write True or False"
-            )
 
 
 def _reduce_notes(plan: Plan, platform: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from fullshard.errors import FullshardError, checked_call
 from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan
+from fullshard.plan import Plan, Precision
 from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
 from fullshard.planner.time.offload_lanes import balance
@@ -113,7 +113,7 @@ def estimate(
     """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
-    refuse_float8_device(plan, cluster)
+    refuse_float8_device(plan.precision, cluster)
     share = cores_share(plan, cluster, optimizer)
     on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
@@ -155,11 +155,11 @@ def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def refuse_float8_device(plan: Plan, cluster: Cluster) -> None:
+def refuse_float8_device(precision: Precision, cluster: Cluster) -> None:
     """Raise for float8 on a device without such products. A CPU emulates them."""
-    if plan.precision.float8 is not None and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:
+    if precision.float8 is not None and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:
         raise FullshardError(
-            f"precision.float8 = {plan.precision.float8!r}: {cluster.device.name} has no rate for matrix products in float8; "
+            f"precision.float8 = {precision.float8!r}: {cluster.device.name} has no rate for matrix products in float8; "
             "leave it out, or write peak.fp8 in a cluster file"
         )
 

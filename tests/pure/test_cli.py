@@ -193,6 +193,19 @@ BAD = [
     ("plan llama-nano --devices 4 --remat-every 2 -o plan.json", "remat_every has no effect"),
     ("plan llama-nano --devices 4 --sequence 0 -o plan.json", "batch.sequence must be a positive integer"),
     ("plan llama-nano --devices 4 -o no/such/plan.json", "cannot write no/such/plan.json: No such file or directory"),
+    ("plan llama-nano --devices 4 --float8 rowwise -o plan.json", "needs precision.compute = 'bf16', not 'fp32'"),
+    ("plan llama-nano --devices 4 --moments int4 -o plan.json", "'--moments': 'int4' is not one of 'bf16', 'int8'; see --help"),
+    ("plan llama-nano --devices 4 --moments int8 --engine jax -o plan.json", "precision.moments = 'int8': the JAX engine has no"),
+    ("plan llama-nano --devices 4 --wire-gather int8 --engine jax -o plan.json", "XLA's collectives are plain; leave wire out"),
+    ("plan llama-nano --devices 1 --wire-gather int8 -o plan.json", "has no effect: mesh.shard = 1, so nothing is gathered"),
+    (
+        "plan llama-nano --cluster 8xa100 --fix float8=tensorwise -o plan.json",
+        "a100 has no rate for matrix products in float8; leave it out",
+    ),
+    (
+        "plan llama-nano --cluster 8xh100 --fix rounding=stochastic -o plan.json",
+        "has no effect with master = 'fp32'",
+    ),
     ("explain gone.json", "cannot read plan gone.json: No such file or directory"),
     ("explain .", "cannot read plan .: Is a directory"),
 ]

@@ -14,10 +14,10 @@ from fullshard.errors import checked_call
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.estimate import Estimate, available, refuse_uncosted
+from fullshard.planner.estimate import Estimate, available, refuse_float8_device, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
-from fullshard.planner.search.space import engine_for, plan_request, refuse_choices_of_torch, refuse_idle_backlog
+from fullshard.planner.search.space import engine_for, plan_request, precision_of, refuse_choices_of_torch, refuse_idle_backlog
 from fullshard.text import counted, seconds_text
 
 
@@ -74,6 +74,7 @@ def find_plan(
     request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen, check=check or request.check)
     refuse_idle_backlog(request)
     refuse_choices_of_torch(request)
+    refuse_float8_device(precision_of(request), cluster)
     room, reduced = available(cluster, limit), reduced_model(request)
     final, pool, offloaded = pick(request, reduced, room)
     if final is None:

@@ -1,0 +1,35 @@
+"""What of a plan the JAX engine cannot carry out on any device. Knows no JAX: `fullshard plan` asks it too."""
+
+from fullshard.errors import FullshardError
+from fullshard.plan import Plan, Prefetch
+
+
+def refuse_on_jax(plan: Plan) -> None:
+    """Raise where JAX cannot carry the plan out."""
+    precision = plan.precision
+    if precision.compute == "fp16":
+        raise FullshardError("precision.compute = 'fp16': the JAX engine has no loss scaling; write 'bf16'")
+    if plan.prefetch != Prefetch():
+        raise FullshardError(f"prefetch ({plan.prefetch}) has no effect on JAX: XLA schedules gathers itself; leave it out")
+    if plan.batch.sync == "last":
+        raise FullshardError("batch.sync = 'last': on JAX gradients are reduced after every micro-batch; write 'every'")
+    if precision.buffers is not None:
+        raise FullshardError(f"precision.buffers = {precision.buffers!r}: the JAX engine casts no buffers; leave it out")
+    if precision.float8 is not None:
+        raise FullshardError(f"precision.float8 = {precision.float8!r}: the JAX engine has no float8 products; leave it out")
+    if precision.low_bit:
+        given = f"moments = {precision.moments!r}" if precision.moments else f"rounding = {precision.rounding!r}"
+        raise FullshardError(f"precision.{given}: the JAX engine has no low-bit optimizer state; leave it out")
+    if not plan.wire.is_plain:
+        raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
+    if not plan.kernels.is_auto:
+        raise FullshardError(f"kernels ({plan.kernels}): on JAX, XLA chooses kernels; leave kernels out")
+    if plan.mesh.expert > 1:
+        raise FullshardError(
+            f"mesh.expert = {plan.mesh.expert}: the JAX engine has no expert axis; write 1, or use the torch engine"
+        )
+    for unit in plan.units:
+        if not isinstance(unit.reshard, bool):
+            raise FullshardError(
+                f"unit {unit.name}: reshard = {unit.reshard}: on JAX parameters are kept or freed; write True or False"
+            )
