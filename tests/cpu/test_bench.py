@@ -23,9 +23,10 @@ def bench(tmp_path_factory):
     return call
 
 
-# A rank of Llama 125M needs over a GiB. The limit of a CPU rank is approximate: memory that Python has freed can be used again.
+# A rank of Llama 125M needs over a GiB. The limit of a CPU rank is approximate: memory that Python has freed can be used again,
+# and OpenBLAS, torch's on ARM, ends the process where it cannot have its buffers.
 CHOICES = ("model.name=llama-125m,llama-nano", "sequence=16", "home.optimizer=disk")
-MATRIX = ("llama-nano", "--over", *CHOICES, "--limit", "100MiB", "--steps", "1")
+MATRIX = ("llama-nano", "--over", *CHOICES, "--limit", "500MiB", "--steps", "1")
 
 
 @pytest.mark.full

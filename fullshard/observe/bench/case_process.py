@@ -27,6 +27,7 @@ from fullshard.runs.recipe import make_recipe
 from fullshard.runs.recipe_plan import make_optimizer, run_loss
 
 MODULE = "fullshard.observe.bench.case_process"
+OUT_OF_MEMORY = re.compile(r"want of host memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.I)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def main() -> None:
         found: dict[str, Any] = {"outcome": "ok", **measure(spec, engine)}
     except Exception as error:
         load_bench_engine(spec.engine).limit_memory(None)  # what follows needs some
-        memory = engine.out_of_memory(error)
+        memory = engine.out_of_memory(error) or OUT_OF_MEMORY.search(str(error))
         _write(path, {"outcome": "out of memory" if memory else "failed", "why": _sentence(error), "time": time.time()})
         end_rank(error)
     _write(path, found)

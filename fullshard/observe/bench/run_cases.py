@@ -1,7 +1,6 @@
 """Run cases one after the other, each in fresh ranks and under a time limit. What goes wrong in a case is its result."""
 
 import json
-import re
 import shutil
 import signal
 import statistics
@@ -14,13 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.observe.bench.case_process import MODULE
+from fullshard.observe.bench.case_process import MODULE, OUT_OF_MEMORY
 from fullshard.observe.bench.cases import Case, Predicted
 from fullshard.text import seconds_text
 
 GRACE = 5.0  # seconds that a case gets to end by itself after its time
 UNDISTURBED = 3  # on a CPU, the mean of the fastest third of steps: other programs only make steps slower
-OUT_OF_MEMORY = re.compile(r"want of host memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.I)
 FINISHED = "ok", "out of memory", "failed", "timed out", "refused"
 
 
