@@ -170,10 +170,13 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
+SAVING = "checkpoint.every=2", "checkpoint.background=false"  # step 4 is on disk before step 5 kills a rank
+
+
 @pytest.mark.full
 def test_ranks_that_die_are_started_again(here):
     (here / "died").unlink(missing_ok=True)
-    process = start(here, "die once", "checkpoint.every=2", "--run", "runs/again", "--max-restarts", "1")
+    process = start(here, "die once", *SAVING, "--run", "runs/again", "--max-restarts", "1")
     said = process.communicate(timeout=200)[1]
     assert process.returncode == 0, said
     assert "error: rank 1 was ended by SIGKILL" in said
@@ -198,7 +201,7 @@ def test_a_refusal_is_not_tried_again(here):
 def test_torchrun_restarts_ranks_on_the_first_try(here, turn):
     """torch's launcher keeps one store over its restarts, full of dead ranks' addresses."""
     (here / "died").unlink(missing_ok=True)
-    run, options = f"runs/torchrun{turn}", ["model.name=planted.py:make", "train.steps=10", "checkpoint.every=2"]
+    run, options = f"runs/torchrun{turn}", ["model.name=planted.py:make", "train.steps=10", *SAVING]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     line = [
         sys.executable,
