@@ -173,13 +173,14 @@ def test_the_log_says_which_kernel_packs(monkeypatch, trial, said):
     monkeypatch.setattr("fullshard.on_torch.kernels.triton_messages", planted, raising=False)
     find_messages.cache_clear()
     monkeypatch.setattr(selection, "find_softmax", lambda: (None, "not tried"))  # needs a GPU
-    kernels = lambda wire: selection.step_kernels(torch.device("cuda"), None, wire)
+    planned = lambda wire: fs.zero3(fs.presets.describe("llama-nano"), devices=2, wire=wire)
+    kernels = lambda wire: selection.step_kernels(torch.device("cuda"), None, planned(wire))
     assert kernels(fs.Wire("int8", "fp8"))["wire"] == said
     find_messages.cache_clear()
     large = kernels(fs.Wire("int8", block=16_385))["wire"]
     assert large == "torch (Triton's kernel is for blocks of at most 16,384 elements)"
     assert "wire" not in kernels(fs.Wire())
-    assert selection.step_kernels(torch.device("cpu"), None, INT8) == {}
+    assert selection.step_kernels(torch.device("cpu"), None, planned(INT8)) == {}
 
 
 # -- bytes --------------------------------------------------------------------------------------------

@@ -126,9 +126,12 @@ def test_the_log_names_it_and_says_why_not():
     import fullshard as fs
     from fullshard.on_torch.kernels.selection import step_kernels
 
-    assert step_kernels(DEVICE, None, fs.Wire("int8", "fp8"))["wire"] == "triton"
-    assert step_kernels(DEVICE, None, fs.Wire("int8", block=20_000))["wire"].startswith("torch (Triton's kernel is for blocks of")
-    assert "wire" not in step_kernels(DEVICE, None, fs.Wire())
+    def kernels(wire):
+        return step_kernels(DEVICE, None, fs.zero3(fs.presets.describe("llama-nano"), devices=2, wire=wire))
+
+    assert kernels(fs.Wire("int8", "fp8"))["wire"] == "triton"
+    assert kernels(fs.Wire("int8", block=20_000))["wire"].startswith("torch (Triton's kernel is for blocks of")
+    assert "wire" not in kernels(fs.Wire())
 
 
 def test_rows_of_more_than_two_gibibytes():
