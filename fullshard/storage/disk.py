@@ -6,6 +6,7 @@ it, and its Python bindings are young: liburing calls itself alpha and wants Lin
 """
 
 import errno
+import mmap
 import os
 import tempfile
 import threading
@@ -152,6 +153,17 @@ class _Request:
 
 def _sum(data: memoryview) -> tuple[int, int]:
     return len(data), xxhash.xxh3_64_intdigest(data)
+
+
+def mapped_memory(directory: str | Path, name: str, nbytes: int) -> mmap.mmap:
+    """Memory whose pages are those of a file without a name. The kernel writes them out and drops them where memory is short."""
+    path = Path(directory) / name
+    file = _nameless(path)
+    try:
+        _reserve(file, path, nbytes)
+        return mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
 
 
 # -- the file -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -496,3 +497,33 @@ def _raise_in_a_step(state: on_torch.State, case: Case) -> None:
         state.optimizer.zero_grad()
     else:
         raise AssertionError("the step went through")
+
+
+def start_memory(path: str) -> tuple[int, int]:
+    """Bytes of a model's masters, and how far the anonymous memory of this process rose above what stays, while the model was
+    sharded with all its state on disk."""
+    from fullshard.model.presets import LlamaSize
+    from fullshard.on_torch.models import Llama
+
+    with torch.device("meta"):
+        model = Llama(LlamaSize(dim=512, layers=12, heads=8, kv_heads=8, ffn=1536, vocab=1024, sequence=64))
+    plan = fs.zero3(on_torch.describe(model), devices=1, batch=fs.Batch(1, 16)).change("*", home=Home(optimizer="disk"))
+    masters = 4 * sum(p.numel() for p in model.parameters())
+    peak, ended = [_anonymous()], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peak.append(_anonymous())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), disk=path)
+    ended.set()
+    watching.join()
+    rose = max(peak) - _anonymous()
+    state.offload.close()
+    return masters, rose
+
+
+def _anonymous() -> int:
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024

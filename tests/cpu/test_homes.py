@@ -134,6 +134,12 @@ def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
     assert found["moved"]["down"] == 4 * found["own"]  # fp32 gradients; parameters are narrowed on the host
 
 
+def test_state_that_goes_to_disk_does_not_pass_through_the_hosts_memory_at_once(ranks, tmp_path):
+    """A unit's master and moments do, one unit after the other."""
+    masters, rose = ranks(1).run(homes.start_memory, str(tmp_path))[0]
+    assert rose < 0.4 * masters
+
+
 def test_state_on_disk_is_read_and_written_once_a_step(ranks):
     found = ranks(2).run(homes.moved, Case((DISK,)))[0]["moved"]
     assert found["read"] == found["written"]

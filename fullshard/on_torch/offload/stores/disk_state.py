@@ -20,7 +20,7 @@ from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
 from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.units import OffloadedUnit, Piece
-from fullshard.storage.disk import DiskFile
+from fullshard.storage.disk import DiskFile, mapped_memory
 from fullshard.storage.host import Arena, bytes_of
 from fullshard.update_pieces import DISK_SLOTS
 
@@ -142,6 +142,7 @@ class DiskState:
     def __init__(self, unit: OffloadedUnit, file: StateFile):
         self.unit, self.file, self.layout = unit, file, file.layout
         self.flats: list[Tensor] | None = None  # the whole unit in memory, between `whole` and `give_back`
+        self.first: Tensor | None = None  # its initial master, until it is stored
 
     def expect(self, pieces: list[Piece]) -> None:
         self.file.expect(pieces)
@@ -156,10 +157,17 @@ class DiskState:
         self.file.settle()
 
     def initial(self) -> Tensor:
-        self.flats = self.flats or [torch.zeros(n, dtype=d) for n, d in zip(self._sizes(), self.layout.shown, strict=True)]
-        return self.flats[0]
+        """Mapped memory: all units have theirs at once, more than the host may have room for."""
+        if self.first is None:
+            path, master = self.file.file.path, self.layout.shown[0]
+            memory = mapped_memory(path.parent, "initial", self.unit.elements * master.itemsize)
+            self.first = torch.frombuffer(memory, dtype=master)
+        return self.first
 
     def whole(self) -> list[Tensor]:
+        if self.first is not None:
+            moments = zip(self._sizes()[1:], self.layout.shown[1:], strict=True)
+            self.flats, self.first = [self.first, *(torch.zeros(n, dtype=d) for n, d in moments)], None
         self.flats = self.flats or self._read_unit()
         return self.flats
 
