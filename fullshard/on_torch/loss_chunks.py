@@ -41,7 +41,7 @@ def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
         )
     head._fullshard_labels = batch["labels"]
     head._fullshard_spread = computes_loss(model)  # type: ignore[assignment]
-    head._fullshard_by_torch = getattr(model, "_fullshard_loss_by_torch", False)
+    head._fullshard_by_torch = getattr(model, "_fullshard_loss_by_torch", False)  # type: ignore[assignment]
     head.forward = types.MethodType(_loss_forward, head)  # type: ignore[method-assign]
     try:
         output = call_model(model, batch)

@@ -69,5 +69,5 @@ def call_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     backend = getattr(block, "_fullshard_attention", None)
     if backend is None:
         return type(block).forward(block, *args, **kwargs)
-    with sdpa_kernel(backend):  # type: ignore[arg-type]
+    with sdpa_kernel(backend):
         return type(block).forward(block, *args, **kwargs)
