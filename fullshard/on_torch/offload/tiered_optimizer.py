@@ -91,11 +91,10 @@ class TieredOptimizer:
         for unit in self.units:
             for i, p in enumerate(unit.params[: unit.trained]):
                 p.register_post_accumulate_grad_hook(partial(weakly(self._arrive, unit), i))
-            needed = not unit.shards.on_device  # to gather at all
-            if not needed:
+            if unit.shards.on_device:
                 unit.group.use_shards()
-            hooks = [weakly(m, unit, needed=needed) for m in (self._before_gather, self._at_copy, self._after_copy)]
-            unit.group.around_gather(*hooks)
+            hooks = (self._before_gather, self._at_copy, self._after_copy)
+            unit.group.around_gather(*(weakly(hook, unit, needed=not unit.shards.on_device) for hook in hooks))
 
     # -- a step ----------------------------------------------------------------------------------------
 

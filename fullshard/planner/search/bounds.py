@@ -82,7 +82,8 @@ class MemoryGrowth:
         self.plans = {(plan.batch, len(f) - 1 - i): plan for f in families for i, (_, plan) in enumerate(f)}
         costs = reduced.description.costs
         chunked = costs and costs.vocabulary and reduced.arguments["loss"] == "chunked"
-        self.chunk = largest_chunk(costs.vocabulary) if costs and chunked else 0
+        jax = reduced.arguments.get("engine") == "jax"
+        self.chunk = largest_chunk(costs.vocabulary, small=jax) if costs and chunked else 0
 
     def needed(self, plan: Plan, leaner: int, room: int) -> int:
         """Bytes that a plan needs; a lower bound if that alone does not fit."""

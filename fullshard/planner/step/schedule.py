@@ -18,7 +18,7 @@ from fullshard.planner.step.phases import neighbours, phase_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
-# As in on_torch/loss_chunks.py.
+# As in on_torch/loss_chunks.py. JAX, whose softmax is apart from the logits, has chunks as of a split vocabulary.
 CHUNK_BUDGET, CHUNK_BYTES, SPLIT_CHUNK_BYTES, CHUNK_TILE = 1 << 31, 4, 8, 256
 
 OperationKind = Literal[
@@ -78,18 +78,18 @@ def schedule(
     return tuple(_Step(plan, description, loss, clip, engine).run(micros or tuple(range(plan.batch.accumulate))))
 
 
-def chunks(plan: Plan, description: Description) -> list[int]:
+def chunks(plan: Plan, description: Description, engine: str = "torch") -> list[int]:
     """Tokens of each chunk of the chunked loss."""
     costs, tokens = description.costs, plan.batch.micro_batch * plan.batch.sequence
     assert costs is not None
     rows = costs.on(plan.mesh).vocabulary
-    chunk = largest_chunk(rows, split=rows < costs.vocabulary)
+    chunk = largest_chunk(rows, small=rows < costs.vocabulary or engine == "jax")
     return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
 
 
-def largest_chunk(vocabulary: int, *, split: bool = False) -> int:
-    """Tokens of a full chunk of the chunked loss. `split`: a rank has only these rows of the vocabulary."""
-    chunk = max(1, CHUNK_BUDGET // ((SPLIT_CHUNK_BYTES if split else CHUNK_BYTES) * vocabulary))
+def largest_chunk(vocabulary: int, *, small: bool = False) -> int:
+    """Tokens of a full chunk of the chunked loss. `small`: of a split vocabulary, or on JAX."""
+    chunk = max(1, CHUNK_BUDGET // ((SPLIT_CHUNK_BYTES if small else CHUNK_BYTES) * vocabulary))
     return chunk - (chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0)
 
 
@@ -124,7 +124,7 @@ class _Step:
         self.sections = float8_sections(plan, description, phase_sections(plan, costs, loss))
         self.scaled = False  # whether the scales of weights that are gathered in float8 are known
         self.near = neighbours(self.sections)
-        self.description = description
+        self.description, self.engine = description, engine
         self.leads = leads(plan, list(self.near))
         self.saved = self._saved()
         self.awaited: set[str] = set()  # units whose update of the previous step is done
@@ -178,7 +178,7 @@ class _Step:
 
     def _chunks(self, i: int) -> Iterator[Operation]:
         """All chunks of the loss, with the next phase between any two; the caller issues it after the last."""
-        sizes = chunks(self.plan, self.description)
+        sizes = chunks(self.plan, self.description, self.engine)
         for j, size in enumerate(sizes):
             yield self._compute(*self.sections[i], tokens=size)
             if j < len(sizes) - 1:
