@@ -64,7 +64,7 @@ class Live(TorchDispatchMode):
             return NotImplemented
         if func is aten.add.Tensor and _autograd_adds(args):
             func = aten.add_.Tensor  # as autograd does when no mode is watching
-        if func is aten.addmm.dtype_out:
+        if func in (aten.mm.dtype_out, aten.addmm.dtype_out):
             return kwargs["out"]
         if func in ONLY_CUDA:
             out = tree_map(_real, func(*tree_map(_meta, args), **tree_map(_meta, kwargs or {})))
