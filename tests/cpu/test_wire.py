@@ -250,11 +250,11 @@ def test_the_demo_learns_as_much(ranks, library, plain_losses, world, feedback, 
     found = ranks(world).run(wire.demo_losses, library, fs.Wire("int8", "int8", error_feedback=feedback), 200)[0]
     # Not of the last step alone: a learning rate that is a millionth larger moves a single loss by 1.5%, this mean by 0.5%. On
     # four ranks without feedback 3.3% and 3.8% more than plain were seen; after 106 steps, with gathers alone 0.9%, with
-    # reductions alone 0.3%.
+    # reductions alone 0.3%. With feedback it was 0.8%.
     ends = [sum(losses[-10:]) / 10 for losses in (plain, found)]
     print(f"{world} ranks, {feedback=}: plain {ends[0]:.4f}, int8 {ends[1]:.4f}")
     assert ends[0] < 0.6 * plain[0]
-    assert ends[1] == pytest.approx(ends[0], rel=0.02 if world == 2 else 0.05)
+    assert ends[1] == pytest.approx(ends[0], rel=0.02 if world == 2 or feedback else 0.05)
 
 
 @pytest.mark.full
