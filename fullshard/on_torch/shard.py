@@ -27,7 +27,7 @@ from fullshard.on_torch.kernels.plan_kernels import refuse_kernels, use_backend
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
-from fullshard.on_torch.offload.stores.offload_memory import make_memory
+from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.quantized_collectives import quantize_collectives
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
@@ -61,10 +61,10 @@ def shard(
 
     Parameters on the meta device are initialised from `seed`, shard by shard, or read from `weights`, a directory of
     safetensors files. `init`: a function of a module that sets its tensors, or a `Factory`. Parameters that have values keep
-    them. A plan that this engine cannot carry out is refused before any
-    memory is allocated. `disk`: a directory for what the plan puts on disk. `cpu_share`: the share of offloaded updates that
-    the CPU does, if the plan leaves it open; measured by default. `communication`: makes the `Communication` of each sharded unit
-    of the plan, in place of FSDP's own collectives; may be a subclass of it.
+    them. A plan that this engine cannot carry out is refused before any memory is allocated. `disk`: a directory for what the
+    plan puts on disk. `cpu_share`: the share of offloaded updates that the CPU does, if the plan leaves it open; measured by
+    default. `communication`: makes the `Communication` of each sharded unit of the plan, in place of FSDP's own collectives; may
+    be a subclass of it.
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
@@ -104,20 +104,28 @@ def shard(
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
-    away = [p for unit in memory.units for p in unit.params] if memory else []
-    own = plan.kernels.update != "torch"
-    made = make_optimizer(model, optimizer, plan.precision, own_kernels=own, offloaded=away) if optimizer else None
-    offload = TieredOptimizer(plan, where, memory, made) if memory else None
+    made, offload = _make_optimizers(model, plan, where, optimizer, memory)
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
     state.notes = (*notes, *initialized.notes)
+    checks.remember_random_frozen(state, drawn)
+    return state
+
+
+def _make_optimizers(
+    model: nn.Module, plan: Plan, device: torch.device, spec: Optimizer | None, memory: OffloadMemory | None
+) -> tuple[torch.optim.Optimizer | None, TieredOptimizer | None]:
+    """Torch's optimizer, and that of offloaded units, if there are any; the first then includes them."""
+    away = [p for unit in memory.units for p in unit.params] if memory else []
+    own = plan.kernels.update != "torch"
+    made = make_optimizer(model, spec, plan.precision, own_kernels=own, offloaded=away) if spec else None
+    offload = TieredOptimizer(plan, device, memory, made) if memory else None
     if offload is not None and made is not None:
         hook_optimizer(offload, made)
         hook_model(offload, model)
-    checks.remember_random_frozen(state, drawn)
-    return state
+    return made, offload
 
 
 def frozen_on_meta(model: nn.Module, source: Weights | None) -> list[str]:
