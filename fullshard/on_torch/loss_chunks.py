@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fullshard.errors import FullshardError, first_line
-from fullshard.on_torch.kernels.softmax_loss import softmax_loss_
+from fullshard.on_torch.kernels.softmax_loss import scaled, softmax_loss_
 from fullshard.on_torch.loss import IGNORED, TensorBatch
 from fullshard.on_torch.model_call import call_model, computes_loss, find_logits, own_call
 from fullshard.on_torch.private import all_reduce
@@ -181,6 +181,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 by_torch=by_torch,
             )
         ctx.save_for_backward(grad_hidden_ND, *grads)
+        ctx.by_torch = by_torch
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)
         return loss
 
@@ -189,15 +190,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         (grad_output,) = outputs
         hidden, *sums = ctx.saved_tensors
         # In float32: rounding the factor 1 / tokens to bf16 would bias all gradients by up to 0.4%.
-        scaled = [None if g is None else _scaled(g, grad_output, d) for g, d in zip(sums, ctx.dtypes, strict=True)]
-        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *scaled, None, None, None, None)
+        parts = zip(sums, ctx.dtypes, strict=True)
+        weights = [None if g is None else _scaled(g, grad_output, d, ctx.by_torch) for g, d in parts]
+        return (None if hidden is None else (hidden.float() * grad_output).to(hidden.dtype), *weights, None, None, None, None)
 
 
-def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`total * factor` in `dtype`, computed in float32 in one pass."""
-    if total.dtype is dtype:
-        return total.mul_(factor)
-    return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype, by_torch: bool) -> Tensor:
+    return total.mul_(factor) if total.dtype is dtype else scaled(total, factor, dtype, by_torch)
 
 
 def _one_chunk(

@@ -29,6 +29,20 @@ def _(logits_CV: Tensor, labels_C: Tensor, by_torch: bool = False) -> Tensor:
     return labels_C.new_empty(labels_C.shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("fullshard::scaled", mutates_args=())
+def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype, by_torch: bool = False) -> Tensor:
+    """`values * factor` in a narrower dtype, in one pass. `values`: in float32. `factor`: of one element."""
+    kernel = find_softmax()[0] if values.is_cuda and not by_torch else None
+    if kernel is None:
+        return torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))
+    return kernel.scaled(values.contiguous(), factor.float(), dtype)
+
+
+@scaled.register_fake
+def _(values: Tensor, factor: Tensor, dtype: torch.dtype, by_torch: bool = False) -> Tensor:
+    return torch.empty_like(values, dtype=dtype)
+
+
 @cache
 def find_softmax() -> Found:
     """The module `triton_softmax`, or None and the reason."""

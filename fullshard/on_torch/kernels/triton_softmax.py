@@ -1,4 +1,4 @@
-"""The Triton kernel of `softmax_loss`: one program for each row."""
+"""The Triton kernels of `softmax_loss`: of the loss, one program for each row, and of its gradient's factor."""
 
 import torch
 import triton
@@ -7,6 +7,7 @@ from torch import Tensor
 
 BLOCK = 2048  # columns at a time
 WARPS = 16
+SCALED = 4096  # elements that a program scales
 LOWEST = -3.0e38  # below every logit; infinity minus infinity would be no number
 
 
@@ -62,6 +63,25 @@ def loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tens
     return losses_C
 
 
+@triton.jit
+def _scale(values, factor, scaled, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    x = tl.load(values + at, here, other=0.0) * tl.load(factor)
+    tl.store(scaled + at, x.to(scaled.dtype.element_ty), here)
+
+
+def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `softmax_loss.scaled`. The values are contiguous."""
+    found = torch.empty_like(values, dtype=dtype)
+    assert values.is_contiguous()
+    assert factor.dtype is torch.float32
+    if values.numel():
+        _scale[(triton.cdiv(values.numel(), SCALED),)](values, factor, found, values.numel(), BLOCK=SCALED, num_warps=8)
+    return found
+
+
 def try_it() -> None:
-    """Compile and run the kernel once. Raises if this machine cannot."""
-    loss_and_gradient(torch.zeros(1, 8, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), -100)
+    """Compile and run the kernels once. Raises if this machine cannot."""
+    losses = loss_and_gradient(torch.zeros(1, 8, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), -100)
+    scaled(losses, losses[0], torch.bfloat16)
