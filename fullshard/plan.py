@@ -34,6 +34,7 @@ from fullshard.plan_parts import (
     Unit,
     Wire,
     WireFormat,
+    WireMemory,
     check_positive_integer,
     checked_share,
     checked_splits,
@@ -64,6 +65,7 @@ __all__ = [
     "Unit",
     "Wire",
     "WireFormat",
+    "WireMemory",
 ]
 
 
@@ -151,14 +153,14 @@ class Plan:
             raise PlanError(f"kernels.update = {self.kernels.update!r} has no effect: {why}; leave it out")
 
     def _check_wire(self) -> None:
-        """Refuse quantised collectives if there are none to quantise, or if the loss is scaled."""
-        if self.wire.is_plain:
+        """Refuse choices for collectives if there are none, and quantised ones if the loss is scaled."""
+        if self.wire == Wire():
             return
         if self.mesh.shard == 1 or all(u.layout == "replicated" for u in self.units):
             why = "mesh.shard = 1" if self.mesh.shard == 1 else "every unit of this plan is replicated"
             raise PlanError(f"wire ({self.wire}) has no effect: {why}, so nothing is gathered or reduced to shards; leave it out")
         for part in ("compute", "reduce"):
-            if getattr(self.precision, part) == "fp16":
+            if getattr(self.precision, part) == "fp16" and not self.wire.is_plain:
                 raise PlanError(
                     f"wire ({self.wire}) does not work with precision.{part} = 'fp16'; write 'bf16', or leave wire out"
                 )

@@ -22,6 +22,7 @@ PARTS: dict[str, type] = {
 # keep their hashes.
 OPTIONAL: dict[str, Any] = {
     "plan.wire": Wire(),
+    "plan.wire.memory": "torch",
     "plan.kernels": Kernels(),
     "plan.precision.buffers": None,
     "plan.precision.float8": None,
@@ -37,8 +38,8 @@ def plan_data(plan: "Plan") -> dict[str, Any]:
         *tables, key = path.split(".")[1:]
         holder = data
         for name in tables:
-            holder = holder[name]
-        if holder[key] == (dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default):  # type: ignore[arg-type]
+            holder = holder.get(name, {})  # a whole part may have been left out
+        if key in holder and holder[key] == (dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default):  # type: ignore[arg-type]
             del holder[key]
     return data
 

@@ -18,6 +18,7 @@ MomentKind = Literal["fp32", "bf16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
 Sync = Literal["every", "last"]
 WireFormat = Literal["plain", "int8", "fp8"]
+WireMemory = Literal["torch", "nccl", "symmetric"]
 AttentionKernel = Literal["auto", "cudnn", "flash"]
 Kernel = Literal["auto", "fused", "torch"]
 Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
@@ -211,19 +212,22 @@ class Prefetch:
 class Wire:
     """How a unit's parameters and gradients travel between ranks.
 
-    `gather`, `reduce`: `plain` is the dtype of the plan's precision. `int8` and `fp8` send 8 bits for each element and an fp32
-    scale for each `block` of them, which is approximate. `error_feedback`: what rounding took from a gradient is kept and added
-    to the next one.
+    `gather`, `reduce`: `plain` is the dtype of the plan's precision. `int8` and `fp8` send 8 bits for each element of a
+    parameter and an fp32 scale for each `block` of them, which is approximate. `error_feedback`: what rounding took from a
+    gradient is kept and added to the next one. `memory`: that collectives send from and receive in. NCCL copies nothing to
+    buffers of its own where that is `nccl` or `symmetric`; gradients are then summed and divided, not averaged by NCCL.
     """
 
     gather: WireFormat = "plain"
     reduce: WireFormat = "plain"
     block: int = BLOCK
     error_feedback: bool = False
+    memory: WireMemory = "torch"
 
     def __post_init__(self) -> None:
         for part in ("gather", "reduce"):
             check_choice(f"wire.{part}", getattr(self, part), get_args(WireFormat))
+        check_choice("wire.memory", self.memory, get_args(WireMemory))
         check_positive_integer("wire.block", self.block)
         if self.block < MESSAGE_GRAIN:
             raise PlanError(f"wire.block = {self.block} must be at least {MESSAGE_GRAIN}, or its scales outweigh what they save")
@@ -235,21 +239,25 @@ class Wire:
             )
         if self.block != BLOCK and self.is_plain:
             raise PlanError(f"wire.block = {self.block} has no effect: gathers and reductions are plain; leave it out")
+        if self.memory != "torch" and not self.is_plain:
+            raise PlanError(
+                f"wire.memory = {self.memory!r} has no effect on quantised messages; leave it out, or wire.gather and wire.reduce"
+            )
 
     @property
     def is_plain(self) -> bool:
         """True if nothing is quantised."""
         return self.gather == self.reduce == "plain"
 
-    def message_bytes(self, elements: int) -> int:
-        """Bytes of a quantised message of so many elements: the scales, then a byte for each element."""
-        nbytes = SCALE_BYTES * -(-elements // self.block) + elements
-        return -(-nbytes // MESSAGE_GRAIN) * MESSAGE_GRAIN
+    def message_bytes(self, *parameters: int) -> int:
+        """Bytes of a quantised message of parameters of so many elements: for each the scales, then a byte for each element."""
+        return sum(-(-(SCALE_BYTES * -(-n // self.block) + n) // MESSAGE_GRAIN) * MESSAGE_GRAIN for n in parameters)
 
     def __str__(self) -> str:
         kept = ", with error feedback" if self.error_feedback else ""
         blocks = "" if self.is_plain else f", in blocks of {self.block}"
-        return f"gathers {self.gather}, reductions {self.reduce}{blocks}{kept}"
+        memory = "" if self.memory == "torch" else f", in {self.memory} memory"
+        return f"gathers {self.gather}, reductions {self.reduce}{blocks}{kept}{memory}"
 
 
 @dataclass(frozen=True)

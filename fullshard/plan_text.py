@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fullshard.plan_parts import Home, Unit
+from fullshard.plan_parts import Home, Unit, Wire
 from fullshard.text import counted, labelled, spans, table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def plan_text(plan: "Plan") -> str:
         f"batch      {plan.batch}",
         f"prefetch   {plan.prefetch}",
         f"compile    {'each block' if plan.compile else 'no'}",
-        *([] if plan.wire.is_plain else [f"wire       {plan.wire}"]),
+        *([] if plan.wire == Wire() else [f"wire       {plan.wire}"]),
         *([] if plan.kernels.is_auto else [f"kernels    {plan.kernels}"]),
         *([f"split      {', '.join(f'{pattern} by {how}' for pattern, how in plan.split)}"] if plan.split else []),
         *([f"staging    {plan.staging} pieces of optimizer state on the device at a time"] if plan.offloads_state else []),

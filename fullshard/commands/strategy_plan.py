@@ -21,6 +21,7 @@ Float8 = StrEnum("Float8", {name: name for name in ("tensorwise", "rowwise")})  
 Moments = StrEnum("Moments", {name: name for name in ("bf16", "int8")})  # type: ignore[misc]
 Attention = StrEnum("Attention", {name: name for name in ("auto", "cudnn", "flash")})  # type: ignore[misc]
 Kernel = StrEnum("Kernel", {name: name for name in ("auto", "fused", "torch")})  # type: ignore[misc]
+WireMemory = StrEnum("WireMemory", {name: name for name in ("torch", "nccl", "symmetric")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
 
 
@@ -68,6 +69,7 @@ class StrategyOptions:
     wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
     wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
     wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
+    wire_memory: Annotated[WireMemory | None, typer.Option(help="Memory of collectives.", show_default="torch")] = None
     error_feedback: Annotated[bool, typer.Option("--error-feedback", help="Add what rounding took to later gradients.")] = False
     attention_kernel: Annotated[Attention | None, typer.Option(help="Backend of attention.", show_default="auto")] = None
     loss_kernel: Annotated[Kernel | None, typer.Option(help="Of the chunked loss.", show_default="auto")] = None
@@ -125,7 +127,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
         precision=_precision(o),
         batch=Batch(o.micro_batch or 1, sequence, o.accumulate or 1, str(o.sync or "every")),  # type: ignore[arg-type]
         prefetch=_prefetch(o),
-        wire=Wire(str(o.wire_gather or "plain"), str(o.wire_reduce or "plain"), o.wire_block, o.error_feedback),  # type: ignore[arg-type]
+        wire=_wire(o),
         kernels=Kernels(*(str(k or "auto") for k in (o.attention_kernel, o.loss_kernel, o.update_kernel))),  # type: ignore[arg-type]
         remat=str(o.remat or "none"),
         remat_every=o.remat_every,
@@ -146,6 +148,11 @@ def _prefetch(o: StrategyOptions) -> Prefetch:
     if o.prefetch and o.prefetch_forward and o.prefetch_backward:
         raise FullshardError("--prefetch has no effect beside --prefetch-forward and --prefetch-backward; leave it out")
     return Prefetch(o.prefetch_forward or o.prefetch or 1, o.prefetch_backward or o.prefetch or 1)
+
+
+def _wire(o: StrategyOptions) -> Wire:
+    gather, reduce, memory = str(o.wire_gather or "plain"), str(o.wire_reduce or "plain"), str(o.wire_memory or "torch")
+    return Wire(gather, reduce, o.wire_block, o.error_feedback, memory)  # type: ignore[arg-type]
 
 
 def spell_option(field: str, *value: object) -> str:

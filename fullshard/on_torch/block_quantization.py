@@ -56,13 +56,15 @@ class BlockFormat:
         """Memory for a message of so many rows."""
         return torch.empty(rows, self.wire.message_bytes(elements), dtype=torch.uint8, device=device)
 
-    def pack(self, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None) -> Tensor:
-        """The message of `values`, rows × elements.
+    def pack(
+        self, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        """The message of `values`, rows × elements. `into`: its memory, new by default.
 
         `residual`: a message of what rounding took before. It is added to the values, and then is what rounding took now.
         """
         rows, elements = values.shape
-        message, kept = self.message(rows, elements, values.device), BlockFormat("int8", self.wire)
+        message, kept = self.message(rows, elements, values.device) if into is None else into, BlockFormat("int8", self.wire)
         for place in self._places(rows, elements):
             grouped = values[:, place.elements].unflatten(1, (-1, place.size))
             if residual is not None:

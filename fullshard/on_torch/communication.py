@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.fsdp_groups import can_replace_collectives, replace_collectives
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Plan, Unit, Wire
 
 # Their names since torch 2.13, which deprecates the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,7 +75,7 @@ def refuse_communication(make: object, plan: Plan) -> None:
         return
     if not callable(make):
         raise FullshardError(f"communication must be a function of a unit, or a subclass of on_torch.Communication, not {make!r}")
-    if not plan.wire.is_plain:
+    if plan.wire != Wire():
         raise FullshardError(f"communication has no effect beside the plan's wire ({plan.wire}); leave one of them out")
     if plan.mesh.shard == 1 or all(u.layout == "replicated" for u in plan.units):
         raise FullshardError("communication has no effect: nothing is gathered or reduced to shards by this plan; leave it out")

@@ -1,5 +1,7 @@
 """Gathers and reductions of 8 bits an element, as the plan's `wire` says."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import CODES, BlockFormat, ErrorMeter
 from fullshard.on_torch.communication import all_gather
-from fullshard.on_torch.fsdp_groups import replace_collectives
+from fullshard.on_torch.fsdp_groups import GatherGroup, gather_group, replace_collectives
 from fullshard.on_torch.kernels.message_kernel import pack, unpack, unpack_sum
 from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.plan import Plan, Wire
@@ -29,47 +31,74 @@ def quantize_collectives(plan: Plan, units: dict[str, list[FSDPModule]]) -> Erro
         return None
     meter = ErrorMeter()
     for unit in plan.units:
-        if unit.layout != "replicated":
-            gather = QuantizedGather(wire, meter) if wire.gather != "plain" else None
-            reduce = QuantizedReduce(wire, meter) if wire.reduce != "plain" else None
-            replace_collectives(units[unit.name][0], gather, reduce)
+        module = units[unit.name][0]
+        own = gather_group(module)
+        if unit.layout != "replicated" and own is not None:
+            gather = QuantizedGather(wire, meter, own) if wire.gather != "plain" else None
+            reduce = QuantizedReduce(wire, meter, own) if wire.reduce != "plain" else None
+            replace_collectives(module, gather, reduce)
     return meter
 
 
 class QuantizedGather:
     """An all-gather of messages. Every rank computes with the rounded values, also of its own shard."""
 
-    def __init__(self, wire: Wire, meter: ErrorMeter):
+    def __init__(self, wire: Wire, meter: ErrorMeter, unit: GatherGroup):
         assert wire.gather != "plain"
-        self.format, self.meter = BlockFormat(wire.gather, wire, "gather"), meter
+        self.format, self.meter, self.unit = BlockFormat(wire.gather, wire, "gather"), meter, unit
 
     def __call__(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        message = pack(self.format, shard.view(1, -1), meter=self.meter)
-        ranks = group.size()
-        found = self.format.message(ranks, shard.numel(), shard.device)
+        # A gather of fewer ranks has larger shards of the same parameters.
+        sizes = [n for _, n in self.unit.padded()]
+        sizes = [n * shard.numel() // sum(sizes) for n in sizes]
+        message = _pack(self.format, shard.view(1, -1), sizes, self.meter)
+        found = message.new_empty(group.size(), message.size(1))
         all_gather(found.view(-1), message.view(-1), group)
-        unpack(self.format, found, output.view(ranks, -1))
+        for part, values in _parameters(self.format, found, output.view(group.size(), -1), sizes):
+            unpack(self.format, part, values)
 
 
 class QuantizedReduce:
     """A reduce-scatter as an all-to-all of messages, whose values each rank adds up in fp32."""
 
-    def __init__(self, wire: Wire, meter: ErrorMeter):
+    def __init__(self, wire: Wire, meter: ErrorMeter, unit: GatherGroup):
         assert wire.reduce != "plain"
-        self.format, self.meter, self.feedback = BlockFormat(wire.reduce, wire, "reduce"), meter, wire.error_feedback
+        self.format, self.meter, self.unit = BlockFormat(wire.reduce, wire, "reduce"), meter, unit
+        self.feedback = wire.error_feedback
         self.residual: Tensor | None = None
 
     def __call__(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
         parts = gradients.view(group.size(), -1)
-        if self.feedback and (self.residual is None or self.residual.shape != self._shape(parts)):
-            self.residual = torch.zeros(self._shape(parts), dtype=torch.uint8, device=parts.device)
-        message = pack(self.format, parts, self.residual, self.meter)
+        sizes = [n for (_, n), trained in zip(self.unit.padded(), self.unit.trained(), strict=True) if trained]
+        if sum(sizes) != parts.size(1):  # a parameter took no part in the loss; FSDP does not say which
+            sizes = [parts.size(1)]
+        if self.feedback and (self.residual is None or self.residual.shape != self._shape(parts, sizes)):
+            self.residual = torch.zeros(self._shape(parts, sizes), dtype=torch.uint8, device=parts.device)
+        message = _pack(self.format, parts, sizes, self.meter, self.residual)
         found = torch.empty_like(message)
         dist.all_to_all_single(found, message, group=group)
-        unpack_sum(self.format, found, output)
+        for part, values in _parameters(self.format, found, output.view(1, -1), sizes):
+            unpack_sum(self.format, part, values[0])
 
-    def _shape(self, parts: Tensor) -> tuple[int, int]:
-        return len(parts), self.format.wire.message_bytes(parts.size(1))
+    def _shape(self, parts: Tensor, sizes: list[int]) -> tuple[int, int]:
+        return len(parts), self.format.wire.message_bytes(*sizes)
+
+
+def _pack(how: BlockFormat, values: Tensor, sizes: list[int], meter: ErrorMeter, residual: Tensor | None = None) -> Tensor:
+    """The message of parameters of these sizes, rows × elements: no block has elements of two. A norm's weights are near 1 and
+    those of a linear layer near 0, so one scale for both would round the latter away."""
+    message = values.new_empty(len(values), how.wire.message_bytes(*sizes), dtype=torch.uint8)
+    kept = message if residual is None else residual
+    both = zip(_parameters(how, message, values, sizes), _parameters(how, kept, values, sizes), strict=True)
+    for (into, part), (rest, _) in both:
+        pack(how, part, None if residual is None else rest, meter, into)
+    return message
+
+
+def _parameters(how: BlockFormat, message: Tensor, values: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each parameter its columns of a message and of the values."""
+    messages = message.split([how.wire.message_bytes(n) for n in sizes], 1)
+    return zip(messages, values.split(sizes, 1), strict=True)
 
 
 def relative_errors(meter: ErrorMeter, device: torch.device) -> dict[str, float]:

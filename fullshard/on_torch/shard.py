@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
+from fullshard.on_torch.collective_memory import refuse_memory, use_memory
 from fullshard.on_torch.communication import MakeCommunication, install_communication, refuse_communication
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
@@ -73,6 +74,7 @@ def shard(
     refuse_float8_device(plan, where)
     refuse_kernels(model, plan, where, optimizer)
     refuse_communication(communication, plan)
+    refuse_memory(plan, where)
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
     meshes = make_meshes(plan, where.type)
@@ -89,6 +91,7 @@ def shard(
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
     computed = _copy_whole_shards_once(plan, units)
+    use_memory(plan, units)
     meter = quantize_collectives(plan, units)
     if communication is not None:
         install_communication(communication, plan, units)

@@ -1,7 +1,7 @@
 """What of a plan the JAX engine cannot carry out on any device. Knows no JAX: `fullshard plan` asks it too."""
 
 from fullshard.errors import FullshardError
-from fullshard.plan import Plan, Prefetch
+from fullshard.plan import Plan, Prefetch, Wire
 
 
 def refuse_on_jax(plan: Plan) -> None:
@@ -20,8 +20,8 @@ def refuse_on_jax(plan: Plan) -> None:
     if precision.low_bit:
         given = f"moments = {precision.moments!r}" if precision.moments else f"rounding = {precision.rounding!r}"
         raise FullshardError(f"precision.{given}: the JAX engine has no low-bit optimizer state; leave it out")
-    if not plan.wire.is_plain:
-        raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain; leave wire out")
+    if plan.wire != Wire():
+        raise FullshardError(f"wire ({plan.wire}): on JAX, XLA's collectives are plain, in its own memory; leave wire out")
     if not plan.kernels.is_auto:
         raise FullshardError(f"kernels ({plan.kernels}): on JAX, XLA chooses kernels; leave kernels out")
     if plan.mesh.expert > 1:

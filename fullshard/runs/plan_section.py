@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fullshard.plan import DType, Float8, Kernels, Precision, Prefetch, Remat, Sync, Wire, WireFormat
+from fullshard.plan import DType, Float8, Kernels, Precision, Prefetch, Remat, Sync, Wire, WireFormat, WireMemory
 from fullshard.plan_parts import BLOCK, AttentionKernel, Kernel, MomentKind, Rounding
 from fullshard.runs.recipe_sections import RecipeSection, changed
 
@@ -47,6 +47,7 @@ class PlanSection(RecipeSection):
     wire_reduce: WireFormat = "plain"
     wire_block: int = Field(BLOCK, ge=16)
     error_feedback: bool = False
+    wire_memory: WireMemory = "torch"
     attention_kernel: AttentionKernel = "auto"
     loss_kernel: Kernel = "auto"
     update_kernel: Kernel = "auto"
@@ -80,6 +81,8 @@ class PlanSection(RecipeSection):
             )
         if self.wire_block != BLOCK and self.wire_gather == self.wire_reduce == "plain":
             raise ValueError("wire_block has no effect without wire_gather or wire_reduce; write wire_gather = 'int8'")
+        if self.wire_memory != "torch" and not self.wire_gather == self.wire_reduce == "plain":
+            raise ValueError("wire_memory has no effect on quantised messages; leave it out, or wire_gather and wire_reduce")
         return self
 
     @property
@@ -94,7 +97,7 @@ class PlanSection(RecipeSection):
 
     @property
     def wire(self) -> Wire:
-        return Wire(self.wire_gather, self.wire_reduce, self.wire_block, self.error_feedback)
+        return Wire(self.wire_gather, self.wire_reduce, self.wire_block, self.error_feedback, self.wire_memory)
 
     @property
     def kernels(self) -> Kernels:

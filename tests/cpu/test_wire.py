@@ -219,6 +219,15 @@ def test_gradients_and_updates_beside_plain_ones(ranks):
         assert found["fp8"] < 0.01
 
 
+def test_a_norms_weights_do_not_coarsen_those_beside_them(ranks):
+    """A norm's weights are 1, a linear layer's near 0.02. In one block, the latter would be off by up to 1 / 254."""
+    for found in ranks(2).run(wire.gathered_errors):
+        assert len(found) == 9
+        for lost, largest in found.values():
+            assert largest > 0
+            assert lost <= 1.01 * largest / 127 / 2
+
+
 def test_a_communication_of_ones_own(ranks):
     for found in ranks(2).run(wire.own_communication):
         assert found["counted"] == found["logged"] > 0
@@ -226,6 +235,18 @@ def test_a_communication_of_ones_own(ranks):
         assert found["units"] == ["embed", "model.layers.0", "model.layers.1", "head"]
         assert "leave one of them out" in found["beside wire"]
         assert "must return an on_torch.Communication" in found["no communication"]
+
+
+def test_collectives_in_other_memory(ranks):
+    """On gloo, whose memory is torch's: units are set up so, and sums that are divided by two have the bits of averages."""
+    for found in ranks(2).run(wire.other_memory):
+        assert found["set"] == ["ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", True]
+        assert found["losses"] == found["plain"]
+        assert (
+            found["refused"]
+            == "wire.memory = 'nccl' needs collectives of NCCL, and those of these ranks are cpu:gloo; leave it out"
+        )
+        assert "communication has no effect beside the plan's wire" in found["beside communication"]
 
 
 @pytest.fixture(scope="module")
@@ -248,13 +269,11 @@ def test_the_demo_learns_as_much(ranks, library, plain_losses, world, feedback, 
     monkeypatch.setattr("tests.cpu.ranks.TIMEOUT", 1800)  # seconds: four ranks on two cores take more than five minutes
     plain = plain_losses(world)
     found = ranks(world).run(wire.demo_losses, library, fs.Wire("int8", "int8", error_feedback=feedback), 200)[0]
-    # Not of the last step alone: a learning rate that is a millionth larger moves a single loss by 1.5%, this mean by 0.5%. On
-    # four ranks without feedback 3.3% and 3.8% more than plain were seen; after 106 steps, with gathers alone 0.9%, with
-    # reductions alone 0.3%. With feedback it was 0.8%.
+    # Not of the last step alone: a learning rate that is a millionth larger moves a single loss by 1.5%, this mean by 0.5%.
     ends = [sum(losses[-10:]) / 10 for losses in (plain, found)]
     print(f"{world} ranks, {feedback=}: plain {ends[0]:.4f}, int8 {ends[1]:.4f}")
     assert ends[0] < 0.6 * plain[0]
-    assert ends[1] == pytest.approx(ends[0], rel=0.02 if world == 2 or feedback else 0.05)
+    assert ends[1] == pytest.approx(ends[0], rel=0.01)
 
 
 @pytest.mark.full

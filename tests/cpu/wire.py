@@ -12,16 +12,18 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.model import presets
+from fullshard.on_torch.collective_memory import use_memory
+from fullshard.on_torch.fsdp_groups import gather_group
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import recipes
 
-MODEL, SEQUENCE = "llama-nano", 16
+MODEL, DEMO, SEQUENCE = "llama-nano", "llama-bytes", 16
 
 
-def make_plan(strategy: str, arguments: dict, wire: fs.Wire, **more) -> tuple[fs.Plan, fs.Description]:
+def make_plan(strategy: str, arguments: dict, wire: fs.Wire, model: str = MODEL, **more) -> tuple[fs.Plan, fs.Description]:
     """A plan for all ranks, and the description with costs that predictions need."""
     precision = more.pop("precision", fs.Precision())
-    described = presets.describe(MODEL)
+    described = presets.describe(model)
     return fs.strategy(
         strategy, described, **arguments, precision=precision, batch=fs.Batch(1, SEQUENCE), wire=wire, **more
     ), described
@@ -35,9 +37,8 @@ def batches(mesh: fs.Mesh, step: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def sent(strategy: str, arguments: dict, wire: fs.Wire, **more) -> dict:
     """Bytes that this rank sends in a steady step: counted, and predicted."""
-    model = on_torch.load_model(MODEL)
-    plan, described = make_plan(strategy, arguments, wire, **more)
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), seed=7)
+    plan, described = make_plan(strategy, arguments, wire, DEMO, **more)
+    state = on_torch.shard(on_torch.load_model(DEMO), plan, fs.AdamW(lr=1e-3), seed=7)
     for step in range(2):
         with on_torch.record() as traffic:
             on_torch.train_step(state, batches(plan.mesh, step), loss=on_torch.chunked_loss)
@@ -49,11 +50,49 @@ def sent(strategy: str, arguments: dict, wire: fs.Wire, **more) -> dict:
     return {"counted": counted, "predicted": {k: getattr(predicted, k) for k in counted}, "errors": state.wire_errors}
 
 
+def gathered_errors() -> dict[str, tuple[float, float]]:
+    """The largest error of each parameter that the first block computes with, and its largest value."""
+    plan = make_plan("zero3", {"devices": dist.get_world_size()}, fs.Wire("int8"))[0]
+    state = on_torch.shard(on_torch.load_model(MODEL), plan, fs.AdamW(lr=1e-3), seed=7)
+    exact = {name: p.full_tensor() for name, p in state.model.model.layers[0].named_parameters()}
+    found: dict[str, tuple[float, float]] = {}
+
+    def compare(module: torch.nn.Module, inputs: object) -> None:
+        for name, p in module.named_parameters():
+            found.setdefault(name, (float((p - exact[name]).abs().max()), float(exact[name].abs().max())))
+
+    state.model.model.layers[0].register_forward_pre_hook(compare)
+    on_torch.train_step(state, batches(plan.mesh), loss=on_torch.chunked_loss)
+    return found
+
+
+def other_memory() -> dict:
+    """Losses and FSDP's collectives with memory from the process group, beside torch's."""
+    arguments = {"devices": dist.get_world_size()}
+    plain, asked = (make_plan("zero3", arguments, w)[0] for w in (fs.Wire(), fs.Wire(memory="nccl")))
+    found: dict = {}
+    for name in ("plain", "losses"):
+        state = on_torch.shard(on_torch.load_model(MODEL), plain, fs.AdamW(lr=1e-3), seed=7)
+        if name == "losses":
+            use_memory(asked, state.unit_modules)
+        group = gather_group(state.unit_modules["model.layers.0"][0]).group
+        found["set"] = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
+        found["set"].append(group.force_sum_reduction_for_comms)
+        steps = [on_torch.train_step(state, batches(plain.mesh, i), loss=on_torch.chunked_loss) for i in range(3)]
+        found[name] = [step.loss.item() for step in steps]
+    for name, more in (("refused", {}), ("beside communication", {"communication": on_torch.Communication})):
+        try:
+            on_torch.shard(on_torch.load_model(MODEL), asked, fs.AdamW(lr=1e-3), **more)
+        except fs.FullshardError as error:
+            found[name] = str(error)
+    return found
+
+
 def demo_losses(tokens: str, wire: fs.Wire, steps: int) -> list[float]:
     """The losses of examples/demo.py on these ranks, with its model, data, rates and seeds."""
     demo = _example("demo")
     world = dist.get_world_size()
-    model, data = on_torch.load_model("llama-bytes"), TokenFile(Path(tokens))
+    model, data = on_torch.load_model(DEMO), TokenFile(Path(tokens))
     plan = fs.zero3(on_torch.describe(model), devices=world, batch=fs.Batch(demo.MICRO_BATCH, demo.SEQUENCE), wire=wire)
     state = on_torch.shard(model, plan, fs.AdamW(lr=demo.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=demo.SEED)
     feed = Batches(data, demo.SEQUENCE, demo.MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=world, seed=demo.SEED)

@@ -24,6 +24,14 @@ def test_loss_and_gradient_are_torchs(columns, dtype):
     assert (ours.float() - torchs.float()).abs().max() <= step
 
 
+def test_scaling_gives_torchs_bits():
+    from fullshard.on_torch.kernels.softmax_loss import scaled
+
+    given, factor = torch.randn(1001, 300, device="cuda") * 1e-3, torch.tensor(1 / 16_383, device="cuda")
+    for kind in (torch.bfloat16, torch.float16):
+        assert torch.equal(scaled(given, factor, kind), scaled(given, factor, kind, by_torch=True))
+
+
 def test_a_label_outside_the_vocabulary_is_no_number():
     from fullshard.on_torch.kernels.softmax_loss import softmax_loss_
 

@@ -108,6 +108,26 @@ def test_messages_are_those_of_a_cpu(code):
         assert torch.equal(used(how, by.pack(how, given).cpu(), elements), used(how, how.pack(given.cpu()), elements))
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("code", CODES)
+def test_parameters_of_a_message_lie_side_by_side(code, feedback):
+    from fullshard.on_torch.block_quantization import ErrorMeter
+    from fullshard.on_torch.kernels.message_kernel import unpack
+    from fullshard.on_torch.quantized_collectives import _pack, _parameters
+
+    how, sizes, found = format_of(code, 256), [7, 256, 1000, 33, 4096], []
+    for where in (DEVICE, torch.device("cpu")):
+        kept = torch.zeros(3, how.wire.message_bytes(*sizes), dtype=torch.uint8, device=where) if feedback else None
+        for step in range(2):
+            given, out = (f(3, sum(sizes), device=where) for f in (torch.zeros, torch.empty))
+            given.copy_(values(3, sum(sizes), torch.float32, step))
+            message = _pack(how, given, sizes, ErrorMeter(), kept)
+        for part, part_of_out in _parameters(how, message, out, sizes):
+            unpack(how, part, part_of_out)
+        found.append(out.cpu())
+    assert torch.equal(bits(found[0]), bits(found[1]))
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_the_meter_measures_as_torchs_does(code):
     from fullshard.on_torch.block_quantization import ErrorMeter
@@ -165,7 +185,7 @@ def milliseconds(work, repeats=10):
 @pytest.mark.parametrize("code", CODES)
 def test_speed(code):
     """Printed, not asserted: milliseconds to pack and unpack 400 MB by Triton and by torch, beside a plain copy, and beside what
-    the planner counts: the bytes of one pass at the rate of the copy."""
+    the planner says."""
     copied = torch.empty(200_000_000, dtype=torch.bfloat16, device=DEVICE)
     copy, _ = milliseconds(lambda: torch.empty_like(copied).copy_(copied))
     print(f"\n{code}: copy of 400 MB {copy:.3f} ms, {2 * copied.nbytes / copy / 1e9:.2f} TB/s")

@@ -196,7 +196,11 @@ BAD = [
     ("plan llama-nano --devices 4 --float8 rowwise -o plan.json", "needs precision.compute = 'bf16', not 'fp32'"),
     ("plan llama-nano --devices 4 --moments int4 -o plan.json", "'--moments': 'int4' is not one of 'bf16', 'int8'; see --help"),
     ("plan llama-nano --devices 4 --moments int8 --engine jax -o plan.json", "precision.moments = 'int8': the JAX engine has no"),
-    ("plan llama-nano --devices 4 --wire-gather int8 --engine jax -o plan.json", "XLA's collectives are plain; leave wire out"),
+    (
+        "plan llama-nano --devices 4 --wire-gather int8 --engine jax -o plan.json",
+        "XLA's collectives are plain, in its own memory",
+    ),
+    ("plan llama-nano --devices 4 --wire-memory nccl --engine jax -o plan.json", "in nccl memory): on JAX, XLA's collectives"),
     ("plan llama-nano --devices 1 --wire-gather int8 -o plan.json", "has no effect: mesh.shard = 1, so nothing is gathered"),
     (
         "plan llama-nano --cluster 8xa100 --fix float8=tensorwise -o plan.json",

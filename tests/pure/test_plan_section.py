@@ -52,6 +52,7 @@ def test_depths(tmp_path):
 def test_wire(tmp_path):
     given = ("plan.wire_gather=int8", "plan.wire_reduce=fp8", "plan.wire_block=64", "plan.error_feedback=true")
     assert made(tmp_path, *given).wire == fs.Wire("int8", "fp8", 64, error_feedback=True)
+    assert made(tmp_path, "plan.wire_memory=symmetric").wire == fs.Wire(memory="symmetric")
     assert made(tmp_path).wire == fs.Wire()
 
 
@@ -59,6 +60,7 @@ REFUSED = [
     (("plan.wire_gather=int4",), "plan.wire_gather = 'int4': input should be 'plain', 'int8' or 'fp8'"),
     (("plan.wire_blok=3",), "unknown key plan.wire_blok"),
     (("plan.error_feedback=true",), "error_feedback has no effect with wire_reduce = 'plain'; write wire_reduce = 'int8'"),
+    (("plan.wire_memory=nccl", "plan.wire_gather=int8"), "wire_memory has no effect on quantised messages"),
     (("plan.wire_block=64",), "wire_block has no effect without wire_gather or wire_reduce"),
     (
         ("plan.prefetch=2", "plan.prefetch_forward=2", "plan.prefetch_backward=2"),

@@ -15,10 +15,17 @@ from fullshard.plan import Wire
 from fullshard.planner.step.quantized_wire import FUSED_BLOCK
 
 
-def pack(how: BlockFormat, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None) -> Tensor:
+def pack(
+    how: BlockFormat,
+    values: Tensor,
+    residual: Tensor | None = None,
+    meter: ErrorMeter | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
     """As `BlockFormat.pack`, by the best kernel there is."""
     kernel = _kernel(how, values)
-    return how.pack(values, residual, meter) if kernel is None else kernel.pack(how, values, residual, meter)
+    found: Tensor = (BlockFormat if kernel is None else kernel).pack(how, values, residual, meter, into)
+    return found
 
 
 def unpack(how: BlockFormat, message: Tensor, values: Tensor) -> None:

@@ -163,15 +163,22 @@ def _unpack_sum(
     tl.store(total + at, x.to(total.dtype.element_ty), here)
 
 
-def pack(how: BlockFormat, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None) -> Tensor:
+def pack(
+    how: BlockFormat,
+    values: Tensor,
+    residual: Tensor | None = None,
+    meter: ErrorMeter | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
     """As `BlockFormat.pack`. The elements of a row of values are contiguous."""
     rows, elements = values.shape
-    message = how.message(rows, elements, values.device)
+    message = how.message(rows, elements, values.device) if into is None else into
     if not elements:
         return message
     assert values.stride(1) == 1
     kept = message if residual is None else residual
     assert kept.shape == message.shape
+    assert kept.stride() == message.stride()
     grid, metered = _grid(how, rows, elements), meter is not None and meter.on
     squares = torch.empty(math.prod(grid), 2, dtype=torch.float64, device=values.device) if metered else values
     _pack[grid](
@@ -220,7 +227,7 @@ def _views(message: Tensor) -> tuple[Tensor, Tensor]:
 
 def _row_sizes(how: BlockFormat, message: Tensor, elements: int) -> tuple[int, int, int]:
     """Of a row: its words, blocks and elements. Codes begin at a whole word, so that they are written four at a time."""
-    assert message.stride(0) == how.wire.message_bytes(elements)
+    assert message.shape[1] == how.wire.message_bytes(elements)
     return message.stride(0) // SCALE_BYTES, triton.cdiv(elements, how.wire.block), elements
 
 

@@ -81,8 +81,8 @@ class Replay:
             if sizes.away and unit.home.optimizer == "device":  # master and moments, apart from the shard's memory
                 self._add("rest", f"state:{unit.name}", self.away.state_of(sizes), "optimizer")
             if sizes.world > 1 and self.plan.wire.error_feedback:
-                residual = sizes.world * self.plan.wire.message_bytes(sizes.moving)
-                self._add("rest", f"residual:{unit.name}", residual if sizes.trained else 0, "residuals", REDUCE)
+                residual = sizes.world * self.plan.wire.message_bytes(*(sizes.shards[i] for i in sizes.trained))
+                self._add("rest", f"residual:{unit.name}", residual, "residuals", REDUCE)
         self._add("rest", "scales", 4 * sum(len(sizes.float8) for sizes in self.units.values()), "params")
         for slot, nbytes in enumerate(self.away.staging()):
             self._add("rest", f"staging{slot}", nbytes, "staging")
@@ -268,13 +268,15 @@ class Replay:
         return "reduce input" if in_place and not held else "reduced"
 
     def _quantized(self, passes: Quantization, op: Operation, packed: int, unpacked: int, term: Term, stream: int) -> None:
-        """The messages of a quantised collective, and what packing and unpacking so many elements needs for a moment."""
-        row = passes.message(unpacked // op.ranks)
-        self._add(op.unit, "message", row * op.ranks * packed // unpacked, term, stream)
-        self._add(op.unit, "packing", passes.passing(packed, packing=True), term, stream)
+        """The messages of a quantised collective, and what packing and unpacking so many elements needs for a moment, one
+        parameter after the other."""
+        sizes = self.units[op.unit]
+        largest = max(sizes.gathered[i] for i in (sizes.trained if op.kind == "reduce" else range(len(sizes.gathered))))
+        self._add(op.unit, "message", op.sent * packed // unpacked, term, stream)
+        self._add(op.unit, "packing", passes.passing(largest * packed // unpacked, packing=True), term, stream)
         self._drop(op.unit, "packing")
-        self._add(op.unit, "messages", row * op.ranks, term, stream)
-        self._add(op.unit, "unpacking", passes.passing(unpacked, packing=False), term, stream)
+        self._add(op.unit, "messages", op.sent, term, stream)
+        self._add(op.unit, "unpacking", passes.passing(largest, packing=False), term, stream)
         for name in ("unpacking", "messages", "message"):
             self._drop(op.unit, name)
 

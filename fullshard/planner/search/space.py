@@ -23,7 +23,7 @@ FIXABLE = {
     "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
     "sync": str, "prefetch": int, "prefetch_forward": int, "prefetch_backward": int, "compile": bool, "compute": str,
     "reduce": str, "master": str, "buffers": str, "float8": str, "moments": str, "rounding": str, "wire_gather": str,
-    "wire_reduce": str, "wire_block": int, "error_feedback": bool,
+    "wire_reduce": str, "wire_block": int, "error_feedback": bool, "wire_memory": str,
     "attention_kernel": str, "loss_kernel": str, "update_kernel": str,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
@@ -268,8 +268,8 @@ def _prefetch(fix: dict[str, Any]) -> Prefetch:
 
 def _wire(fix: dict[str, Any]) -> Wire:
     """The pinned wire, by default plain: what is approximate is never chosen."""
-    names = {"wire_gather": "gather", "wire_reduce": "reduce", "wire_block": "block", "error_feedback": "error_feedback"}
-    return Wire(**{part: fix[name] for name, part in names.items() if name in fix})
+    names = [*(f"wire_{part}" for part in ("gather", "reduce", "block", "memory")), "error_feedback"]
+    return Wire(**{name.removeprefix("wire_"): fix[name] for name in names if name in fix})
 
 
 def _least_offload(fixed: dict[str, Any]) -> Home:

@@ -224,8 +224,8 @@ class _Step:
             return
         ranks = int(sizes.reshard) if unit in self.parts else sizes.world
         yield from self._scale(sizes)
-        elements, wire = sum(sizes.gathered), self.plan.wire
-        sent = ranks * wire.message_bytes(elements // ranks) if wire.gather != "plain" else 0
+        wire = self.plan.wire
+        sent = ranks * wire.message_bytes(*(n // ranks for n in sizes.gathered)) if wire.gather != "plain" else 0
         yield self._op(
             "gather", unit, nbytes=sum(sizes.gathered_bytes(item(self.plan.precision.compute))), ranks=ranks, sent=sent
         )
@@ -302,7 +302,7 @@ class _Step:
         nbytes = elements * item(self.plan.precision.reduce)
         fresh = unit not in self.sharded_grads
         quantized = self.plan.wire.reduce != "plain" and sizes.world > 1
-        sent = sizes.world * self.plan.wire.message_bytes(elements // sizes.world) if quantized else 0
+        sent = sizes.world * self.plan.wire.message_bytes(*(sizes.shards[i] for i in sizes.trained)) if quantized else 0
         yield Operation("reduce", unit, self.micro, nbytes=nbytes, ranks=sizes.world, sent=sent, first=fresh)
         if sizes.copies > 1:
             yield self._op("all_reduce", unit, nbytes=nbytes // sizes.world, ranks=sizes.copies)

@@ -158,7 +158,8 @@ class StepLanes:
         """Seconds to pack and unpack so many elements around a collective; 0 if it is plain. `results`: see `Quantization`."""
         if passes is None or not op.sent:
             return 0.0
-        self._issue(passes.kernels)
+        sizes = self.units[op.unit]
+        self._issue(passes.kernels(len(sizes.trained if op.kind == "reduce" else sizes.shards)))
         moved = passes.moved(packed, unpacked, results)
         return self.machine.copy(moved) if passes.fused else self.machine.add(moved)
 
