@@ -78,7 +78,7 @@ def measure_floors(args: argparse.Namespace) -> dict[str, float]:
     }
     if device.type == "cuda":
         found["pcie_each_way_gbs"] = 12 * cpu_share.ELEMENTS / cpu_share.bus_seconds(device, rule) / 1e9
-        found["share"] = cpu_share.measured_share(device, rule, streamed=10, sent=8)
+        found["share"] = cpu_share.measured_share(device, rule, fs.Precision(), streamed=10, sent=8)
         cores, bus = cpu_share.at_once(device, rule)
         found["dram_at_once_gbs"] = (UPDATED / cores + STREAMED / bus) / 1e9
     if args.disk:

@@ -23,6 +23,22 @@ READ_SLOTS = 2  # pinned buffers for a unit's shard from disk: one is copied to 
 WRITE_SLOTS = 4  # pinned buffers for a piece's new parameters on their way to disk
 
 
+# Elements a second that one core updates in few bits, by the kind of the moments: with a master rounded to the nearest value,
+# and stochastically. Torch's passes over chunks in the cache are bound by arithmetic, an fp32 AdamW by memory.
+LOW_BIT_RATES = {"fp32": (1.1e8, 6.2e7), "bf16": (7.9e7, 4.8e7), "int8": (2.8e7, 2.3e7)}
+
+
+def update_cores(cores: int) -> int:
+    """Of a rank's cores, those that update: less some for the threads that queue work. Fewer cores than all saturate the host's
+    memory."""
+    return max(1, cores - max(2, 3 * cores // 8))
+
+
+def low_bit_seconds(moments: str, cores: int, *, stochastic: bool) -> float:
+    """Seconds an element of an update in few bits by a rank with so many cores, at least."""
+    return 1 / (LOW_BIT_RATES[moments][stochastic] * update_cores(cores))
+
+
 def cut(elements: int) -> list[tuple[int, int]]:
     """(start, stop) of each piece of a flat shard. Pieces differ by at most one grain; the last one has the remainder."""
     if elements == 0:

@@ -58,6 +58,7 @@ class Calibration:
         metadata=_about("times", "torch's softmax of a chunk of the loss, over the kernel in place")
     )
     flash_attention: Fitted = field(metadata=_about("of attention rate", "attention of kernels.attention = 'flash'"))
+    rowwise_gemm: Fitted = field(metadata=_about("of float8 rate", "products of precision.float8 = 'rowwise', with their casts"))
     widening_bandwidth: Fitted = field(metadata=_about("of copy rate", "copies from bf16 to fp32"))
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
     adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "AdamW with clipping on the device, in one pass"))
@@ -133,6 +134,7 @@ HOPPER = Calibration(
     chunked_loss_bandwidth=_resident(0.74),
     torch_loss_passes=_resident(13.0),
     flash_attention=_attention(0.6),
+    rowwise_gemm=_resident(0.57),
     widening_bandwidth=_kernels(0.45),
     foreach_bandwidth=_kernels(0.84),
     adamw_bandwidth=_resident(0.85),

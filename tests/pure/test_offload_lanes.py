@@ -16,7 +16,7 @@ from fullshard.model import presets
 from fullshard.planner.step.offload_bytes import pieces
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
-from fullshard.planner.time.offload_lanes import Calendar, balance
+from fullshard.planner.time.offload_lanes import Calendar, balance, rates
 from fullshard.planner.time.step_lanes import Timeline
 from fullshard.planner.time.timeline import timeline
 
@@ -293,6 +293,16 @@ def test_the_share_of_the_cores_follows_the_rates():
     shares = [balance(cluster(adamw=a * 1e-10), made, 2) for a in range(1, 40)]
     assert shares == sorted(shares, reverse=True)
     assert all(8 * s == int(8 * s) for s in shares)
+
+
+def test_the_cores_take_longer_with_low_bit_state():
+    """Sixteen cores, of which ten update: at least as long as the arithmetic of one core takes, over ten."""
+    for moments, rounding, each in (("int8", "nearest", 2.8e7), ("bf16", "nearest", 7.9e7)):
+        precision = fs.Precision("bf16", moments=moments, rounding=rounding)
+        made = dataclasses.replace(plan(HOST), precision=precision)
+        assert rates(cluster(cores=16), made, 2, at_once=False)[1] == pytest.approx(1 / (10 * each))
+        assert rates(cluster(cores=16, adamw=1e-3), made, 2, at_once=False)[1] > 1e-4  # memory may be slower still
+        assert balance(cluster(cores=16), made, 2) < balance(cluster(cores=16), plan(HOST), 2)
 
 
 def test_the_balanced_share_is_the_fastest():

@@ -1,7 +1,7 @@
 """What quantising a collective costs besides its message: bytes read and written, kernels, and memory for a moment.
 
-A GPU packs and unpacks a parameter in one pass each (on_torch/kernels/triton_messages.py). A CPU follows on_torch/block_quantization.py,
-step by step.
+A GPU packs and unpacks a parameter in one pass each (on_torch/kernels/triton_messages.py). A CPU follows
+on_torch/block_quantization.py, step by step.
 """
 
 from dataclasses import dataclass

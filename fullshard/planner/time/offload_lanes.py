@@ -14,7 +14,7 @@ from fullshard.cluster.cluster import Cluster
 from fullshard.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic, state_width
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
-from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced
+from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced, low_bit_seconds
 
 TransferLane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 ADAMW = 28  # bytes an element of AdamW's update in fp32: gradient, master and moments in and out
@@ -33,11 +33,16 @@ def balance(cluster: Cluster, plan: Plan, slots: int) -> float:
 def rates(cluster: Cluster, plan: Plan, slots: int, *, at_once: bool) -> tuple[float, float]:
     """Bytes a second over PCIe, both ways together, and seconds of an update by the cores for each parameter.
 
-    The update's seconds are AdamW's, scaled by the bytes that it moves. `at_once`: while both use the host's memory.
+    The update's seconds are AdamW's, scaled by the bytes that it moves; of low-bit state, at least those that its arithmetic
+    takes. `at_once`: while both use the host's memory.
     """
-    both = cluster.of("pcie_beside" if at_once else "pcie_both")
-    state = state_width(plan, slots) if plan.precision.low_bit else 4 * (1 + slots)
-    return both, cluster.of("adamw_beside" if at_once else "adamw") * (4 + 2 * state) / ADAMW
+    both, p = cluster.of("pcie_beside" if at_once else "pcie_both"), plan.precision
+    state = state_width(plan, slots) if p.low_bit else 4 * (1 + slots)
+    moved = cluster.of("adamw_beside" if at_once else "adamw") * (4 + 2 * state) / ADAMW
+    if not p.low_bit:
+        return both, moved
+    cores, stochastic = cluster.node.host.cores, p.rounding == "stochastic"
+    return both, max(moved, low_bit_seconds(p.moment_kind, cores, stochastic=stochastic))
 
 
 class Calendar:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.cluster.cluster import Cluster, Quantity
 from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, Section, evaluate
-from fullshard.plan import Kernels, Mesh
+from fullshard.plan import Float8, Kernels, Mesh
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # seconds of each field of `Calls`, in its order
@@ -32,7 +32,15 @@ class SectionTime:
 class Machine:
     """One device of a cluster that computes in one dtype, by a plan's choice of kernels."""
 
-    def __init__(self, cluster: Cluster, dtype: str, *, mesh: Mesh | None = None, kernels: Kernels | None = None):
+    def __init__(
+        self,
+        cluster: Cluster,
+        dtype: str,
+        *,
+        mesh: Mesh | None = None,
+        kernels: Kernels | None = None,
+        float8: Float8 | None = None,
+    ):
         self.cluster, self.dtype, self.mesh = cluster, dtype, mesh or Mesh()
         self.hbm, self.pointwise = cluster.of("hbm"), cluster.of("pointwise")
         self.region, self.saved, self.dispatched = (cluster.of(q) for q in REMAT)
@@ -42,6 +50,7 @@ class Machine:
         if kernels.loss == "torch" and not cpu:  # a CPU has no other
             self.chunked_loss /= fitted.torch_loss_passes
         self.attention = fitted.flash_attention if kernels.attention == "flash" and not cpu else 1.0
+        self.rowwise = fitted.rowwise_gemm if float8 == "rowwise" else 1.0
         self.adding = self.hbm if cpu else self.pointwise
         self.widening, self.listing = fitted.widening_bandwidth * self.hbm, fitted.foreach_bandwidth * self.hbm
         self.joining = self.widening if cpu else self.listing  # a CPU pads and copies
@@ -120,7 +129,7 @@ class Machine:
         """Products in float8 are taken to reach the share of their peak that those in bf16 reach. A CPU emulates them in fp32."""
         if self.cluster.device.kind == "cpu":
             return self.cluster.gemm_rate(flops, "fp32")
-        return self._gemm_rate(flops) * self.cluster.peak("fp8") / self.cluster.peak("bf16")
+        return self._gemm_rate(flops) * self.cluster.peak("fp8") / self.cluster.peak("bf16") * self.rowwise
 
     def add(self, nbytes: float) -> float:
         """Seconds to add tensors. `nbytes`: read and written."""

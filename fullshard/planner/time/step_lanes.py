@@ -49,7 +49,7 @@ class StepLanes:
         self.on_disk: dict[str, float] = {}  # time at which they are on disk, later back on the host
         self.began = 0.0  # start of the step
         precision = plan.precision
-        self.machine = Machine(cluster, precision.compute, mesh=plan.mesh, kernels=plan.kernels)
+        self.machine = Machine(cluster, precision.compute, mesh=plan.mesh, kernels=plan.kernels, float8=precision.float8)
         self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}

@@ -104,7 +104,8 @@ def _mean(steps: list[Timeline]) -> Timeline:
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
-    machine = Machine(cluster, plan.precision.compute, mesh=plan.mesh, kernels=plan.kernels)
+    p = plan.precision
+    machine = Machine(cluster, p.compute, mesh=plan.mesh, kernels=plan.kernels, float8=p.float8)
     sections = float8_sections(plan, description, phase_sections(plan, costs, loss), cast_weights=False)
     for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]

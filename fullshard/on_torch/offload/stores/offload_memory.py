@@ -180,7 +180,7 @@ def make_memory(
     rule = rule_of(optimizer)
     share = plan.cpu_share if cpu_share is None else cpu_share
     if share is None:
-        share = measured_share(device, rule, *pcie_traffic(plan, rule.slots))
+        share = measured_share(device, rule, plan.precision, *pcie_traffic(plan, rule.slots))
     path = Path(disk) if disk is not None else None
     return OffloadMemory(units, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
 

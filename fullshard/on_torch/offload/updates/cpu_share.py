@@ -14,21 +14,26 @@ from fullshard.on_torch.offload.kernels.cpu_adam import OnePass
 from fullshard.on_torch.offload.updates.cpu import teams
 from fullshard.on_torch.offload.updates.threads import WorkerThreads
 from fullshard.on_torch.ranks import ranks_here
+from fullshard.plan import Precision
 from fullshard.storage.host import Arena
-from fullshard.update_pieces import balanced
+from fullshard.update_pieces import balanced, low_bit_seconds, update_cores
 
 ELEMENTS = 1 << 26  # of a trial: more than the caches hold
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}
 
 
-def measured_share(device: torch.device, rule: Rule, streamed: float, sent: int) -> float:
+def measured_share(device: torch.device, rule: Rule, precision: Precision, streamed: float, sent: int) -> float:
     """From 0 (the GPU updates everything) to 1; the same on all ranks. `streamed`: bytes of state an element over PCIe, each
-    way, for an update by the GPU. `sent`: of gradient and new parameter together, for one by the CPU. Without a GPU: half."""
+    way, for an update by the GPU. `sent`: of gradient and new parameter together, for one by the CPU. Without a GPU: half. The
+    trial is of fp32 state; an update in few bits takes longer by what is known of its arithmetic."""
     if device.type != "cuda":
         return 0.5
     seconds = torch.tensor(at_once(device, rule), dtype=torch.float64)
     dist.all_reduce(seconds)
     cores, pcie = (seconds / dist.get_world_size()).tolist()
+    if precision.low_bit:
+        stochastic = precision.rounding == "stochastic"
+        cores = max(cores, low_bit_seconds(precision.moment_kind, own_cores(), stochastic=stochastic))
     whole = 4 * (1 + rule.slots)  # bytes each way of the trial
     return balanced(pcie * streamed / whole, cores, pcie * sent / (2 * whole))
 
@@ -53,11 +58,14 @@ def at_once(device: torch.device, rule: Rule) -> tuple[float, float]:
     return cores / ELEMENTS, (time.perf_counter() - start) / max(1, passes) / ELEMENTS
 
 
+def own_cores() -> int:
+    """This rank's share of the machine's cores."""
+    return len(os.sched_getaffinity(0)) // ranks_here()
+
+
 def update_threads() -> int:
-    """Cores for the updates of this rank: its share of the machine's, less some for the threads that queue work. Fewer cores
-    than all saturate the host's memory."""
-    cores = len(os.sched_getaffinity(0)) // ranks_here()
-    return max(1, cores - max(2, 3 * cores // 8))
+    """Cores for the updates of this rank."""
+    return update_cores(own_cores())
 
 
 def cores_seconds(rule: Rule) -> float:
