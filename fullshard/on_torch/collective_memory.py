@@ -18,10 +18,10 @@ def refuse_memory(plan: Plan, device: torch.device) -> None:
         return
     if not all(hasattr(FSDPModule, name) for name in (SETTERS[kind], SUMS)):
         raise FullshardError(f"wire.memory = {kind!r}: this torch has none of it; install torch 2.12 or newer, or leave it out")
-    backend = dist.get_backend_config()
-    if device.type != "cuda" or "nccl" not in backend:
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if (backend := backends.get(device.type)) != "nccl":
         raise FullshardError(
-            f"wire.memory = {kind!r} needs collectives of NCCL, and those of these ranks are {backend}; leave it out"
+            f"wire.memory = {kind!r} needs collectives of NCCL, and these ranks have those of {backend}; leave it out"
         )
 
 

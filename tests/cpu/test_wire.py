@@ -243,8 +243,7 @@ def test_collectives_in_other_memory(ranks):
         assert found["set"] == ["ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", True]
         assert found["losses"] == found["plain"]
         assert (
-            found["refused"]
-            == "wire.memory = 'nccl' needs collectives of NCCL, and those of these ranks are cpu:gloo; leave it out"
+            found["refused"] == "wire.memory = 'nccl' needs collectives of NCCL, and these ranks have those of gloo; leave it out"
         )
         assert "communication has no effect beside the plan's wire" in found["beside communication"]
 
