@@ -96,7 +96,7 @@ def test_a_search_keeps_them_and_never_quantises_by_itself():
     assert found.plan.prefetch == fs.Prefetch(1, 2)
     assert fs.find_plan(NANO, cluster, sequence=16, fix=fix).plan.wire == fs.Wire()
     big, many = fs.presets.describe("llama3-8b"), Cluster.load("16xh100")
-    many = dataclasses.replace(many, network=dataclasses.replace(many.network, bandwidth=many.network.bandwidth / 4))
+    many = dataclasses.replace(many, network=dataclasses.replace(many.network, bandwidth=many.network.bandwidth / 6))
     fix |= {"wire_gather": "int8", "wire_reduce": "int8"}
     assert fs.find_plan(big, many, sequence=4096, fix=fix).plan.prefetch == fs.Prefetch(2, 2)  # where a search would go deeper
     found = fs.find_plan(big, many, sequence=4096, fix=fix | {"prefetch_forward": 1})

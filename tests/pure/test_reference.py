@@ -136,7 +136,7 @@ def test_the_plan_page_has_every_field_and_no_other():
     precision = fullshard.Precision(
         "bf16", master="bf16", buffers="bf16", float8="rowwise", moments="int8", rounding="stochastic"
     )
-    written = {"wire": fullshard.Wire("int8"), "precision": precision, "kernels": fullshard.Kernels("flash")}
+    written = {"wire": fullshard.Wire(memory="nccl"), "precision": precision, "kernels": fullshard.Kernels("flash")}
     made = fullshard.zero3(fullshard.presets.describe("llama-nano"), devices=2, batch=batch, **written)
     table = section(page("plan"), "## Fields").partition("\n### ")[0]
     assert {names(cells[0])[0] for cells in rows(table)} == paths(json.loads(made.to_json()))
