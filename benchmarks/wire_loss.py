@@ -1,6 +1,6 @@
 """Compare the demo's loss with quantised collectives to that with plain ones, and to the spread of plain runs.
 
-    python -m benchmarks.wire_loss --ranks 4 --factors 1,1.001,0.999
+    python -m benchmarks.wire_loss --ranks 4 --factors 1 1.001 0.999
 
 The demo's model, data and seeds, 200 steps, mean loss of the last ten. Training amplifies every difference: two runs whose
 learning rates differ by a thousandth end apart. So each way of communicating runs once for each factor on the learning rate,
@@ -28,7 +28,7 @@ from fullshard.launch.local import inside_ranks, torchrun
 WIRES = {
     "plain": fs.Wire(),
     "int8": fs.Wire("int8", "int8"),
-    "int8, feedback": fs.Wire("int8", "int8", error_feedback=True),
+    "int8-feedback": fs.Wire("int8", "int8", error_feedback=True),
     "fp8": fs.Wire("fp8", "fp8"),
 }
 LAST = 10
@@ -38,8 +38,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--factors", default="1,1.001,0.999", help="on the learning rate, one run for each")
-    parser.add_argument("--wires", default="plain|int8|int8, feedback", help=f"of {' | '.join(WIRES)}")
+    parser.add_argument(
+        "--factors", type=float, nargs="+", default=[1, 1.001, 0.999], help="on the learning rate, a run for each"
+    )
+    parser.add_argument("--wires", nargs="+", choices=WIRES, default=["plain", "int8", "int8-feedback"])
     parser.add_argument("--tokens", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -54,15 +56,15 @@ def demo() -> Any:
     return module
 
 
-def last_losses(tokens: TokenFile, wire: fs.Wire, factor: float, steps: int) -> float:
-    """Train the demo with this wire and a learning rate times `factor`; return the mean loss of the last steps."""
+def demo_losses(tokens: str | Path, wire: fs.Wire, steps: int, factor: float = 1.0) -> list[float]:
+    """Train the demo on these ranks with this wire and a learning rate times `factor`; return its losses."""
     d, model = demo(), on_torch.load_model("llama-bytes")
     plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(d.MICRO_BATCH, d.SEQUENCE), wire=wire)
     state = on_torch.shard(model, plan, fs.AdamW(lr=d.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=d.SEED)
-    feed = Batches(tokens, d.SEQUENCE, d.MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=d.SEED)
+    data = TokenFile(Path(tokens))
+    feed = Batches(data, d.SEQUENCE, d.MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=plan.mesh.data, seed=d.SEED)
     rate = lambda i: factor * d.PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / steps)
-    losses = [step.loss.item() for step in fs.train(state, feed, steps=steps, clip=1.0, lr=rate)]
-    return statistics.mean(losses[-LAST:])
+    return [step.loss.item() for step in fs.train(state, feed, steps=steps, clip=1.0, lr=rate)]
 
 
 def main() -> None:
@@ -74,9 +76,10 @@ def main() -> None:
             torchrun(args.ranks, ["-m", "benchmarks.wire_loss", *sys.argv[1:], "--tokens", str(tokens)])
     on_torch.start()
     found: dict[str, list[float]] = {}
-    for name in args.wires.split("|"):
-        for factor in map(float, args.factors.split(",")):
-            found.setdefault(name, []).append(last_losses(TokenFile(args.tokens), WIRES[name], factor, args.steps))
+    for name in args.wires:
+        for factor in args.factors:
+            losses = demo_losses(args.tokens, WIRES[name], args.steps, factor)
+            found.setdefault(name, []).append(statistics.mean(losses[-LAST:]))
             if dist.get_rank() == 0:
                 print(json.dumps({"ranks": args.ranks, "wire": name, "factor": factor, "loss": found[name][-1]}), flush=True)
     if dist.get_rank() == 0:

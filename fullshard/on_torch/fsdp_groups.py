@@ -107,10 +107,6 @@ class GatherGroup:
         """(parameter, number of elements of its padded shard) for each parameter."""
         return [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in self.group.fsdp_params]
 
-    def trained(self) -> list[bool]:
-        """Whether each parameter is trained."""
-        return [p.sharded_param.requires_grad for p in self.group.fsdp_params]
-
     def buffers(self) -> list[tuple[Any, Tensor]]:
         """(parameter, its flat padded shard) for each parameter."""
         return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]

@@ -1,6 +1,6 @@
 """Gathers and reductions of 8 bits an element, as the plan's `wire` says."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class QuantizedReduce:
 
     def __call__(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
         parts = gradients.view(group.size(), -1)
-        sizes = [n for (_, n), trained in zip(self.unit.padded(), self.unit.trained(), strict=True) if trained]
+        sizes = [n for parameter, n in self.unit.padded() if parameter.requires_grad]
         if sum(sizes) != parts.size(1):  # a parameter took no part in the loss; FSDP does not say which
             sizes = [parts.size(1)]
         if self.feedback and (self.residual is None or self.residual.shape != self._shape(parts, sizes)):
@@ -88,17 +88,20 @@ def _pack(how: BlockFormat, values: Tensor, sizes: list[int], meter: ErrorMeter,
     """The message of parameters of these sizes, rows × elements: no block has elements of two. A norm's weights are near 1 and
     those of a linear layer near 0, so one scale for both would round the latter away."""
     message = values.new_empty(len(values), how.wire.message_bytes(*sizes), dtype=torch.uint8)
-    kept = message if residual is None else residual
-    both = zip(_parameters(how, message, values, sizes), _parameters(how, kept, values, sizes), strict=True)
-    for (into, part), (rest, _) in both:
-        pack(how, part, None if residual is None else rest, meter, into)
+    kept: Sequence[Tensor | None] = [None] * len(sizes) if residual is None else _columns(how, residual, sizes)
+    for (into, part), rest in zip(_parameters(how, message, values, sizes), kept, strict=True):
+        pack(how, part, rest, meter, into)
     return message
 
 
 def _parameters(how: BlockFormat, message: Tensor, values: Tensor, sizes: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """For each parameter its columns of a message and of the values."""
-    messages = message.split([how.wire.message_bytes(n) for n in sizes], 1)
-    return zip(messages, values.split(sizes, 1), strict=True)
+    return zip(_columns(how, message, sizes), values.split(sizes, 1), strict=True)
+
+
+def _columns(how: BlockFormat, message: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Each parameter's columns of a message."""
+    return message.split([how.wire.message_bytes(n) for n in sizes], 1)
 
 
 def relative_errors(meter: ErrorMeter, device: torch.device) -> dict[str, float]:

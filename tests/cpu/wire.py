@@ -1,7 +1,6 @@
 """Quantised collectives and collectives of one's own, beside plain ones. Runs inside ranks."""
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.data import Batches, TokenFile
 from fullshard.model import presets
 from fullshard.on_torch.collective_memory import use_memory
 from fullshard.on_torch.fsdp_groups import gather_group
@@ -86,25 +84,6 @@ def other_memory() -> dict:
         except fs.FullshardError as error:
             found[name] = str(error)
     return found
-
-
-def demo_losses(tokens: str, wire: fs.Wire, steps: int) -> list[float]:
-    """The losses of examples/demo.py on these ranks, with its model, data, rates and seeds."""
-    demo = _example("demo")
-    world = dist.get_world_size()
-    model, data = on_torch.load_model(DEMO), TokenFile(Path(tokens))
-    plan = fs.zero3(on_torch.describe(model), devices=world, batch=fs.Batch(demo.MICRO_BATCH, demo.SEQUENCE), wire=wire)
-    state = on_torch.shard(model, plan, fs.AdamW(lr=demo.PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1), seed=demo.SEED)
-    feed = Batches(data, demo.SEQUENCE, demo.MICRO_BATCH, rank=on_torch.data_rank(plan.mesh), ranks=world, seed=demo.SEED)
-    rate = lambda i: demo.PEAK_LR * min(1.0, (i + 1) / 20) * max(0.05, 1 - i / steps)
-    return [step.loss.item() for step in fs.train(state, feed, steps=steps, clip=1.0, lr=rate)]
-
-
-def _example(name: str):
-    found = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def _losses(plan: fs.Plan, steps: int = 3, **more) -> tuple[list[float], dict[str, torch.Tensor]]:
