@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,6 +18,7 @@ from fullshard.data.tokens import SHARD_TOKENS, TokenFile, TokenWriter
 from fullshard.errors import FullshardError, nearest
 
 GROUP = 64  # documents that a worker takes at a time
+AHEAD = 4  # groups that are read ahead for each worker
 MOST_WORKERS = 1024
 
 
@@ -89,5 +93,24 @@ def _in_parallel(encode: Encode, groups: Iterator[list[Located]], workers: int |
         yield from map(encode, groups)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap(encode, groups)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from _in_order(pool, encode, groups, AHEAD * workers)
+        except BrokenProcessPool:
+            raise FullshardError(
+                "a worker of pack ended early: it was killed, most likely for lack of memory, and fewer workers need less; or "
+                'your script calls pack outside of `if __name__ == "__main__":`, where workers run it again, so move it inside'
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error, nobody waits for the groups that were read ahead
+
+
+def _in_order(pool: ProcessPoolExecutor, encode: Encode, groups: Iterator[list[Located]], ahead: int) -> Iterator[list[Document]]:
+    """As `pool.map`, which would read all groups at once."""
+    waiting: deque[Future[list[Document]]] = deque()
+    for group in groups:
+        waiting.append(pool.submit(encode, group))
+        if len(waiting) == ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

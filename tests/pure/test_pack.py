@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import Future
 
 import pytest
 from typer.testing import CliRunner
 
 from fullshard import FullshardError
 from fullshard.cli import app
-from fullshard.data.pack import pack
+from fullshard.data.pack import _in_order, pack
 from fullshard.data.sources import HubDataset
 
 
@@ -35,6 +39,37 @@ def test_the_number_of_workers_does_not_matter(tmp_path, corpus):
     one, two = (pack([corpus], tmp_path / str(n), workers=n) for n in (1, 2))
     assert (one.path / "00000.tokens").read_bytes() == (two.path / "00000.tokens").read_bytes()
     assert (one.path / "index.json").read_text() == (two.path / "index.json").read_text()
+
+
+def test_a_worker_that_is_killed(tmp_path, corpus):
+    (corpus / "c.jsonl").write_text('{"text": "more than workers read ahead"}\n' * 5000)
+    kill = lambda *_: [child.kill() for child in multiprocessing.active_children()]
+    with pytest.raises(FullshardError, match="a worker of pack ended early: it was killed, most likely for lack of memory"):
+        pack([corpus], tmp_path / "x", workers=2, progress=kill)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_script_that_every_worker_runs_again(tmp_path, corpus):
+    script = f"from fullshard.data.pack import pack; pack([{str(corpus)!r}], {str(tmp_path / 'x')!r}, workers=2)"
+    (tmp_path / "script.py").write_text(script)
+    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert 'calls pack outside of `if __name__ == "__main__":`' in found.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_no_more_is_read_than_workers_need():
+    class Pool:
+        def submit(self, encode, group):
+            done = Future()
+            done.set_result(encode(group))
+            return done
+
+    read = []
+    groups = (read.append(i) or [i] for i in range(100))
+    for found in _in_order(Pool(), list, groups, 8):
+        assert len(read) <= found[0] + 8
+    assert len(read) == 100
 
 
 @pytest.fixture
