@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
-from benchmarks.wire_loss import demo_losses
+from benchmarks.wire_loss import demo_losses, simulated_losses
 from fullshard import on_torch
 from fullshard.data.pack import pack
 from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
@@ -269,11 +269,11 @@ def test_the_demo_learns_as_much(ranks, library, plain_losses, world, feedback, 
     monkeypatch.setattr("tests.cpu.ranks.TIMEOUT", 1800)  # seconds: four ranks on two cores take more than five minutes
     plain = plain_losses(world)
     found = ranks(world).run(demo_losses, library, fs.Wire("int8", "int8", error_feedback=feedback), 200)[0]
-    # Two runs whose learning rates differ by a thousandth end up to 1.6% apart, in this mean; benchmarks/wire_loss.py averages.
+    # A pair differs by 1.7% by chance (standard deviation over seeds), and not in the mean: benchmarks/wire_loss.py.
     ends = [sum(losses[-10:]) / 10 for losses in (plain, found)]
     print(f"{world} ranks, {feedback=}: plain {ends[0]:.4f}, int8 {ends[1]:.4f}")
     assert ends[0] < 0.6 * plain[0]
-    assert ends[1] == pytest.approx(ends[0], rel=0.03)
+    assert ends[1] == pytest.approx(ends[0], rel=0.05)
 
 
 @pytest.mark.full
@@ -281,6 +281,16 @@ def test_a_short_demo_learns_as_much(ranks, library):
     plain, found = (ranks(2).run(demo_losses, library, w, 8)[0] for w in (fs.Wire(), INT8))
     assert plain[-1] < 0.9 * plain[0]
     assert abs(found[-1] / plain[-1] - 1) < 0.01
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
+def test_simulated_ranks_learn_as_real_ones(ranks, library, world):
+    """Also what int8 changes is the same: at the third step 3e-4, thirty times what is allowed."""
+    for how in (fs.Wire(), INT8, fs.Wire("int8", "int8", error_feedback=True)):
+        real = ranks(world).run(demo_losses, library, how, 3)[0]
+        found = simulated_losses(library, how, world, [1, 0], 3)
+        assert found[:, 1].tolist() == pytest.approx(real, rel=1e-5)
 
 
 def test_communication_without_shards_is_refused():
