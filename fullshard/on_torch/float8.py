@@ -21,6 +21,7 @@ from fullshard.model.float8_weights import GRAIN, computes_in_float8, gathered_i
 from fullshard.on_torch.experts import expert_modules
 from fullshard.on_torch.fsdp_groups import gather_by
 from fullshard.on_torch.linear_weights import linear_weights
+from fullshard.on_torch.private import options_without_saved
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.plan import Plan, Unit
@@ -104,6 +105,12 @@ def float8_gathers(model: nn.Module, plan: Plan) -> list[str]:
     """The names of the weights that are gathered in float8. To be asked before layers are replaced."""
     found = _float8_names(model, plan, gathered_in_float8) if plan.precision.float8 == "tensorwise" else {}
     return [name for names in found.values() for name in names]
+
+
+def compile_options(names: list[str]) -> dict[str, Any] | None:
+    """Options of the compiler for blocks with these weights. A product of backward needs a weight transposed, and the compiler
+    would copy it in forward and keep the copy: a byte for each parameter of the model on every rank."""
+    return options_without_saved(torch.float8_e4m3fn) if names else None
 
 
 class Float8Scales:

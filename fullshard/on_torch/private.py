@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
-from torch import _C, Tensor, cuda, device, empty, nn, ones_like
+from torch import _C, Tensor, cuda, device, dtype, empty, nn, ones_like
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fullshard.errors import FullshardError
 
@@ -38,6 +39,7 @@ __all__ = [
     "group_size",
     "hide_values",
     "inner",
+    "options_without_saved",
     "persistent_buffers",
     "run_backward",
     "saved_tensor_hooks",
@@ -212,6 +214,27 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def options_without_saved(kind: dtype) -> dict[str, Any]:
+    """Options of `torch.compile` with which nothing that depends on inputs of this dtype alone is kept for backward. There it is
+    computed again, from inputs that FSDP gathers anew."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Recompute(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            alone = set()
+            for node in graph.nodes:
+                if node.op == "placeholder" and getattr(node.meta.get("val"), "dtype", None) is kind:
+                    alone.add(node)
+                elif node.op == "call_function" and node.all_input_nodes and alone.issuperset(node.all_input_nodes):
+                    alone.add(node)
+                    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,), str(kind))
+
+    return {"joint_custom_post_pass": Recompute()}
 
 
 class MemoryHistory:

@@ -7,6 +7,7 @@ homes, initialise, float8 gathers, optimizer.
 from functools import partial
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fullshard.on_torch.communication import MakeCommunication, install_communic
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
-from fullshard.on_torch.float8 import apply_float8, float8_gathers, gather_in_float8, refuse_float8_device
+from fullshard.on_torch.float8 import apply_float8, compile_options, float8_gathers, gather_in_float8, refuse_float8_device
 from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
@@ -86,7 +87,7 @@ def shard(
         compute_in_fp32(model)
     gathers = float8_gathers(model, plan)
     notes = apply_float8(model, plan, where)
-    apply_remat_and_compile(model, plan)
+    apply_remat_and_compile(model, plan, compile_options(gathers))
     activations = spill_activations(model, plan, where, disk)
     units = _apply_fsdp(model, plan, meshes)
     _set_prefetch(plan, units)
@@ -141,8 +142,9 @@ def modules_of(model: nn.Module, unit: Unit) -> list[nn.Module]:
     return [model.get_submodule(path) for path in unit.modules]
 
 
-def apply_remat_and_compile(model: nn.Module, plan: Plan) -> None:
-    """Let modules choose attention, recompute and be compiled as the plan says. Each is inside the next."""
+def apply_remat_and_compile(model: nn.Module, plan: Plan, options: dict[str, Any] | None = None) -> None:
+    """Let modules choose attention, recompute and be compiled as the plan says. Each is inside the next. `options`: of the
+    compiler."""
     for unit in plan.units:
         for module, path in zip(modules_of(model, unit), unit.modules, strict=True):
             if path:
@@ -150,7 +152,7 @@ def apply_remat_and_compile(model: nn.Module, plan: Plan) -> None:
             apply_remat(module, unit.remat)
     if plan.compile:
         for module in compiled_modules(model, plan):
-            module.forward = torch.compile(module.forward)
+            module.forward = torch.compile(module.forward, options=options)
 
 
 def compiled_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data.pack import pack
 from fullshard.on_torch.float8 import EMULATED, refuse_float8_device
+from fullshard.on_torch.private import options_without_saved
 from fullshard.on_torch.refuse import refuse
 from tests.cpu import float8, mixtures, parity
 
@@ -73,6 +74,33 @@ def test_blocks_compile_once_and_train_alike(ranks, oracle, kind, weight):
     found, again, breaks, gathered = ranks(2).run(float8.compiled, kind)[0]
     assert found == pytest.approx(oracle(kind, 2), abs=2e-2)  # fused kernels round at other places
     assert (again, breaks, gathered) == (0, 0, weight)
+
+
+class Transposed(torch.autograd.Function):
+    """A product whose backward needs a copy of the weight, as those in float8 do on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x.double() @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return (gradient @ weight.t().contiguous().t()).float(), None
+
+
+@pytest.mark.parametrize(("options", "gathered"), [(None, False), (options_without_saved(torch.float64), True)])
+def test_a_compiled_block_keeps_no_copy_of_a_gathered_weight(options, gathered):
+    """In place of float8, whose products a CPU emulates, the gathered dtype is float64. Without options the copy is kept."""
+    torch._dynamo.reset()
+    x, weight, saved = torch.randn(64, 32, requires_grad=True), torch.randn(48, 32, dtype=torch.float64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = torch.compile(lambda x, weight: Transposed.apply(x.sin(), weight), options=options)(x, weight)
+    found.sum().backward()
+    assert [t.data_ptr() == weight.data_ptr() for t in saved if t.dtype is torch.float64] == [gathered]
+    want = (torch.ones(64, 48, dtype=torch.float64) @ weight).float() * x.detach().cos()
+    torch.testing.assert_close(x.grad, want)
 
 
 def test_a_loop_of_ones_own_has_fresh_scales(ranks, oracle):

@@ -96,7 +96,7 @@ def test_blocks_compile_once_and_whole(ranks, kind):
     assert found == (plain[0], 0, 0)
 
 
-def as_one_of_eight(kind: str | None, make: str) -> tuple[int, int, str]:
+def as_one_of_eight(kind: str | None, make: str, remat: str) -> tuple[int, int, str]:
     """Peak bytes of a steady step of rank 0 of 8, whose collectives do nothing: measured, and predicted; and the type of a
     gathered weight."""
     import gc
@@ -109,7 +109,7 @@ def as_one_of_eight(kind: str | None, make: str) -> tuple[int, int, str]:
 
     dist.destroy_process_group()
     with fake_ranks(8):
-        model, described, plan = make_plan(kind, 8, getattr(fs, make), compile=True)
+        model, described, plan = make_plan(kind, 8, getattr(fs, make), compile=True, remat=remat)
         state = on_torch.shard(model, plan, fs.AdamW(lr=1e-6), device="cuda", first_step_checks=False)
         step = lambda i: on_torch.train_step(state, [batch(i)], loss=on_torch.chunked_loss, clip=1.0)
         for i in range(3):
@@ -124,15 +124,16 @@ def as_one_of_eight(kind: str | None, make: str) -> tuple[int, int, str]:
     return measured, predict(plan, described).allocated, gathered
 
 
-@pytest.mark.parametrize("make", ["zero2", "zero3"])
+@pytest.mark.parametrize(("make", "remat"), [("zero2", "none"), ("zero3", "none"), ("zero3", "selective"), ("zero3", "full")])
 @pytest.mark.parametrize(("kind", "weight"), [("tensorwise", "Float8TrainingTensor"), ("rowwise", "Parameter")])
-def test_weights_arrive_in_float8_and_memory_is_predicted(kind, weight, make):
+def test_weights_arrive_in_float8_and_memory_is_predicted(kind, weight, make, remat):
     from tests.cpu.ranks import Ranks
 
     alone = Ranks(1, "cuda")
     try:
-        ((measured, predicted, gathered),) = alone.run(as_one_of_eight, kind, make)
+        ((measured, predicted, gathered),) = alone.run(as_one_of_eight, kind, make, remat)
     finally:
         alone.stop()
+    print(kind, make, remat, measured, predicted, f"{predicted / measured:.3f}")
     assert gathered == weight
     assert 0.97 <= predicted / measured <= 1.1, (predicted, measured)

@@ -2,13 +2,14 @@
 
 Each of a layer's three products casts both its operands from bf16, with two exceptions. Weights that were gathered in float8 are
 not cast again. A compiled block with one scale for each tensor casts an output's gradient once for both products of backward.
-Saved activations stay as they are: torchao saves a layer's input in bf16.
+
+Eager, a layer saves its input in bf16. A compiled block without remat does not: backward computes inputs again, and casts them.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fullshard.model.costs import Event, Op, Polynomial, Section, constant, evaluate
+from fullshard.model.costs import Event, Op, Phase, Polynomial, Section, constant, evaluate
 from fullshard.model.description import Description, UnitDescription
 from fullshard.model.float8_weights import computes_in_float8, gathered_in_float8
 from fullshard.plan import Plan, Unit
@@ -26,12 +27,14 @@ CASTING = {True: 0, False: 8}
 @dataclass(frozen=True)
 class _Layers:
     """The float8 layers of a unit. `weights`: their shapes; `gathered`: those that need no cast. `shares`: whether both products
-    of backward take one cast of the output's gradient."""
+    of backward take one cast of the output's gradient. `unsaved`: the elements of an input for each token, by the name of the
+    weight inside the unit, where inputs are not saved."""
 
     weights: Shapes
     gathered: Shapes
     compiled: bool
     shares: bool
+    unsaved: frozenset[tuple[str, int]]
 
 
 def float8_sections(plan: Plan, description: Description, sections: PhaseSections, *, cast_weights: bool = True) -> PhaseSections:
@@ -43,8 +46,11 @@ def float8_sections(plan: Plan, description: Description, sections: PhaseSection
     layers = {d.name: _layers(plan, units[d.name], d, cast_weights) for d in description.units}
     shape = (plan.batch.micro_batch, plan.batch.sequence)
     has_layers = {name for name, found in layers.items() if found.weights}
+    inputs = _unsaved_inputs(sections, layers, shape)
     return [
-        (phase, unit, _in_float8(section, layers[unit], shape) if unit in has_layers else section)
+        (phase, unit, _in_float8(_without(phase, section, inputs.get(unit, ())), layers[unit], shape))
+        if unit in has_layers
+        else (phase, unit, section)
         for phase, unit, section in sections
     ]
 
@@ -54,7 +60,8 @@ def _layers(plan: Plan, unit: Unit, described: UnitDescription, cast_weights: bo
     whole = [p for p in found if not cast_weights or gathered_in_float8(plan, unit, p)]
     weights, gathered = (frozenset(tuple(sorted(p.shape)) for p in some) for some in (found, whole))
     compiled = is_compiled(plan, unit)
-    return _Layers(weights, gathered, compiled, compiled and plan.precision.float8 == "tensorwise")
+    unsaved = {(p.name.removeprefix(f"{unit.name}."), p.shape[-1]) for p in found if compiled and unit.remat == "none"}
+    return _Layers(weights, gathered, compiled, compiled and plan.precision.float8 == "tensorwise", frozenset(unsaved))
 
 
 @lru_cache(maxsize=4096)
@@ -75,6 +82,52 @@ def _in_float8(section: Section, layers: _Layers, shape: tuple[int, int]) -> Sec
     # For the whole section: its events do not tell when each product runs.
     begin, end = Event("allocate", "float8", size=(constant(nbytes),)), Event("free", "float8")
     return replace(section, ops=tuple(ops), events=(begin, *section.events, end))
+
+
+def _unsaved_inputs(sections: PhaseSections, layers: dict[str, _Layers], shape: tuple[int, int]) -> dict[str, tuple[Event, ...]]:
+    """By unit, the allocations of layers' inputs in forward."""
+    forward = {unit: section for phase, unit, section in sections if phase == "forward"}
+    backward = {unit: section for phase, unit, section in sections if phase == "backward" and layers[unit].unsaved}
+    return {unit: _inputs(forward[unit], section, layers[unit].unsaved, shape) for unit, section in backward.items()}
+
+
+@lru_cache(maxsize=4096)
+def _inputs(
+    forward: Section, backward: Section, unsaved: frozenset[tuple[str, int]], shape: tuple[int, int]
+) -> tuple[Event, ...]:
+    """The allocations of layers' inputs that forward keeps. An input has its layer's size, and backward frees it after the
+    gradient of the last weight that reads it, before another weight's."""
+    kept: dict[str, Event] = {}
+    for e in forward.events:
+        if e.action == "allocate" and _is_own(e):
+            kept[e.tensor] = e
+        elif e.action == "free" and not e.unit:
+            kept.pop(e.tensor, None)
+    features, wanted, found = {f"grad:{name}": size for name, size in unsaved}, 0, []
+    for e in backward.events:
+        if e.action == "allocate" and e.tensor.startswith("grad:"):
+            wanted = 2 * features.get(e.tensor, 0) * shape[0] * shape[1]  # bytes in bf16
+        elif e.action == "free" and not e.unit and e.tensor in kept and kept[e.tensor].sizes(*shape) == (wanted,):
+            found.append(kept[e.tensor])
+            wanted = 0
+    return tuple(found)
+
+
+def _is_own(e: Event) -> bool:
+    """True for a tensor of the section's unit without a role."""
+    return e.tensor.isdigit() and not e.unit and not e.rule
+
+
+def _without(phase: Phase, section: Section, inputs: tuple[Event, ...]) -> Section:
+    """A section that frees these tensors at the end of forward, and has them again from the start of backward."""
+    if phase == "forward" and inputs:
+        return _with_events(section, (), tuple(Event("free", e.tensor) for e in inputs))
+    return _with_events(section, inputs, ()) if phase == "backward" and inputs else section
+
+
+@lru_cache(maxsize=4096)
+def _with_events(section: Section, first: tuple[Event, ...], last: tuple[Event, ...]) -> Section:
+    return replace(section, events=(*first, *section.events, *last))
 
 
 def _weight_of(op: Op, weights: Shapes) -> tuple[int, ...] | None:
