@@ -44,13 +44,22 @@ MakeCommunication = Callable[[Unit], Communication | None]
 
 
 def install_communication(make: MakeCommunication, plan: Plan, units: dict[str, list[FSDPModule]]) -> None:
-    """Give each unit that is sharded the collectives that `make` returns for it; with None it keeps FSDP's own."""
+    """Give each unit that is sharded the collectives that `make` returns for it; with None it keeps FSDP's own. Raise if all
+    units would keep them."""
+    replaced = False
     for unit in plan.units:
         found = make(unit) if unit.layout != "replicated" else None
         if found is None:
             continue
         refuse_no_communication(found)
-        replace_collectives(units[unit.name][0], _overridden(found, "gather"), _overridden(found, "reduce"))
+        own = [_overridden(found, name) for name in ("gather", "reduce")]
+        replaced |= any(own)
+        replace_collectives(units[unit.name][0], *own)
+    if not replaced:
+        raise FullshardError(
+            "communication has no effect: no sharded unit has a `gather` or `reduce` of its own; override one of these in a "
+            "subclass of on_torch.Communication, or leave it out"
+        )
 
 
 def _overridden(found: Communication, name: str) -> Any:

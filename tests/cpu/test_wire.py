@@ -236,6 +236,7 @@ def test_a_communication_of_ones_own(ranks):
         assert found["units"] == ["embed", "model.layers.0", "model.layers.1", "head"]
         assert "leave one of them out" in found["beside wire"]
         assert "must return an on_torch.Communication" in found["no communication"]
+        assert all("no sharded unit has a `gather` or `reduce` of its own" in sentence for sentence in found["no effect"])
 
 
 def test_collectives_in_other_memory(ranks):

@@ -161,6 +161,7 @@ def own_communication() -> dict:
         "units": Counted.units[: len(plan.units)],
         "beside wire": _refused(quantized, Counted),
         "no communication": _refused(plan, lambda unit: 3),
+        "no effect": [_refused(plan, given) for given in (lambda unit: None, on_torch.Communication)],
     }
 
 
