@@ -9,7 +9,8 @@ from fullshard.errors import FullshardError, checked_call
 from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan, Precision
+from fullshard.plan import Plan
+from fullshard.planner.device_limits import refuse_on_devices
 from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
 from fullshard.planner.time.offload_lanes import balance
@@ -113,7 +114,7 @@ def estimate(
     """
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
-    refuse_float8_device(plan.precision, cluster)
+    refuse_on_devices(plan, cluster)
     share = cores_share(plan, cluster, optimizer)
     on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
@@ -152,15 +153,6 @@ def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:
         raise FullshardError(
             f"the plan is for {plan.mesh.devices} devices, {cluster.name} has {cluster.devices}; "
             f"write {plan.mesh.devices}x{cluster.device.name}, or plan again"
-        )
-
-
-def refuse_float8_device(precision: Precision, cluster: Cluster) -> None:
-    """Raise for float8 on a device without such products. A CPU emulates them."""
-    if precision.float8 is not None and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:
-        raise FullshardError(
-            f"precision.float8 = {precision.float8!r}: {cluster.device.name} has no rate for matrix products in float8; "
-            "leave it out, or write peak.fp8 in a cluster file"
         )
 
 

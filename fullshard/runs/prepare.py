@@ -14,6 +14,7 @@ from fullshard.errors import FullshardError
 from fullshard.model.description import Description
 from fullshard.model.presets import PRESETS
 from fullshard.plan import Plan
+from fullshard.planner.device_limits import refuse_on_devices
 from fullshard.planner.estimate import Estimate
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
@@ -71,6 +72,7 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
             "write that, or leave it out"
         )
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
+    refuse_on_devices(plan, cluster)
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
     data, valid = opened()

@@ -239,6 +239,9 @@ BAD = {
     "plan.file=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
     "plan.file=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",
     "plan.file=none.json": "cannot read plan none.json",
+    "plan.loss_kernel=fused": "kernels.loss = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out",
+    "plan.attention_kernel=cudnn": "kernels.attention = 'cudnn' is a backend for GPUs, and this device is a CPU; write 'flash'",
+    "plan.wire_memory=nccl": "wire.memory = 'nccl' is for NCCL, and these devices are CPUs; leave it out",
     "plan.cluster=2xh10": "unknown device 'h10'; did you mean 'h100'?",
     "plan.cluster=2xh100": "plan.cluster has no effect: a step of model.py:make is predicted with plan.strategy = 'auto' alone",
 }

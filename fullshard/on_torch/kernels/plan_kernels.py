@@ -11,6 +11,7 @@ from fullshard.on_torch.kernels.one_pass_adam import find_one_pass
 from fullshard.on_torch.kernels.softmax_loss import find_softmax
 from fullshard.optimizer import Adam, AdamW, Optimizer
 from fullshard.plan import Plan
+from fullshard.planner.device_limits import refuse_on_cpu
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 NO_KERNEL = "No available kernel"  # what torch says if the backend cannot compute an attention
@@ -18,9 +19,11 @@ NO_KERNEL = "No available kernel"  # what torch says if the backend cannot compu
 
 def refuse_kernels(model: nn.Module, plan: Plan, device: torch.device, optimizer: Optimizer | None) -> None:
     """Raise unless every kernel that the plan names works here."""
+    if device.type == "cpu":
+        refuse_on_cpu(plan.kernels)
     _refuse_attention(model, plan, device)
     if plan.kernels.loss == "fused":
-        _refuse_fused("loss", device, *(find_softmax() if device.type == "cuda" else (None, "")))
+        _refuse_fused("loss", *find_softmax())
     if plan.kernels.update == "fused":
         if not isinstance(optimizer, Adam | AdamW):
             raise FullshardError("kernels.update = 'fused' is for Adam and AdamW; leave it out, or train with one of them")
@@ -29,12 +32,10 @@ def refuse_kernels(model: nn.Module, plan: Plan, device: torch.device, optimizer
                 f"kernels.update = 'fused' needs precision.master = 'fp32', not {plan.precision.master!r}; leave it out"
             )
         kind = "adamw" if isinstance(optimizer, AdamW) else "adam"
-        _refuse_fused("update", device, *(find_one_pass(kind) if device.type == "cuda" else (None, "")))
+        _refuse_fused("update", *find_one_pass(kind))
 
 
-def _refuse_fused(part: str, device: torch.device, found: Any, why: str) -> None:
-    if device.type != "cuda":
-        raise FullshardError(f"kernels.{part} = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out")
+def _refuse_fused(part: str, found: Any, why: str) -> None:
     if found is None:
         raise FullshardError(f"kernels.{part} = 'fused' does not work here: {why}; leave it out")
 
@@ -44,8 +45,6 @@ def _refuse_attention(model: nn.Module, plan: Plan, device: torch.device) -> Non
     if kind == "auto":
         return
     choice = f"kernels.attention = {kind!r}"
-    if device.type == "cpu" and kind != "flash":
-        raise FullshardError(f"{choice} is a backend for GPUs, and this device is a CPU; write 'flash', or leave it out")
     if device.type == "cuda" and plan.precision.compute == "fp32":
         raise FullshardError(f"{choice} needs precision.compute = 'bf16' or 'fp16'; write one of these, or leave it out")
     own = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")

@@ -14,7 +14,8 @@ from fullshard.errors import checked_call
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
-from fullshard.planner.estimate import Estimate, available, refuse_float8_device, refuse_uncosted
+from fullshard.planner.device_limits import refuse_float8_device
+from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
 from fullshard.planner.search.space import engine_for, plan_request, precision_of, refuse_choices_of_torch, refuse_idle_backlog

@@ -1,0 +1,37 @@
+"""What of a plan a kind of device cannot carry out. Knows no engine."""
+
+from fullshard.cluster.cluster import Cluster
+from fullshard.errors import FullshardError
+from fullshard.plan import Plan
+from fullshard.plan_parts import Kernels, Precision
+
+
+def refuse_on_devices(plan: Plan, cluster: Cluster) -> None:
+    """Raise for products, kernels or memory of collectives that the cluster's devices do not have."""
+    refuse_float8_device(plan.precision, cluster)
+    if cluster.device.kind != "cpu":
+        return
+    refuse_on_cpu(plan.kernels)
+    if plan.wire.memory != "torch":
+        raise FullshardError(f"wire.memory = {plan.wire.memory!r} is for NCCL, and these devices are CPUs; leave it out")
+
+
+def refuse_float8_device(precision: Precision, cluster: Cluster) -> None:
+    """Raise for float8 on a device without such products. A CPU emulates them."""
+    if precision.float8 is not None and cluster.device.kind != "cpu" and cluster.device.peak.fp8 is None:
+        raise FullshardError(
+            f"precision.float8 = {precision.float8!r}: {cluster.device.name} has no rate for matrix products in float8; "
+            "leave it out, or write peak.fp8 in a cluster file"
+        )
+
+
+def refuse_on_cpu(kernels: Kernels) -> None:
+    """Raise for a kernel that CPUs do not have."""
+    for part in ("loss", "update"):
+        if getattr(kernels, part) == "fused":
+            raise FullshardError(f"kernels.{part} = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out")
+    if kernels.attention not in ("auto", "flash"):
+        raise FullshardError(
+            f"kernels.attention = {kernels.attention!r} is a backend for GPUs, and this device is a CPU; write 'flash', or leave "
+            "it out"
+        )
