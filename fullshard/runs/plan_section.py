@@ -55,9 +55,7 @@ class PlanSection(RecipeSection):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return {"file": value} if value.endswith(".json") else {"strategy": value}
+        return short_plan(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _file_or_strategy(self) -> Self:
@@ -107,3 +105,8 @@ class PlanSection(RecipeSection):
     def unit_rules(self) -> dict[str, Any]:
         """Which modules are units, as `describe` takes it."""
         return {"classes": self.classes, "names": self.names, "min_params": self.min_params}
+
+
+def short_plan(text: str) -> dict[str, Any]:
+    """The table that `plan = "zero3"` or `plan = "plan.json"` is short for."""
+    return {"file" if text.endswith(".json") else "strategy": text}

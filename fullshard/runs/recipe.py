@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from fullshard.errors import FullshardError, nearest
 from fullshard.reading import parse_toml, read_text
-from fullshard.runs.plan_section import PlanSection
+from fullshard.runs.plan_section import PlanSection, short_plan
 from fullshard.runs.recipe_sections import (
     CheckpointSection,
     DataSection,
@@ -184,10 +184,14 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Put `section.key=value` into the tables of a recipe."""
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
-    if equals and not sections and last == "plan":  # short for its one key, as in a file
-        return override(tree, f"plan.{'file' if value.endswith('.json') else 'strategy'}={value}")
+    if equals and not sections and last == "plan":
+        table = tree.get("plan")  # of a file's short form nothing is left, of a table the other keys
+        tree["plan"] = (table if isinstance(table, dict) else {}) | short_plan(str(parse_value(text, value)))
+        return
     if not equals or not sections:
         raise FullshardError(f"{text!r} is no override; write section.key=value, for example optim.lr=1e-4")
+    if sections[0] == "plan" and isinstance(tree.get("plan"), str):
+        tree["plan"] = short_plan(tree["plan"])
     table = tree
     for section in sections:
         table = table.setdefault(section, {})

@@ -40,6 +40,19 @@ def test_defaults_and_overrides(tmp_path):
     assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
 
 
+def test_overrides_of_a_short_plan(tmp_path):
+    short, table = 'plan = "zero2"\n' + SMALL, SMALL + '[plan]\nstrategy = "zero2"\nremat = "full"\n'
+    for text in (short, 'plan = { strategy = "zero2" }\n' + SMALL):
+        plan = load(tmp_path, text, "plan.wire_gather=int8", "plan.remat=full").plan
+        assert (plan.strategy, plan.wire_gather, plan.remat) == ("zero2", "int8", "full")
+    assert load(tmp_path, short, "plan.strategy=zero1").plan.strategy == "zero1"
+    assert load(tmp_path, short, "plan=zero1", "plan.remat=full").plan == load(tmp_path, table, "plan=zero1").plan
+    assert load(tmp_path, short, 'plan="a.json"', "plan.cluster=8xh100").plan.file == "a.json"
+    assert load(tmp_path, 'plan = "a.json"\n' + SMALL, "plan=zero1").plan.file is None
+    with pytest.raises(FullshardError, match="remat has no effect beside file; change the plan file instead"):
+        load(tmp_path, 'plan = "a.json"\n' + SMALL, "plan.remat=full")
+
+
 def test_homes(tmp_path):
     assert load(tmp_path, SMALL, "home.activations=disk", "disk.path=/data").home.activations == "disk"
     recipe = load(tmp_path, SMALL, "home.optimizer=disk", "disk.path=/data", "home.staging=2", "home.activations=host")
