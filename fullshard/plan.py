@@ -123,6 +123,7 @@ class Plan:
         self._check_kernels()
         self._check_experts()
         self._check_float8()
+        self._check_output()
         if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
             raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
         self._check_updates()
@@ -185,6 +186,18 @@ class Plan:
                 )
         if spread and self.compile:
             raise PlanError("compile = true does not work with an expert axis yet; write false")
+
+    def _check_output(self) -> None:
+        """Refuse outputs in a dtype that the next module cannot take: inputs are cast only where compute is not the master's
+        dtype, as then parameters are, too."""
+        kinds = self.precision
+        if kinds.output in (None, kinds.compute) or kinds.compute != kinds.master or sum(len(u.modules) for u in self.units) == 1:
+            return
+        fix = "master = 'fp32'" if kinds.master == "bf16" else f"compute = {kinds.output!r}"
+        raise PlanError(
+            f"precision.output = {kinds.output!r} does not work with compute = master = {kinds.compute!r}: the inputs of units "
+            f"are then not cast back; write {fix}, or leave output out"
+        )
 
     def _check_float8(self) -> None:
         """Refuse float8 where linear layers are split or sent along an axis, and two formats for one gather."""

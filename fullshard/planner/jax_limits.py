@@ -15,6 +15,8 @@ def refuse_on_jax(plan: Plan) -> None:
         raise FullshardError("batch.sync = 'last': on JAX gradients are reduced after every micro-batch; write 'every'")
     if precision.buffers is not None:
         raise FullshardError(f"precision.buffers = {precision.buffers!r}: the JAX engine casts no buffers; leave it out")
+    if precision.output is not None:
+        raise FullshardError(f"precision.output = {precision.output!r}: the JAX engine casts no outputs; leave it out")
     if precision.float8 is not None:
         raise FullshardError(f"precision.float8 = {precision.float8!r}: the JAX engine has no float8 products; leave it out")
     if precision.low_bit:

@@ -1,15 +1,18 @@
 """What the engine does besides sharding: refusals, remat, compile, fp16, evaluation, sampling. Inside ranks."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.presets import GPTSize, LlamaSize
+from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.models import GPT, Llama
 from tests.cpu import hugging_face, parity
 
@@ -220,6 +223,29 @@ def output_dtype() -> tuple[str, str]:
         state = shard(precision=fs.Precision(compute="bf16", output=output))
         found.append(str(state.model(batch()["input_ids"]).dtype))
     return found[0], found[1]
+
+
+def output_dtypes() -> dict[str, list[str]]:
+    """The dtypes (compute, master, output) that a plan refuses, and those with which stock FSDP cannot compute two units."""
+    found: dict[str, list[str]] = {"refused": [], "impossible": []}
+    units = tuple(fs.Unit(name, (name,)) for name in ("0", "1"))
+    for kinds in itertools.product(("fp32", "bf16", "fp16"), ("fp32", "bf16"), ("fp32", "bf16", "fp16")):
+        compute, master, output = kinds
+        try:
+            fs.Plan(fs.Mesh(shard=2), units, fs.Precision(compute, master=master, output=output))
+        except fs.PlanError:
+            found["refused"].append(" ".join(kinds))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(PLAN_DTYPES[master])
+        policy = MixedPrecisionPolicy(
+            param_dtype=PLAN_DTYPES[compute] if compute != master else None, output_dtype=PLAN_DTYPES[output]
+        )
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        try:
+            model(torch.ones(1, 4, dtype=PLAN_DTYPES[master]))
+        except RuntimeError:
+            found["impossible"].append(" ".join(kinds))
+    return found
 
 
 def reduce_dtype() -> set[str]:

@@ -83,6 +83,12 @@ def test_output_dtype(ranks):
     assert ranks(2).run(engine.output_dtype)[0] == ("torch.bfloat16", "torch.float32")
 
 
+def test_outputs_that_the_next_unit_cannot_take_are_refused(ranks):
+    found = ranks(2).run(engine.output_dtypes)[0]
+    assert found["refused"] == found["impossible"]
+    assert len(found["refused"]) == 4
+
+
 def test_reduce_dtype(ranks):
     assert ranks(2).run(engine.reduce_dtype)[0] == {"torch.bfloat16"}
 

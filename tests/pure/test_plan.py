@@ -116,6 +116,16 @@ REFUSED = [
     (lambda: Precision(reduce="float32"), "precision.reduce must be one of"),
     (lambda: Precision(master="fp16"), "precision.master must be one of fp32, bf16, not 'fp16'"),
     (lambda: Precision(output="int8"), "precision.output must be one of"),
+    (
+        lambda: small(precision=Precision(output="bf16")),
+        "precision.output = 'bf16' does not work with compute = master = 'fp32': the inputs of units are then not cast back; "
+        "write compute = 'bf16', or leave output out",
+    ),
+    (
+        lambda: small(precision=Precision("bf16", master="bf16", output="fp32")),
+        "precision.output = 'fp32' does not work with compute = master = 'bf16': the inputs of units are then not cast back; "
+        "write master = 'fp32', or leave output out",
+    ),
     (lambda: Batch(micro_batch=0), "batch.micro_batch must be a positive integer, not 0"),
     (lambda: Batch(sequence=-1), "batch.sequence must be a positive integer, not -1"),
     (lambda: Batch(accumulate=False), "batch.accumulate must be a positive integer, not False"),
@@ -330,6 +340,10 @@ def test_change_refuses(pattern, choice, sentence):
     with pytest.raises(PlanError) as caught:
         small().change(pattern, **choice)
     assert str(caught.value).startswith(sentence)
+
+
+def test_outputs_of_another_dtype_where_nothing_follows():
+    assert small(units=(unit("all"),), precision=Precision(output="bf16")).precision.output == "bf16"
 
 
 # -- diff ---------------------------------------------------------------------------------------------
