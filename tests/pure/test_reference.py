@@ -62,6 +62,9 @@ def recipe_fields() -> dict[str, Any]:
 def test_the_recipe_page_has_every_key_and_no_other():
     found = [names(cells[0])[0] for cells in rows(page("recipe"))]
     assert sorted(found) == sorted(recipe_fields())
+    for name in Recipe.model_fields:
+        there = [names(cells[0])[0] for cells in rows(section(page("recipe"), f"## {name}"))]
+        assert sorted(there) == sorted(key for key in recipe_fields() if key.startswith(f"{name}."))
 
 
 @pytest.mark.parametrize("cells", rows(page("recipe")), ids=lambda cells: cells[0])
