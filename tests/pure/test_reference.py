@@ -20,8 +20,10 @@ from fullshard.cluster.measured import Measured
 from fullshard.data import TokenWriter
 from fullshard.planner.search.space import FIXABLE
 from fullshard.runs.recipe import Recipe
+from fullshard.text import bytes_text
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
+GUIDES = REFERENCE.parent / "guides"
 SMALL = {
     "model": {"name": "llama-bytes"},
     "data": {"path": "tokens", "sequence": 128},
@@ -169,6 +171,19 @@ def test_the_page_of_token_files_has_every_key_and_no_other(tmp_path):
     found = rows(section(page("token-files"), "## index.json"))
     assert {names(cells[0])[0] for cells in found} == set(written)
     assert set(written["shards"][0]) <= set(names(found[-1][1]))
+
+
+# -- guides -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", [None, "bf16", "int8"])
+def test_the_guide_has_the_memory_that_is_predicted_for_moments(moments):
+    row = f"`moments={moments}`" if moments else "default"
+    shown = re.findall(rf"^\| {row} \| ([\d.]+ GiB) \| ([\d.]+ GiB) \|$", (GUIDES / "fit-a-bigger-model.md").read_text(), re.M)
+    fixed = {"strategy": "zero3", **({"moments": moments} if moments else {})}
+    model, cluster = fullshard.presets.describe("llama3-8b"), Cluster.load("8xh100")
+    memory = fullshard.find_plan(model, cluster, sequence=4096, fix=fixed).estimate.device
+    assert shown == [(bytes_text(memory.terms["optimizer"]), bytes_text(memory.allocated_bytes))]
 
 
 # -- Python -------------------------------------------------------------------------------------------
