@@ -8,6 +8,7 @@ import typer
 
 from fullshard.commands.common import Classes, MinParams, Names, describe_model
 from fullshard.errors import FullshardError
+from fullshard.model.float8_weights import refuse_float8_tokens
 from fullshard.plan import Batch, Kernels, Plan, Precision, Prefetch, Wire
 from fullshard.plan_parts import BLOCK
 from fullshard.planner.jax_limits import refuse_on_jax
@@ -135,6 +136,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
     )
     if engine == "jax":
         refuse_on_jax(made)
+    refuse_float8_tokens(made.precision, made.batch)
     return made
 
 

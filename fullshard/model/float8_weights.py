@@ -3,10 +3,21 @@
 Standard library only.
 """
 
+from fullshard.errors import FullshardError
 from fullshard.model.description import Tensor
-from fullshard.plan import Plan, Unit
+from fullshard.plan import Batch, Plan, Precision, Unit
 
 GRAIN = 16  # dims of a product in float8 are multiples of it
+
+
+def refuse_float8_tokens(precision: Precision, batch: Batch) -> None:
+    """Raise if the tokens of a micro-batch, a dim of products in float8, do not fit."""
+    tokens = batch.micro_batch * batch.sequence
+    if precision.float8 is not None and not batch.dims and tokens % GRAIN:
+        raise FullshardError(
+            f"precision.float8 = {precision.float8!r} needs a multiple of {GRAIN} tokens in a micro-batch, not "
+            f"{batch.micro_batch} × {batch.sequence} = {tokens}; change the sequence or the micro-batch"
+        )
 
 
 def computes_in_float8(plan: Plan, unit: Unit, parameter: Tensor) -> bool:

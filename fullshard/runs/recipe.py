@@ -7,6 +7,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ValidationError, model_validator
 
 from fullshard.errors import FullshardError, nearest
+from fullshard.plan_parts import idle_loss_kernel
 from fullshard.reading import parse_toml, read_text
 from fullshard.runs.plan_section import PlanSection, short_plan
 from fullshard.runs.recipe_sections import (
@@ -53,8 +54,8 @@ class Recipe(RecipeSection):
     def _a_call_is_not_chunked(self) -> Self:
         if self.model.call is not None and self.train.loss == "chunked":
             raise ValueError("train.loss = 'chunked' has no effect with model.call; leave it out")
-        if self.plan.loss_kernel != "auto" and self.loss != "chunked":
-            raise ValueError(f"plan.loss_kernel is of the chunked loss, and has no effect on '{self.loss}'; leave it out")
+        if why := idle_loss_kernel(self.plan.loss_kernel, self.loss):
+            raise ValueError(f"plan.{why}")
         return self
 
     @model_validator(mode="after")

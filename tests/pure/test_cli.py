@@ -199,6 +199,10 @@ BAD = [
         "plan llama-nano --devices 4 --compute bf16 --output-dtype fp32 --engine jax -o plan.json",
         "precision.output = 'fp32': the JAX engine casts no outputs; leave it out",
     ),
+    (
+        "plan llama-nano --devices 4 --compute bf16 --float8 rowwise --sequence 20 -o plan.json",
+        "needs a multiple of 16 tokens in a micro-batch, not 1 × 20 = 20; change the sequence or the micro-batch",
+    ),
     ("plan llama-nano --devices 4 --moments int8 --engine jax -o plan.json", "precision.moments = 'int8': the JAX engine has no"),
     (
         "plan llama-nano --devices 4 --wire-gather int8 --engine jax -o plan.json",

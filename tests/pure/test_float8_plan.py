@@ -40,7 +40,16 @@ def test_a_plan_without_it_is_written_as_before():
     assert fs.zero3(fs.presets.describe("llama-nano"), devices=4).digest.startswith("555801839e30")  # of an earlier release
 
 
+def search(**asked):
+    return fs.find_plan(BIG, H200, fix={"float8": "tensorwise", "strategy": "zero3"}, **asked)
+
+
+TOKENS = (
+    "precision.float8 = 'tensorwise' needs a multiple of 16 tokens in a micro-batch, not 1 × 4100 = 4100; change the sequence or "
+    "the micro-batch"
+)
 REFUSED = [
+    (lambda: search(sequence=4100), TOKENS),
     (lambda: fs.Precision("bf16", float8="rows"), "precision.float8 must be one of tensorwise, rowwise, not 'rows'"),
     (lambda: fs.Precision(float8="rowwise"), "precision.float8 = 'rowwise' needs precision.compute = 'bf16'"),
     (lambda: plan(tensor=2), "precision.float8 = 'tensorwise' does not work with mesh.tensor = 2 yet; write tensor = 1"),
@@ -59,6 +68,10 @@ REFUSED = [
 def test_what_makes_no_sense_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(fs.FullshardError, match=re.escape(sentence)):
         make()
+
+
+def test_a_search_takes_micro_batches_whose_tokens_fit():
+    assert search(sequence=4100, global_batch=64).plan.batch.micro_batch in (4, 8)
 
 
 # -- which weights ------------------------------------------------------------------------------------

@@ -43,6 +43,10 @@ REFUSED = [
         lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, engine="jax"),
         "loss_kernel = 'torch' has no effect on the JAX engine; leave it out",
     ),
+    (
+        lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, loss="plain"),
+        "loss_kernel is of the chunked loss, and has no effect on 'plain'; leave it out",
+    ),
 ]
 
 

@@ -18,7 +18,14 @@ from fullshard.planner.device_limits import refuse_float8_device
 from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
-from fullshard.planner.search.space import engine_for, plan_request, precision_of, refuse_choices_of_torch, refuse_idle_backlog
+from fullshard.planner.search.space import (
+    engine_for,
+    plan_request,
+    precision_of,
+    refuse_choices_of_torch,
+    refuse_idle_backlog,
+    refuse_idle_loss_kernel,
+)
 from fullshard.text import counted, seconds_text
 
 
@@ -75,6 +82,7 @@ def find_plan(
     request = replace(request, clip=clip, disk=disk and chosen == "torch", engine=chosen, check=check or request.check)
     refuse_idle_backlog(request)
     refuse_choices_of_torch(request)
+    refuse_idle_loss_kernel(request)
     refuse_float8_device(precision_of(request), cluster)
     room, reduced = available(cluster, limit), reduced_model(request)
     final, pool, offloaded = pick(request, reduced, room)

@@ -10,8 +10,10 @@ from typing import Any
 from fullshard.cluster.cluster import Cluster
 from fullshard.errors import FullshardError, nearest
 from fullshard.model.description import Description
+from fullshard.model.float8_weights import refuse_float8_tokens
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Batch, Home, Kernels, Plan, Precision, Prefetch, Wire
+from fullshard.plan_parts import idle_loss_kernel
 from fullshard.planner.search.labels import plan_label
 from fullshard.strategies import STRATEGIES, choose
 
@@ -140,6 +142,12 @@ def refuse_idle_backlog(request: PlanRequest) -> None:
         )
 
 
+def refuse_idle_loss_kernel(request: PlanRequest) -> None:
+    """Raise if a kernel is pinned of a loss that is not the planned one."""
+    if why := idle_loss_kernel(request.fix.get("loss_kernel", "auto"), request.loss):
+        raise FullshardError(why)
+
+
 def strategies(request: PlanRequest) -> Iterator[list[Family]]:
     """For each strategy and mesh, its families by growing micro-batch."""
     axes = {tensor: list(_shapes(request, request.cluster.devices // tensor)) for tensor in _tensor_axes(request)}
@@ -222,6 +230,7 @@ def _shaped(
     micro, accumulate = shape
     try:
         batch = request.batch(micro, accumulate, request.fix.get("sync", "every"))
+        refuse_float8_tokens(precision_of(request), batch)
         shaped = [replace(plan, batch=batch) for plan in plans]
     except FullshardError as error:
         refused.append(error)
