@@ -116,7 +116,7 @@ class Precision:
             if self.compute != "bf16":
                 raise PlanError(
                     f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', not {self.compute!r}, for all but "
-                    "matrix products; write --compute bf16, or plan.compute in a recipe"
+                    "matrix products; write compute = 'bf16'"
                 )
         self._check_update()
 

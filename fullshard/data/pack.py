@@ -20,6 +20,7 @@ from fullshard.errors import FullshardError, nearest
 GROUP = 64  # documents that a worker takes at a time
 AHEAD = 4  # groups that are read ahead for each worker
 MOST_WORKERS = 1024
+KINDS = ((type(None), "null"), (bool, "true or false"), ((int, float), "a number"), (list, "a list"), (dict, "an object"))
 
 
 def pack(
@@ -72,6 +73,9 @@ def _text(field: str, place: str, record: Record) -> MarkedText:
     """The text of a record that is not a conversation."""
     if not isinstance(record.get(field), str):
         keys = list(record)
+        if field in record:
+            kind = next((word for kinds, word in KINDS if isinstance(record[field], kinds)), type(record[field]).__name__)
+            raise FullshardError(f"{place}: {field!r} is {kind}, not text; name the field that holds the text with --field")
         hint = "; for conversations add --chat" if set(keys) & set(RECORD_FIELDS) else nearest(field, keys)
         raise FullshardError(f"{place} has no text in {field!r} (it has {', '.join(keys) or 'no keys'}){hint}")
     return MarkedText(record[field])

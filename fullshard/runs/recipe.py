@@ -1,5 +1,6 @@
 """The recipe: what to train. A TOML file, strict: an unknown key is an error that names the nearest known one."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -222,11 +223,18 @@ def _sentence(error: ValidationError) -> str:
         case "extra_forbidden":
             *path, last = first["loc"]
             known = list(_section(path).model_fields)
-            return f"unknown key {key} (known: {', '.join(known)}){nearest(str(last), known)}"
+            elsewhere = [f"{name}.{last}" for name in Recipe.model_fields if path and last in _section([name]).model_fields]
+            hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(str(last), known)
+            return f"unknown key {key} (known: {', '.join(known)}){hint}"
         case "missing":
             return f"{key} is missing; add it"
         case "value_error":
             return f"{key + ': ' if key else ''}{first['ctx']['error']}"
+        case "tuple_type":
+            *path, last = first["loc"]
+            texts = str in get_args(_section(path).model_fields[str(last)].annotation)
+            wanted = f"strings, as in {key}='{json.dumps([str(first['input'])])}'" if texts else "numbers, in brackets"
+            return f"{key} = {first['input']!r}: input should be a list of {wanted}"
         case _:
             return f"{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 

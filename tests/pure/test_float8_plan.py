@@ -51,7 +51,7 @@ TOKENS = (
 REFUSED = [
     (lambda: search(sequence=4100), TOKENS),
     (lambda: fs.Precision("bf16", float8="rows"), "precision.float8 must be one of tensorwise, rowwise, not 'rows'"),
-    (lambda: fs.Precision(float8="rowwise"), "precision.float8 = 'rowwise' needs precision.compute = 'bf16'"),
+    (lambda: fs.Precision(float8="rowwise"), "not 'fp32', for all but matrix products; write compute = 'bf16'"),
     (lambda: plan(tensor=2), "precision.float8 = 'tensorwise' does not work with mesh.tensor = 2 yet; write tensor = 1"),
     (
         lambda: plan(wire=fs.Wire("int8")),

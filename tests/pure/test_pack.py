@@ -124,6 +124,11 @@ BAD = {
     "empty directory": (lambda p: p / "empty", {}, "has no .txt"),
     "not UTF-8": (lambda p: p / "latin.txt", {}, "is not UTF-8 text (byte 1)"),
     "not JSON": (lambda p: p / "bad.jsonl", {}, "bad.jsonl:2 is not JSON"),
+    "number": (
+        lambda p: p / "corpus" / "b.jsonl",
+        {"field": "id"},
+        "b.jsonl:1: 'id' is a number, not text; name the field that holds the text with --field",
+    ),
     "field": (
         lambda p: p / "corpus" / "b.jsonl",
         {"field": "txt"},
@@ -206,7 +211,7 @@ def test_a_dataset(tmp_path, saved, name, split, count):
         ("one", {"split": "train"}, None, "--split has no effect on"),
         ("one", {"subset": "x"}, None, "--subset has no effect on"),
         ("one", {}, "txt", "has no column 'txt' (it has text, id); did you mean 'text'?"),
-        ("one", {}, "id", "row 2 has no text in 'id'"),
+        ("one", {}, "id", "row 2: 'id' is a number, not text; name the field that holds the text with --field"),
         ("splits", {"split": "valid"}, None, "has no split 'valid' (it has train, test); name one with --split"),
         ("files", {"split": "valid"}, None, "cannot read the dataset"),
         ("nowhere", {}, None, "cannot read the dataset"),

@@ -92,6 +92,9 @@ def test_the_recipes_that_ship_are_valid(path):
 WRONG = {
     "optim.lrr=1": "unknown key optim.lrr (known: name, lr, betas, eps, momentum, weight_decay, decay_all, clip, options)",
     "optimizer.lr=1": "sample, checkpoint, profile, log); did you mean 'optim'?",
+    "optim.moments=int8": "weight_decay, decay_all, clip, options); did you mean plan.moments?",
+    "plan.names=layers.*": """plan.names = 'layers.*': input should be a list of strings, as in plan.names='["layers.*"]'""",
+    "optim.betas=0.9": "optim.betas = 0.9: input should be a list of numbers, in brackets",
     "optim.lr=fast": "optim.lr = 'fast': input should be a valid number",
     "checkpoint.metric=loss": "metric has no effect without best",
     "checkpoint.best=1": "give eval.every, or checkpoint.metric = 'loss'",
