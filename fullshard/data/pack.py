@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -92,7 +93,7 @@ def _groups(found: Iterator[Located]) -> Iterator[list[Located]]:
 
 def _in_parallel(encode: Encode, groups: Iterator[list[Located]], workers: int | None) -> Iterator[list[Document]]:
     """The encoded groups, in their order."""
-    workers = workers if workers is not None else os.cpu_count() or 1
+    workers = _checked_workers(workers)
     if workers == 1:
         yield from map(encode, groups)
         return
@@ -107,6 +108,20 @@ def _in_parallel(encode: Encode, groups: Iterator[list[Located]], workers: int |
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, nobody waits for the groups that were read ahead
+
+
+def _checked_workers(wanted: int | None) -> int:
+    """The number of processes. It is 1 for a script from standard input, which workers could not import."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if wanted == 1 or file is None or getattr(main, "__spec__", None) is not None or os.path.exists(file):
+        return wanted if wanted is not None else os.cpu_count() or 1
+    if wanted is None:
+        return 1
+    raise FullshardError(
+        f"workers = {wanted}: workers import the script that calls pack, and there is no file {file}; write workers=1, or put "
+        "the script in a file"
+    )
 
 
 def _in_order(pool: ProcessPoolExecutor, encode: Encode, groups: Iterator[list[Located]], ahead: int) -> Iterator[list[Document]]:

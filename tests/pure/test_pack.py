@@ -58,6 +58,17 @@ def test_a_script_that_every_worker_runs_again(tmp_path, corpus):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("workers", [None, 1, 2])
+def test_a_script_from_standard_input(tmp_path, corpus, workers):
+    chosen = "" if workers is None else f", workers={workers}"
+    call = f"pack([{str(corpus)!r}], {str(tmp_path / 'x')!r}{chosen})"
+    script = f"from fullshard.data.pack import pack\nif __name__ == '__main__':\n    {call}\n"
+    found = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    refused = "there is no file <stdin>; write workers=1, or put the script in a file" in found.stderr
+    assert (found.returncode, refused) == ((1, True) if workers == 2 else (0, False))
+    assert (tmp_path / "x").exists() == (workers != 2)
+
+
 def test_no_more_is_read_than_workers_need():
     class Pool:
         def submit(self, encode, group):
