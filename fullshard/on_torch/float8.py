@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.model.description import Tensor as TensorDescription
-from fullshard.model.float8_weights import GRAIN, computes_in_float8, gathered_in_float8
+from fullshard.model.float8_weights import GRAIN, computes_in_float8, gathered_in_float8, refuse_float8_tokens
 from fullshard.on_torch.experts import expert_modules
 from fullshard.on_torch.fsdp_groups import gather_by
 from fullshard.on_torch.linear_weights import linear_weights
@@ -61,12 +61,7 @@ def refuse_float8(model: nn.Module, plan: Plan) -> None:
             f"precision.float8 = {kind!r} has no effect: no block has a trained nn.Linear with sizes that are multiples of "
             f"{GRAIN}; leave it out"
         )
-    tokens = plan.batch.micro_batch * plan.batch.sequence
-    if not plan.batch.dims and tokens % GRAIN:
-        raise FullshardError(
-            f"precision.float8 = {kind!r} needs a multiple of {GRAIN} tokens in a micro-batch, not {plan.batch.micro_batch} × "
-            f"{plan.batch.sequence} = {tokens}; change the sequence or the micro-batch"
-        )
+    refuse_float8_tokens(plan.precision, plan.batch)
 
 
 def apply_float8(model: nn.Module, plan: Plan, device: torch.device) -> tuple[str, ...]:
