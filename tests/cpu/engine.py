@@ -162,7 +162,7 @@ def compiled(remat: str) -> dict:
 
     counter = CompileCounterWithBackend("aot_eager")
     real = torch.compile
-    torch.compile = lambda f: real(f, backend=counter)  # the engine's call, with a backend that counts
+    torch.compile = lambda f, **more: real(f, backend=counter, **more)  # the engine's call, with a backend that counts
     try:
         state = shard(compile=True, remat=remat)
         losses = [float(on_torch.train_step(state, [batch(seed=i)]).loss) for i in range(4)]
