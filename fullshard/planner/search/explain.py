@@ -110,7 +110,7 @@ def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Cand
         helps = "nothing small helps: take devices with more memory"
     found = _shortages(request, reduced, leanest, room)
     needs = [f"the leanest plan ({leanest.label}) needs {_needs(request, found[0])}"]
-    needs += [f"with {s.label} it needs {_needs(request, s)}" for s in found[1:]]
+    needs += [f"with {s.label}, it needs {_needs(request, s)}" for s in found[1:]]
     return NothingFitsError(f"nothing fits: {'; '.join([*needs, helps])}", found)
 
 
