@@ -1,7 +1,11 @@
 """Hugging Face models shard, train and match their unsharded selves with no edit to the model."""
 
 import pytest
+import torch
 
+import fullshard as fs
+from fullshard import on_torch
+from fullshard.planner.memory.peak import predict
 from tests.cpu import hugging_face
 from tests.cpu.parity import Case
 
@@ -66,3 +70,20 @@ def test_oracle_is_not_trivial(ranks):
 def test_lora_on_hugging_face(ranks):
     for found in ranks(2).run(hugging_face.errors, "llama", Case("zero3", remat="full"), lora=True):
         check(found)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_compiled_float8_blocks_save_attentions_output_alone(kv_heads):
+    """By hand: the inputs of q, k and v, of gate and up, and of down are computed again. That of o is a view of attention's
+    output, which attention saves for its own backward."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=kv_heads, vocab_size=512))
+    described = on_torch.describe(model, micro_batch=2, sequence=128, compute="bf16")
+    kinds = (fs.Precision("bf16", float8=kind) for kind in (None, "rowwise"))
+    plans = [fs.ddp(described, devices=1, precision=p, batch=fs.Batch(2, 128), compile=True) for p in kinds]
+    plain, rounded = (predict(plan, described, loss="plain", reserved=False) for plan in plans)
+    assert plain.phase == rounded.phase
+    assert plain.allocated - rounded.allocated == 4 * 2 * (2 * 128) * (64 + 64 + 192)

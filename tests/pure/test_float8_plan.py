@@ -149,6 +149,15 @@ def test_a_compiled_block_saves_no_inputs_of_its_layers(precision):
     assert kept[1] >= kept[0]  # a block under remat saves none anyway
 
 
+def test_layers_with_a_bias_save_no_inputs_either():
+    gpt = fs.presets.describe("gpt2-xl")
+    made = [fs.ddp(gpt, devices=1, precision=p, batch=fs.Batch(2, 1024), compile=True) for p in (BF16, ROWWISE)]
+    peaks = [predict(m, gpt, reserved=False) for m in made]
+    assert peaks[0].phase == peaks[1].phase
+    inputs = 2 * (2 * 1024) * (1600 + 1600 + 6400)  # bytes: of q, k and v together, and of the MLP's two
+    assert peaks[0].allocated - peaks[1].allocated == 48 * inputs  # attention keeps its output, the input of the fourth, itself
+
+
 @pytest.mark.parametrize("precision", [TENSORWISE, ROWWISE])
 def test_products_of_blocks_take_less_time_and_casts_are_added(precision):
     plain, rounded = (timeline(plan(p), BIG, H200).compute for p in (BF16, precision))

@@ -95,8 +95,9 @@ def _unsaved_inputs(sections: PhaseSections, layers: dict[str, _Layers], shape: 
 def _inputs(
     forward: Section, backward: Section, unsaved: frozenset[tuple[str, int]], shape: tuple[int, int]
 ) -> tuple[Event, ...]:
-    """The allocations of layers' inputs that forward keeps. An input has its layer's size, and backward frees it after the
-    gradient of the last weight that reads it, before another weight's."""
+    """The allocations of layers' inputs that forward keeps. An input has its layer's size, and backward frees it when it has the
+    gradient of the last weight that reads it, and still holds that. One that is freed later has another reader: an output of
+    attention, which its own backward reads."""
     kept: dict[str, Event] = {}
     for e in forward.events:
         if e.action == "allocate" and _is_own(e):
@@ -105,8 +106,8 @@ def _inputs(
             kept.pop(e.tensor, None)
     features, wanted, found = {f"grad:{name}": size for name, size in unsaved}, 0, []
     for e in backward.events:
-        if e.action == "allocate" and e.tensor.startswith("grad:"):
-            wanted = 2 * features.get(e.tensor, 0) * shape[0] * shape[1]  # bytes in bf16
+        if e.tensor in features:
+            wanted = 2 * features[e.tensor] * shape[0] * shape[1] if e.action == "allocate" else 0  # bytes in bf16
         elif e.action == "free" and not e.unit and e.tensor in kept and kept[e.tensor].sizes(*shape) == (wanted,):
             found.append(kept[e.tensor])
             wanted = 0
