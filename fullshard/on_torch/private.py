@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,11 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     }
 
 
+@cache
 def options_without_saved(kind: dtype) -> dict[str, Any]:
     """Options of `torch.compile` with which nothing that depends on inputs of this dtype alone is kept for backward. There it is
-    computed again, from inputs that FSDP gathers anew."""
+    computed again, from inputs that FSDP gathers anew. The same object for every call: dynamo compiles a module's code again
+    for other options, and gives up after eight times."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Recompute(CustomGraphPass):

@@ -103,6 +103,16 @@ def test_a_compiled_block_keeps_no_copy_of_a_gathered_weight(options, gathered):
     torch.testing.assert_close(x.grad, want)
 
 
+def test_equal_modules_are_compiled_once():
+    """Dynamo gives up after eight compilations of one module's code, and a process may shard more models than that."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        layer = torch.nn.Linear(16, 16).double()
+        torch.compile(layer.forward, options=options_without_saved(torch.float64))(torch.randn(4, 16).double()).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_loop_of_ones_own_has_fresh_scales(ranks, oracle):
     assert ranks(2).run(float8.own_loop, "tensorwise")[0] == pytest.approx(oracle("tensorwise", 2), abs=2e-5)
 
