@@ -287,10 +287,10 @@ class Kernels:
         return f"attention {self.attention}, loss {self.loss}, update {self.update}"
 
 
-def idle_loss_kernel(kernel: Kernel, loss: str) -> str:
-    """Why a choice of the loss's kernel has no effect on this loss; empty if it has one."""
+def idle_loss_kernel(name: str, kernel: Kernel, loss: str) -> str:
+    """Why a choice of the loss's kernel, by this name, has no effect on this loss; empty if it has one."""
     idle = kernel != "auto" and loss != "chunked"
-    return f"loss_kernel is of the chunked loss, and has no effect on '{loss}'; leave it out" if idle else ""
+    return f"{name} is of the chunked loss, and has no effect on '{loss}'; leave it out" if idle else ""
 
 
 @dataclass(frozen=True)

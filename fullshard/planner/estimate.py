@@ -10,6 +10,7 @@ from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
+from fullshard.plan_parts import idle_loss_kernel
 from fullshard.planner.device_limits import refuse_on_devices
 from fullshard.planner.memory.peak import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
@@ -115,6 +116,7 @@ def estimate(
     refuse_uncosted(description)
     refuse_other_cluster(plan, cluster)
     refuse_on_devices(plan, cluster)
+    refuse_idle_loss_kernel(plan, loss)
     share = cores_share(plan, cluster, optimizer)
     on_cuda = cluster.device.kind == "cuda"
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
@@ -146,6 +148,11 @@ def estimate(
         counted="rows" if plan.batch.dims else "tokens",
         notes=example.notes if example else (),
     )
+
+
+def refuse_idle_loss_kernel(plan: Plan, loss: str) -> None:
+    if why := idle_loss_kernel("kernels.loss", plan.kernels.loss, loss):
+        raise FullshardError(why)
 
 
 def refuse_other_cluster(plan: Plan, cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from fullshard.model.description import Description
 from fullshard.model.presets import PRESETS
 from fullshard.plan import Plan
 from fullshard.planner.device_limits import refuse_on_devices
-from fullshard.planner.estimate import Estimate
+from fullshard.planner.estimate import Estimate, refuse_idle_loss_kernel
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.runs.open_data import open_data, refuse_first_batch
@@ -73,6 +73,7 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
         )
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     refuse_on_devices(plan, cluster)
+    refuse_idle_loss_kernel(plan, recipe.loss)
     if directory := disk_of(recipe, plan):
         refuse_full_disk(directory, _filed(recipe, plan, model, expected, engine), ranks)
     data, valid = opened()

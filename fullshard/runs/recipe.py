@@ -55,8 +55,8 @@ class Recipe(RecipeSection):
     def _a_call_is_not_chunked(self) -> Self:
         if self.model.call is not None and self.train.loss == "chunked":
             raise ValueError("train.loss = 'chunked' has no effect with model.call; leave it out")
-        if why := idle_loss_kernel(self.plan.loss_kernel, self.loss):
-            raise ValueError(f"plan.{why}")
+        if why := idle_loss_kernel("plan.loss_kernel", self.plan.loss_kernel, self.loss):
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
@@ -187,8 +187,9 @@ def override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if equals and not sections and last == "plan":
-        table = tree.get("plan")  # of a file's short form nothing is left, of a table the other keys
-        tree["plan"] = (table if isinstance(table, dict) else {}) | short_plan(str(parse_value(text, value)))
+        table = tree.get("plan")  # of a file's short form nothing is left, of a table what is beside strategy and file
+        kept = {k: v for k, v in table.items() if k not in ("strategy", "file")} if isinstance(table, dict) else {}
+        tree["plan"] = kept | short_plan(str(parse_value(text, value)))
         return
     if not equals or not sections:
         raise FullshardError(f"{text!r} is no override; write section.key=value, for example optim.lr=1e-4")

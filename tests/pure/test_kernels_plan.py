@@ -47,6 +47,10 @@ REFUSED = [
         lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, loss="plain"),
         "loss_kernel is of the chunked loss, and has no effect on 'plain'; leave it out",
     ),
+    (
+        lambda: fs.estimate(plan(kernels=fs.Kernels(loss="torch")), MODEL, H200, loss="plain"),
+        "kernels.loss is of the chunked loss, and has no effect on 'plain'; leave it out",
+    ),
 ]
 
 

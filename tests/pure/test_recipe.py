@@ -47,6 +47,13 @@ def test_overrides_of_a_short_plan(tmp_path):
         assert (plan.strategy, plan.wire_gather, plan.remat) == ("zero2", "int8", "full")
     assert load(tmp_path, short, "plan.strategy=zero1").plan.strategy == "zero1"
     assert load(tmp_path, short, "plan=zero1", "plan.remat=full").plan == load(tmp_path, table, "plan=zero1").plan
+    for text, given in (
+        (table.replace("strategy", "file").replace("zero2", "a.json").replace('remat = "full"', ""), ["plan=zero1"]),
+        ('plan = "a.json"\n' + SMALL, ["plan.cluster=8xh100", "plan=zero1"]),
+    ):
+        plan = load(tmp_path, text, *given).plan
+        assert (plan.strategy, plan.file) == ("zero1", None)
+    assert load(tmp_path, 'plan = { strategy = "zero2" }\n' + SMALL, "plan=a.json").plan.file == "a.json"
     assert load(tmp_path, short, 'plan="a.json"', "plan.cluster=8xh100").plan.file == "a.json"
     assert load(tmp_path, 'plan = "a.json"\n' + SMALL, "plan=zero1").plan.file is None
     with pytest.raises(FullshardError, match="remat has no effect beside file; change the plan file instead"):

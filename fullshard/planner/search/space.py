@@ -144,7 +144,7 @@ def refuse_idle_backlog(request: PlanRequest) -> None:
 
 def refuse_idle_loss_kernel(request: PlanRequest) -> None:
     """Raise if a kernel is pinned of a loss that is not the planned one."""
-    if why := idle_loss_kernel(request.fix.get("loss_kernel", "auto"), request.loss):
+    if why := idle_loss_kernel("loss_kernel", request.fix.get("loss_kernel", "auto"), request.loss):
         raise FullshardError(why)
 
 
