@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.fsdp_groups import can_replace_collectives, replace_collectives
+from fullshard.on_torch.fsdp_groups import GatherFunction, ReduceFunction, can_replace_collectives, replace_collectives
 from fullshard.plan import Plan, Unit, Wire
 
 # Their names since torch 2.13, which deprecates the older ones.
@@ -43,35 +43,42 @@ class Communication:
 MakeCommunication = Callable[[Unit], Communication | None]
 
 
-def install_communication(make: MakeCommunication, plan: Plan, units: dict[str, list[FSDPModule]]) -> None:
-    """Give each unit that is sharded the collectives that `make` returns for it; with None it keeps FSDP's own. Raise if all
-    units would keep them."""
-    replaced = False
+Collectives = dict[str, tuple[GatherFunction | None, ReduceFunction | None]]  # by unit; None is FSDP's own
+
+
+def install_communication(found: Collectives, units: dict[str, list[FSDPModule]]) -> None:
+    """Give units their own collectives."""
+    for name, own in found.items():
+        replace_collectives(units[name][0], *own)
+
+
+def make_communication(make: MakeCommunication | None, plan: Plan) -> Collectives:
+    """The collectives that `make` returns for each sharded unit; with None a unit keeps FSDP's own. Raise if they cannot be
+    replaced, or if all units would keep them."""
+    refuse_communication(make, plan)
+    if make is None:
+        return {}
+    found: Collectives = {}
     for unit in plan.units:
-        found = make(unit) if unit.layout != "replicated" else None
-        if found is None:
+        made = make(unit) if unit.layout != "replicated" else None
+        if made is None:
             continue
-        refuse_no_communication(found)
-        own = [_overridden(found, name) for name in ("gather", "reduce")]
-        replaced |= any(own)
-        replace_collectives(units[unit.name][0], *own)
-    if not replaced:
+        if not isinstance(made, Communication):
+            raise FullshardError(
+                f"communication(unit) must return an on_torch.Communication or None, not {made!r}; pass a subclass of it"
+            )
+        found[unit.name] = _overridden(made, "gather"), _overridden(made, "reduce")
+    if not any(map(any, found.values())):
         raise FullshardError(
             "communication has no effect: no sharded unit has a `gather` or `reduce` of its own; override one of these in a "
             "subclass of on_torch.Communication, or leave it out"
         )
+    return found
 
 
-def _overridden(found: Communication, name: str) -> Any:
+def _overridden(made: Communication, name: str) -> Any:
     """The method, or None if it is the base class's."""
-    return None if getattr(type(found), name) is getattr(Communication, name) else getattr(found, name)
-
-
-def refuse_no_communication(found: object) -> None:
-    if not isinstance(found, Communication):
-        raise FullshardError(
-            f"communication(unit) must return an on_torch.Communication or None, not {found!r}; pass a subclass of it"
-        )
+    return None if getattr(type(made), name) is getattr(Communication, name) else getattr(made, name)
 
 
 def refuse_communication(make: object, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
 from fullshard.on_torch.collective_memory import refuse_memory, use_memory
-from fullshard.on_torch.communication import MakeCommunication, install_communication, refuse_communication
+from fullshard.on_torch.communication import MakeCommunication, install_communication, make_communication
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
@@ -74,7 +74,7 @@ def shard(
     refuse(model, plan, optimizer, disk, cpu_share)
     refuse_float8_device(plan, where)
     refuse_kernels(model, plan, where, optimizer)
-    refuse_communication(communication, plan)
+    own_collectives = make_communication(communication, plan)
     refuse_memory(plan, where)
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
@@ -94,8 +94,7 @@ def shard(
     computed = _copy_whole_shards_once(plan, units)
     use_memory(plan, units)
     meter = quantize_collectives(plan, units)
-    if communication is not None:
-        install_communication(communication, plan, units)
+    install_communication(own_collectives, units)
     memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
     drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
