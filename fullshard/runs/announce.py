@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import commit
-from fullshard.checkpoint.reader import Checkpoint
 from fullshard.plan_text import plan_summary
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of
+from fullshard.runs.prepare import Prepared
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_sections import OWN, OptimSection, RecipeSection
+from fullshard.runs.resuming import resumed_from
 from fullshard.text import labelled
 
 LONGEST = 48  # characters of a value
@@ -31,21 +30,13 @@ def dry_run_text(prepared: Prepared, run: Path, resume: str | None) -> str:
 def _task(prepared: Prepared, run: Path, resume: str | None) -> str:
     """How many steps into which directory, and what they begin with."""
     recipe = prepared.recipe
-    if place := _resumed_from(prepared, run, resume):
-        return f"steps {Checkpoint(place).manifest.step + 1} to {recipe.steps} into {run}, from {place}"
+    if found := resumed_from(prepared, run, resume) if resume else None:
+        place, manifest = found
+        if manifest.step >= recipe.steps:
+            return f"no steps: all {recipe.steps} are done in {place}"
+        return f"steps {manifest.step + 1} to {recipe.steps} into {run}, from {place}"
     weights = f"weights from {prepared.weights}" if prepared.weights else "weights drawn"
     return f"{recipe.steps} steps into {run}, {weights}"
-
-
-def _resumed_from(prepared: Prepared, run: Path, resume: str | None) -> Any:
-    """The checkpoint that a run goes on from. If its newest one is damaged, the ranks say so and take an older one."""
-    if resume is None:
-        return None
-    if resume != "auto":
-        return commit.find(resume)
-    checkpoint_dir = checkpoint_dir_of(prepared.recipe, run)
-    names = commit.committed(checkpoint_dir)
-    return checkpoint_dir.child(names[-1]) if names else None
 
 
 # -- the recipe ---------------------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ Nothing that the order of samples depends on; what changes the losses only with 
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
 from fullshard.engine import load_engine
 from fullshard.errors import FullshardError
+from fullshard.plan import Plan, Precision, Wire
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.agreement import flat
 from fullshard.runs.lr_schedule import factor
@@ -48,7 +51,7 @@ def refuse_other_data(manifest: Manifest, prepared: Prepared) -> None:
 
 def changes(manifest: Manifest, prepared: Prepared) -> list[Change]:
     """The differences from the checkpoint, in recipe or plan, that change the losses to come."""
-    return [*_recipe_changes(manifest, prepared.recipe), *_precision_changes(manifest, prepared)]
+    return [*_recipe_changes(manifest, prepared.recipe), *_plan_changes(manifest, prepared.plan)]
 
 
 def _recipe_changes(manifest: Manifest, recipe: Recipe) -> Iterator[Change]:
@@ -77,10 +80,14 @@ def _same_rates(old: Recipe, new: Recipe, step: int) -> bool:
     return next(rates) == next(rates)
 
 
-def _precision_changes(manifest: Manifest, prepared: Prepared) -> Iterator[Change]:
-    old, new = flat(manifest.plan or {}), flat(prepared.plan.to_dict())
-    for key in new:
-        if key.startswith("precision.") and key in old and old[key] != new[key]:
+def _plan_changes(manifest: Manifest, plan: Plan) -> Iterator[Change]:
+    """Differences in what rounds values. A plan as data leaves out some of what has its default."""
+    if manifest.plan is None:
+        return
+    usual = flat({"precision": asdict(Precision()), "wire": asdict(Wire())})
+    old, new = usual | flat(manifest.plan), usual | flat(plan.to_dict())
+    for key in usual:
+        if key != "wire.memory" and old[key] != new[key]:
             yield f"the plan's {key}", old[key], new[key]
 
 
@@ -98,14 +105,33 @@ def refuse_changes(manifest: Manifest, prepared: Prepared, *, accept: bool) -> l
 
 
 def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: bool) -> None:
-    """Raise, before ranks start, where a run cannot go on from a checkpoint that was named."""
-    place = commit.find(resume)
-    manifest = Checkpoint(place).manifest
+    """Raise, before ranks start, where a run cannot go on from its checkpoint."""
+    found = resumed_from(prepared, directory, resume)
+    if found is None:
+        return
+    place, manifest = found
     refuse_other_data(manifest, prepared)
     refuse_changes(manifest, prepared, accept=accept)
+    if resume == "auto":
+        return
     inside = str(place).startswith(f"{checkpoint_dir_of(prepared.recipe, directory)}/")
     if not inside and holds_run(directory):
         raise FullshardError(f"{directory} holds another run already; give another directory with --run")
+
+
+def resumed_from(prepared: Prepared, directory: Path, resume: str) -> tuple[Place, Manifest] | None:
+    """The checkpoint that a run goes on from; None if `auto` finds none. If tensors of the newest are damaged, the ranks say so
+    and take an older one."""
+    if resume != "auto":
+        place = commit.find(resume)
+        return place, Checkpoint(place).manifest
+    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    for name in reversed(commit.committed(checkpoint_dir)):
+        try:
+            return checkpoint_dir.child(name), commit.read_manifest(checkpoint_dir.child(name))
+        except FullshardError:  # a damaged manifest
+            continue
+    return None
 
 
 def resumable(directory: Path, ranks: int | None) -> str:

@@ -15,6 +15,7 @@ from fullshard.checkpoint.verify import problems
 from fullshard.data.pack import pack
 from fullshard.model import presets
 from fullshard.runs.resuming import resumable
+from tests.command import fullshard_here
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 
@@ -145,6 +146,8 @@ REFUSED = {
     "optim.lr=1e-4": "optim.lr = 0.0001 here and 0.001 in the checkpoint: the losses to come would change",
     "train.steps=16": "train.steps = 16 here and 8 in the checkpoint",  # the cosine would rise again
     "plan.compute=bf16": 'the plan\'s precision.compute = "bf16" here and "fp32" in the checkpoint',
+    "plan.wire_gather=int8": 'the plan\'s wire.gather = "int8" here and "plain" in the checkpoint',
+    "plan.moments=int8": 'the plan\'s precision.moments = "int8" here and null in the checkpoint',
     "data.path=valid": "holds other tokens than the checkpoint was trained on",
 }
 
@@ -154,6 +157,23 @@ def test_what_cannot_go_on_is_refused(here, ranks, uninterrupted, overrides):
     for sentence in ranks(2).run(loop.refused, str(here), [*EVERY, *overrides.split()], "whole"):
         assert REFUSED[overrides] in sentence
     assert metrics(here / "runs/whole") == uninterrupted
+
+
+def test_what_cannot_go_on_is_refused_before_ranks_start(here, uninterrupted):
+    def dry(*overrides: str, run: str = "whole"):
+        options = ["--ranks=2", "--resume=auto", f"--run=runs/{run}", "--dry-run"]
+        return fullshard_here("train", "recipe.toml", *EVERY, *overrides, *options, cwd=here)
+
+    for overrides in ("data.sequence=16", "train.steps=16", "plan.moments=int8"):
+        found = dry(overrides)
+        assert (found.returncode, found.stdout) == (2, "")
+        assert REFUSED[overrides] in found.stderr
+    done = "it would be: no steps: all 8 are done in runs/whole/checkpoints/step-00000008"
+    assert done in " ".join(dry().stderr.split())
+    cut(here, "spoilt", 8)
+    (here / "runs/spoilt/checkpoints/step-00000008/manifest.json").write_text("{")
+    assert "steps 7 to 8 into runs/spoilt, from runs/spoilt/checkpoints/step-00000006" in dry(run="spoilt").stderr
+    assert "8 steps into runs/none, weights drawn" in dry(run="none").stderr
 
 
 def test_what_changes_the_curve_goes_on_where_it_is_accepted(here, ranks, uninterrupted):
