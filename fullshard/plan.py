@@ -115,10 +115,7 @@ class Plan:
         refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
             self._check_reshard(unit)
-        if self.prefetch != Prefetch() and all(u.layout == "replicated" for u in self.units):
-            raise PlanError(
-                f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
-            )
+        self._check_prefetch()
         self._check_wire()
         self._check_kernels()
         self._check_experts()
@@ -132,6 +129,18 @@ class Plan:
     def offloads_state(self) -> bool:
         """True if any optimizer state rests off the device."""
         return any(u.home.optimizer != "device" for u in self.units)
+
+    def _check_prefetch(self) -> None:
+        """Refuse depths where nothing is gathered. `prefetch = 2` for both directions is well where only forward gathers."""
+        if self.prefetch != Prefetch() and all(u.layout == "replicated" for u in self.units):
+            raise PlanError(
+                f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
+            )
+        depth = self.prefetch.backward
+        if depth not in (1, self.prefetch.forward) and not any(u.reshard for u in self.units):
+            raise PlanError(
+                f"prefetch.backward = {depth} has no effect: every unit stays gathered from forward to backward; leave it out"
+            )
 
     def _check_updates(self) -> None:
         """Refuse choices about offloaded state if there is none."""
@@ -150,6 +159,8 @@ class Plan:
             why = "the state of every unit rests off the device"
         elif self.precision.low_bit:
             why = f"low-bit state ({self.precision}) has an update of its own"
+        elif self.precision.master != "fp32":
+            why = f"only fp32 masters have a kernel beside torch's, and this one is {self.precision.master}"
         if self.kernels.update != "auto" and why:
             raise PlanError(f"kernels.update = {self.kernels.update!r} has no effect: {why}; leave it out")
 

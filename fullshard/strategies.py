@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fullshard.errors import checked_call, nearest
-from fullshard.model.description import Description, UnitDescription
+from fullshard.model.description import FLOATS, Description, UnitDescription
 from fullshard.plan import Batch, Home, Kernels, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit, Wire
 from fullshard.update_pieces import STAGING
 
@@ -174,7 +174,7 @@ def _plan(
         layout, reshard = _of_kind(unit, mesh, *choose(unit))
         its = home if unit.kind == "block" else outside
         units.append(Unit(unit.name, unit.modules, layout, reshard, remats.get(unit.name, "none"), its))
-    return Plan(
+    made = Plan(
         mesh=mesh,
         units=tuple(units),
         precision=common.get("precision", Precision()),
@@ -188,6 +188,8 @@ def _plan(
         wire=common.get("wire", Wire()),
         kernels=common.get("kernels", Kernels()),
     )
+    _refuse_idle_buffers(description, made.precision)
+    return made
 
 
 def _of_kind(unit: UnitDescription, mesh: Mesh, layout: Layout, reshard: bool | int) -> Choice:
@@ -234,6 +236,14 @@ def _remats(description: Description, remat: Remat, every: int) -> dict[str, Rem
     if remat != "none" and not blocks:
         raise PlanError(f"remat = {remat!r} has no effect: no repeated blocks were found; group the model by class first")
     return {name: remat for i, name in enumerate(blocks) if i % every == 0}
+
+
+def _refuse_idle_buffers(description: Description, precision: Precision) -> None:
+    buffers = [*description.buffers, *(b for u in description.units for b in u.buffers)]
+    if precision.buffers is not None and not any(b.dtype in FLOATS for b in buffers):
+        raise PlanError(
+            f"precision.buffers = {precision.buffers!r} has no effect: this model has no floating-point buffers; leave it out"
+        )
 
 
 def _flat(devices: int, common: dict[str, Any]) -> Mesh:

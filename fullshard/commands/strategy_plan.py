@@ -126,7 +126,7 @@ def strategy_plan(model: str, sequence: int, options: StrategyOptions, units: Un
         keep_whole=o.keep_whole or [],
         spell=spell_option,
         precision=_precision(o),
-        batch=Batch(o.micro_batch or 1, sequence, o.accumulate or 1, str(o.sync or "every")),  # type: ignore[arg-type]
+        batch=Batch(_or(o.micro_batch, 1), sequence, _or(o.accumulate, 1), str(o.sync or "every")),  # type: ignore[arg-type]
         prefetch=_prefetch(o),
         wire=_wire(o),
         kernels=Kernels(*(str(k or "auto") for k in (o.attention_kernel, o.loss_kernel, o.update_kernel))),  # type: ignore[arg-type]
@@ -147,9 +147,15 @@ def _precision(o: StrategyOptions) -> Precision:
 
 
 def _prefetch(o: StrategyOptions) -> Prefetch:
-    if o.prefetch and o.prefetch_forward and o.prefetch_backward:
+    if None not in (o.prefetch, o.prefetch_forward, o.prefetch_backward):
         raise FullshardError("--prefetch has no effect beside --prefetch-forward and --prefetch-backward; leave it out")
-    return Prefetch(o.prefetch_forward or o.prefetch or 1, o.prefetch_backward or o.prefetch or 1)
+    both = _or(o.prefetch, 1)
+    return Prefetch(_or(o.prefetch_forward, both), _or(o.prefetch_backward, both))
+
+
+def _or(given: int | None, otherwise: int) -> int:
+    """0 is given, and wrong."""
+    return otherwise if given is None else given
 
 
 def _wire(o: StrategyOptions) -> Wire:

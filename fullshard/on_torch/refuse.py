@@ -36,6 +36,10 @@ def refuse(
     _refuse_buffers(model, plan)
     _refuse_homes(plan, optimizer, disk)
     _refuse_low_bit(plan, optimizer)
+    if plan.kernels.update != "auto" and not isinstance(optimizer, Adam):
+        raise FullshardError(
+            f"kernels.update = {plan.kernels.update!r} is for Adam and AdamW; leave it out, or train with one of them"
+        )
     _refuse_share(plan, cpu_share)
     _refuse_parameters(model, plan)
     refuse_activations(model, plan)

@@ -50,6 +50,8 @@ def plans(draw) -> Plan:
     )
     layouts = {u.layout for u in units}
     prefetch = Prefetch() if layouts == {"replicated"} else draw(prefetches)
+    if not any(u.reshard for u in units):
+        prefetch = dataclasses.replace(prefetch, backward=1)
     batch = draw(batches.filter(lambda b: b.sync == "every") if layouts == {"optimizer"} else batches)
     away = any(u.home.optimizer != "device" for u in units)
     staging = draw(st.integers(1, 9)) if away else 4

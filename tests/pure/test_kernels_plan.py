@@ -40,6 +40,10 @@ REFUSED = [
         "kernels.update = 'torch' has no effect: low-bit state",
     ),
     (
+        lambda: plan(kernels=fs.Kernels(update="fused"), precision=fs.Precision("bf16", master="bf16")),
+        "kernels.update = 'fused' has no effect: only fp32 masters have a kernel beside torch's, and this one is bf16",
+    ),
+    (
         lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, engine="jax"),
         "loss_kernel = 'torch' has no effect on the JAX engine; leave it out",
     ),

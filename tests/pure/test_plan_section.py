@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import fullshard as fs
 from fullshard.cli import app
 from fullshard.cluster.cluster import Cluster
+from fullshard.model.description import Tensor
 from fullshard.runs.recipe import load_recipe
 from fullshard.runs.recipe_plan import make_plan
 
@@ -37,7 +38,8 @@ def made(tmp_path, *overrides: str) -> fs.Plan:
 
 
 def test_dtypes(tmp_path):
-    found = made(tmp_path, "plan.compute=bf16", "plan.output=fp32", "plan.buffers=bf16").precision
+    buffered = dataclasses.replace(NANO, buffers=(Tensor("angles", (4,)),))
+    found = make_plan(load(tmp_path, "plan.compute=bf16", "plan.output=fp32", "plan.buffers=bf16"), buffered, 4).precision
     assert found == fs.Precision("bf16", "fp32", "fp32", "fp32", "bf16")
     assert str(found) == "compute bf16, reduce fp32, master fp32, output fp32, buffers bf16"
     assert "buffers" not in made(tmp_path).to_dict()["precision"]
@@ -80,12 +82,12 @@ def test_refused(tmp_path, overrides, sentence):
 
 
 def test_the_same_on_the_command_line(tmp_path):
-    options = "--wire-gather int8 --wire-reduce fp8 --wire-block 64 --error-feedback --prefetch-backward 3 --buffers bf16"
+    options = "--wire-gather int8 --wire-reduce fp8 --wire-block 64 --error-feedback --prefetch-backward 3"
     words = ["plan", "llama-nano", "--devices", "4", "--sequence", "16", *options.split(), "--output-dtype", "fp32", "--json"]
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, ended.output
     given = ("plan.wire_gather=int8", "plan.wire_reduce=fp8", "plan.wire_block=64", "plan.error_feedback=true")
-    more = ("plan.prefetch_backward=3", "plan.buffers=bf16", "plan.output=fp32")
+    more = ("plan.prefetch_backward=3", "plan.output=fp32")
     assert fs.Plan.from_dict(json.loads(ended.stdout)) == made(tmp_path, *given, *more)
 
 

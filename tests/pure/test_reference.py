@@ -18,6 +18,7 @@ from fullshard.cli import app
 from fullshard.cluster.cluster import Cluster
 from fullshard.cluster.measured import Measured
 from fullshard.data import TokenWriter
+from fullshard.model.description import Tensor
 from fullshard.planner.search.space import FIXABLE
 from fullshard.runs.recipe import Recipe
 from fullshard.text import bytes_text
@@ -142,7 +143,8 @@ def test_the_plan_page_has_every_field_and_no_other():
         "bf16", master="bf16", buffers="bf16", float8="rowwise", moments="int8", rounding="stochastic"
     )
     written = {"wire": fullshard.Wire(memory="nccl"), "precision": precision, "kernels": fullshard.Kernels("flash")}
-    made = fullshard.zero3(fullshard.presets.describe("llama-nano"), devices=2, batch=batch, **written)
+    model = dataclasses.replace(fullshard.presets.describe("llama-nano"), buffers=(Tensor("angles", (4,)),))
+    made = fullshard.zero3(model, devices=2, batch=batch, **written)
     table = section(page("plan"), "## Fields").partition("\n### ")[0]
     assert {names(cells[0])[0] for cells in rows(table)} == paths(json.loads(made.to_json()))
 

@@ -102,7 +102,7 @@ def test_what_every_strategy_takes():
     common = {
         "precision": fs.Precision("bf16"),
         "batch": fs.Batch(2, 64),
-        "prefetch": fs.Prefetch(2, 3),
+        "prefetch": fs.Prefetch(2),
         "compile": True,
     }
     plan = fs.zero2(TOY, 4, **common)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fullshard.errors import FullshardError
 from fullshard.on_torch.kernels.one_pass_adam import find_one_pass
 from fullshard.on_torch.kernels.softmax_loss import find_softmax
-from fullshard.optimizer import Adam, AdamW, Optimizer
+from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.device_limits import refuse_on_cpu
 
@@ -25,12 +25,6 @@ def refuse_kernels(model: nn.Module, plan: Plan, device: torch.device, optimizer
     if plan.kernels.loss == "fused":
         _refuse_fused("loss", *find_softmax())
     if plan.kernels.update == "fused":
-        if not isinstance(optimizer, Adam | AdamW):
-            raise FullshardError("kernels.update = 'fused' is for Adam and AdamW; leave it out, or train with one of them")
-        if plan.precision.master != "fp32":
-            raise FullshardError(
-                f"kernels.update = 'fused' needs precision.master = 'fp32', not {plan.precision.master!r}; leave it out"
-            )
         kind = "adamw" if isinstance(optimizer, AdamW) else "adam"
         _refuse_fused("update", *find_one_pass(kind))
 

@@ -3,6 +3,7 @@
 Only makes plans: what they cost is found elsewhere, and so are homes away from the device.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ FIXABLE = {
     "attention_kernel": str, "loss_kernel": str, "update_kernel": str,
     "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
 }  # fmt: skip
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
 UPDATE_CHOICES = ("staging", "cpu_share", "backlog")  # accepted with the prefix `home.` too, as recipes write them
 
@@ -102,9 +104,7 @@ def _checked_choices(fix: dict[str, Any]) -> dict[str, Any]:
         if name not in FIXABLE:
             raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(FIXABLE)}){nearest(name, list(FIXABLE))}")
         if not isinstance(value, FIXABLE[name]) or isinstance(value, bool) != (FIXABLE[name] is bool):
-            raise FullshardError(
-                f"{name} = {value!r} is not {'a ' if FIXABLE[name] is not int else 'an '}{FIXABLE[name].__name__}"
-            )
+            raise FullshardError(f"{name} = {value!r} is not {KINDS[FIXABLE[name]]}")
     if fix.get("remat", "none") not in REMATS:
         known = ", ".join(REMATS)
         raise FullshardError(f"unknown remat {fix['remat']!r}{nearest(fix['remat'], list(REMATS))} (known: {known})")
@@ -166,7 +166,8 @@ def strategies(request: PlanRequest) -> Iterator[list[Family]]:
             made += sum(map(len, families))
             yield [family for family in families if family]
     if not made and refused:
-        raise refused[0]
+        often = Counter(map(str, refused))
+        raise max(refused, key=lambda error: often[str(error)])  # not what one strategy alone cannot do
     if not made:
         raise FullshardError(f"no plan can be made with {_fixed(request, *request.fix).strip(' ()')}; fix less")
 
@@ -271,6 +272,8 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
 
 def _prefetch(fix: dict[str, Any]) -> Prefetch:
     """The pinned depths; `prefetch` is that of both directions."""
+    if all(name in fix for name in ("prefetch", "prefetch_forward", "prefetch_backward")):
+        raise FullshardError("prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out")
     both = fix.get("prefetch", 1)
     return Prefetch(fix.get("prefetch_forward", both), fix.get("prefetch_backward", both))
 
