@@ -362,6 +362,6 @@ def test_buffers_that_cannot_be_cast_are_refused():
         (plain, "has no effect: this model has no floating-point buffers"),
         (normed, "statistics of 1 need fp32"),
     ):
-        plan = fs.zero3(on_torch.describe(model), devices=1, precision=fs.Precision(buffers="bf16"))
+        plan = replace(fs.zero3(on_torch.describe(model), devices=1), precision=fs.Precision(buffers="bf16"))
         with live.ranks(1), pytest.raises(fs.FullshardError, match=sentence):
             on_torch.shard(model, plan)
