@@ -506,13 +506,13 @@ def start_memory(path: str) -> tuple[int, int]:
     from fullshard.on_torch.models import Llama
 
     with torch.device("meta"):
-        model = Llama(LlamaSize(dim=512, layers=12, heads=8, kv_heads=8, ffn=1536, vocab=1024, sequence=64))
+        model = Llama(LlamaSize(dim=320, layers=12, heads=4, kv_heads=4, ffn=960, vocab=1024, sequence=64))
     plan = fs.zero3(on_torch.describe(model), devices=1, batch=fs.Batch(1, 16)).change("*", home=Home(optimizer="disk"))
     masters = 4 * sum(p.numel() for p in model.parameters())
     peak, ended = [_anonymous()], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(0.01):
             peak.append(_anonymous())
 
     watching = threading.Thread(target=watch)
