@@ -168,6 +168,6 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
     prepared = prepare(recipe, ranks, engine)
     if given.resume is None:
         refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later
-    else:
+    elif given.resume != "auto" or os.environ.get("RANK", "0") == "0":  # one rank looks for the newest: the others hear of it
         refuse_resume(given.resume, prepared, given.run, accept=given.accept)
     return prepared

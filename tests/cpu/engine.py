@@ -96,6 +96,7 @@ def _heads():
 REFUSED = {
     "attention": lambda: _planned(parity.build("plain"), kernels=fs.Kernels("cudnn")),
     "kernel": lambda: _planned(parity.build("plain"), kernels=fs.Kernels(loss="fused")),
+    "update": lambda: _planned(parity.build("plain"), kernels=fs.Kernels(update="torch")),
     "other attention": lambda: _planned(_eager_llama(), kernels=fs.Kernels("flash")),
     "another model": _another_model,
     "missing unit": _missing_unit,

@@ -19,6 +19,7 @@ REFUSALS = {
     "compile": "compile = true has no effect",
     "attention": "kernels.attention = 'cudnn' is a backend for GPUs, and this device is a CPU; write 'flash'",
     "kernel": "kernels.loss = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out",
+    "update": "kernels.update = 'torch' is for Adam and AdamW; leave it out, or train with one of them",
     "other attention": "kernels.attention = 'flash' has no effect on this LlamaForCausalLM, whose attention is 'eager'",
 }
 
