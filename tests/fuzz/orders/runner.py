@@ -29,7 +29,6 @@ def play(case: Case, ranks: GetRanks) -> Result:
                 return Result(str(error).strip().splitlines()[-1], tuple(refusals))
             refusals += found["refusals"]
             if found["wrong"]:
-                ranks(leg.world).stop()  # what went wrong may have left something behind
                 return Result(found["wrong"], tuple(refusals))
             if not found["goes_on"]:
                 break
