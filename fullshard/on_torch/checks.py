@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fullshard.errors import FullshardError
 from fullshard.on_torch.batch_checks import first_batch_fault
 from fullshard.on_torch.batch_tree import leaves, row_count, rows
-from fullshard.on_torch.inference import free_gathered, inference
+from fullshard.on_torch.inference import inference
 from fullshard.on_torch.initialize import names_with_nan, refuse_unset
 from fullshard.on_torch.loss import LossFunction, TensorBatch, as_loss, summed_loss
 from fullshard.on_torch.loss_chunks import chunked_loss
@@ -31,7 +31,7 @@ class CheckError(FullshardError):
 
 def before_first_step(state: State, batches: list[Any], loss: LossFunction) -> None:
     """Run all checks that need no gradient."""
-    free_gathered(state.model)  # the caller may have run a forward, which leaves units gathered
+    state.copies.rest()
     refuse_anywhere(first_batch_fault(state.model, batches, loss))
     check_sharding(state)
     with state.values() as values:

@@ -119,6 +119,10 @@ class Float8Scales:
         self.weights, self.group, self.kind, self.stale = weights, group, kind, True
         self.values = torch.ones(len(weights), device=weights[0].device)
 
+    def outdate(self) -> None:
+        """The weights have changed."""
+        self.stale = True
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the scales if they are stale. Collective."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,6 @@ __all__ = [
     "ComputedGradients",
     "FSDPParamGroup",
     "GatherGroup",
-    "avoid_reduction_uploads",
     "can_replace_collectives",
     "forget_unfinished",
     "gather_by",
@@ -81,6 +80,21 @@ class GatherGroup:
                 reduce(*unused)
 
             group._reduce_scatter_comm, group.post_backward = reduction, begin
+
+    def avoid_reduction_uploads(self) -> None:
+        """Collect gradients for the reduction by plain copies. FSDP's own kernel uploads a table of addresses on the compute
+        stream each time: while an offloaded optimizer fills PCIe, backward would wait for that upload at every unit."""
+        reduce = self.group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            own = _fsdp_collectives.foreach_reduce_scatter_copy_in
+            _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_copy_in, own)  # FSDP takes no function of a group's own
+            try:
+                reduce(*unused)
+            finally:
+                _fsdp_collectives.foreach_reduce_scatter_copy_in = own
+
+        self.group.post_backward = post_backward
 
     def use_shards(self) -> None:
         """If the shard is the whole, rests on the device and is in the compute dtype, compute with it: gather without a copy."""
@@ -308,16 +322,6 @@ def _make_reduce(function: ReduceFunction) -> Any:
             output_tensor.div_(group.size())
 
     return type("Reduce", (_fsdp_api.ReduceScatter,), {"allocate": _allocate, "__call__": call})()
-
-
-@cache
-def avoid_reduction_uploads() -> None:
-    """Replace FSDP's copy-in before reduce-scatter by plain copies.
-
-    FSDP's own kernel uploads a table of addresses on the compute stream each time. While an offloaded optimizer fills
-    PCIe, backward would wait for that upload at every unit. Plain copies upload nothing.
-    """
-    _fsdp_collectives.foreach_reduce_scatter_copy_in = partial(_copy_in, _fsdp_collectives.foreach_reduce_scatter_copy_in)
 
 
 def _copy_in(original: Callable[..., None], gradients: list[Tensor], flat: Tensor, ranks: int) -> None:

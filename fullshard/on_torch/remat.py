@@ -6,7 +6,8 @@ not run again in the recomputation.
 
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.on_torch.changing_buffers import Watch, borrowed_buffers, statistics
 from fullshard.on_torch.kernels.plan_kernels import call_block
 from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
@@ -42,7 +44,7 @@ def apply_remat(module: nn.Module, remat: Remat) -> None:
 def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_block(self, *args, **kwargs)
-    contexts = getattr(self, "_fullshard_contexts", None)  # set by a trace
+    contexts = _buffers_once(self, getattr(self, "_fullshard_contexts", None))  # set by a trace
     more = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
     return checkpoint(call_block, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
@@ -50,8 +52,28 @@ def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_block(self, *args, **kwargs)
-    contexts = getattr(self, "_fullshard_contexts", keep_products)  # set by activation offload or a trace
+    contexts = _buffers_once(self, getattr(self, "_fullshard_contexts", keep_products))  # set by activation offload or a trace
     return checkpoint(call_block, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
+
+
+def _buffers_once(module: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    """`contexts`, and that the recomputation changes no buffer of the module: forward has done so. A compiled block sees to that
+    itself, as its graph changes buffers at its end."""
+    if torch.compiler.is_compiling() or all(b is None for m in module.modules() for b in m._buffers.values()):
+        return contexts
+
+    def both() -> Any:
+        forward, again = contexts() if contexts else (nullcontext(), nullcontext())
+        watch = Watch(module)
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            with borrowed_buffers([*statistics(module), *watch.seen]), again:
+                yield
+
+        return watch.during(forward), recompute()
+
+    return both
 
 
 def keep_products() -> Any:

@@ -31,6 +31,7 @@ from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
+from fullshard.on_torch.offload.weak_hooks import weakly
 from fullshard.on_torch.quantized_collectives import quantize_collectives
 from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
@@ -113,6 +114,12 @@ def shard(
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
     state.notes = (*notes, *initialized.notes)
+    if scales is not None:
+        state.copies.on_change.append(scales.outdate)
+    if activations is not None:
+        state.copies.on_reset.append(activations.reset)
+    if offload is not None:
+        state.copies.on_reset.append(weakly(offload.reset))
     checks.remember_random_frozen(state, drawn)
     return state
 

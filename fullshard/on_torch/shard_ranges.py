@@ -4,11 +4,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard.on_torch.private import sharded_dim
+from fullshard.on_torch.watched_shard import plain_shard
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return plain_shard(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:

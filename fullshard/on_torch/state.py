@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -14,13 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
+from fullshard.on_torch.changing_buffers import Place
 from fullshard.on_torch.float8 import Float8Scales
 from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.offload.activations.hooks import Activations
+from fullshard.on_torch.offload.shown_state import shown
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.sharded_optimizer import makes_slots
+from fullshard.on_torch.weight_copies import WeightCopies, clear_all_gradients
 from fullshard.plan import Plan
 
 
@@ -70,6 +73,14 @@ class State:
     stepping: bool = False  # inside `train_step`, which counts its step itself
     float8: Float8Scales | None = None  # of weights that are gathered in float8
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
+    copies: WeightCopies = field(init=False)  # which copies of the weights are current
+    torn: str = ""  # why its weights are of no use, after a step that failed in the middle of its updates
+    changing: list[Place] | None = None  # buffers that forward changes, once a step has shown which
+
+    def __post_init__(self) -> None:
+        self.copies = WeightCopies(self.model)
+        if self.optimizer is not None:
+            clear_all_gradients(self.copies, self.optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attach an optimizer that is assigned, also one of the caller's own: its steps count as the state's."""
@@ -79,6 +90,8 @@ class State:
                 self.__dict__.pop("counting").remove()
             if value is not None:
                 self.__dict__["counting"] = value.register_step_post_hook(partial(_count, weakref.ref(self)))
+                if "copies" in self.__dict__:
+                    clear_all_gradients(self.copies, value)
         object.__setattr__(self, name, value)
 
     def _refuse_optimizer(self, value: object) -> None:
@@ -112,12 +125,21 @@ class State:
 
         `changed`: the caller writes to them inside. `at_rest`: what is on disk stays there and is shown on meta.
         """
+        self.copies.rest()
+        if not changed:
+            self.refuse_torn()
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        if not self.offload:
-            yield found
-            return
-        with self.offload.shown(changed=changed, at_rest=at_rest) as masters:
-            yield found | masters
+        try:
+            with shown(self.offload, changed=changed, at_rest=at_rest) if self.offload else nullcontext({}) as masters:
+                yield found | masters
+        finally:
+            if changed:
+                self.copies.changed()
+
+    def refuse_torn(self) -> None:
+        """Raise if a step failed in the middle of its updates."""
+        if self.torn:
+            raise FullshardError(self.torn)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -157,8 +179,8 @@ class State:
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a step of the optimizer that the caller made."""
     state = found()
-    if state is not None and state.float8 is not None:
-        state.float8.stale = True
+    if state is not None:
+        state.copies.changed()
     if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):
         state.step += 1
 

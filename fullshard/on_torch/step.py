@@ -27,6 +27,7 @@ from fullshard.on_torch.ranks import all_reduce_sum
 from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.sharded_optimizer import gradients, square_norm, step_unless
 from fullshard.on_torch.state import State
+from fullshard.on_torch.transaction import Transaction
 from fullshard.on_torch.unit_norms import trained_units, unit_squares
 
 OutOfMemory = torch.OutOfMemoryError
@@ -88,16 +89,20 @@ def train_step(
         group["lr"] = lr
     batches = [on_device(b, state.device) for b in micro_batches]
     refuse_batches(batches, state.plan, loss)
-    with _own_step(state), explained(state.model, state.plan):
-        return _train_step(state, batches, loss, clip, flags, unit_norms)
+    step = Transaction(state)
+    try:
+        with _own_step(state), explained(state.model, state.plan):
+            return _train_step(state, step, batches, loss, clip, flags, unit_norms)
+    except BaseException as error:
+        step.undo(error)
+        raise
 
 
 @contextmanager
 def _own_step(state: State) -> Iterator[None]:
     """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
     state.stepping = True
-    if state.float8 is not None:
-        state.float8.stale = True  # whoever changed weights since the last step
+    state.copies.changed()  # whoever wrote to weights since the last step
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
     one_pass = isinstance(state.optimizer, OnePassAdam)
     by_torch = state.plan.precision.low_bit and state.device.type != "cuda"
@@ -111,7 +116,13 @@ def _own_step(state: State) -> Iterator[None]:
 
 
 def _train_step(
-    state: State, batches: list[Any], loss: LossFunction, clip: float | None, flags: Sequence[bool], unit_norms: bool
+    state: State,
+    step: Transaction,
+    batches: list[Any],
+    loss: LossFunction,
+    clip: float | None,
+    flags: Sequence[bool],
+    unit_norms: bool,
 ) -> StepResult:
     first = state.checks
     if first:
@@ -129,6 +140,7 @@ def _train_step(
         state.offload.begin(eager=now, draining=not now and not first)
     with _measured_wire(state, first=first):
         sums = _forward_backward(state, batches, loss, known, clock)
+    step.computed()
     if first:
         checks.after_first_backward(state, sums.count, list(sums.metrics))
     parts = gradients(state.resident())
@@ -142,6 +154,7 @@ def _train_step(
     norms = norms * (1.0 if sums.rescale is None else sums.rescale) / (state.loss_scale.value if state.loss_scale else 1.0)
     norm, *of_units = norms.unbind()
     skipped = _update(state, parts, norm, clip, sums.rescale, before)
+    step.undo_if(skipped)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
     flagged, (total, *pairs) = totals[: len(flags)] > 0, totals[len(flags) :].unbind()
@@ -164,8 +177,7 @@ def evaluate(state: State, batches: Iterable[Any], *, loss: LossFunction = summe
     assert batch is not None
     last = batch
     average_statistics(state.model)
-    if state.float8 is not None:
-        state.float8.stale = True
+    state.copies.changed()  # whoever wrote to weights since the last forward
     with explained(state.model, state.plan), inference(state.model):
         while _how_many(batch is not None, state):
             last = on_device(last if batch is None else batch, state.device)

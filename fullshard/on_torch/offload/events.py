@@ -1,5 +1,6 @@
 """CUDA streams and events. On a CPU they are empty, and everything is done at once: the same code serves both."""
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -58,6 +59,23 @@ class StreamEvent:
         """Block the calling thread."""
         if self.cuda is not None:
             self.cuda.synchronize()
+
+
+AHEAD = 3  # gathers that the host queues before the device has done them: enough to keep it busy
+
+
+class GatherPace:
+    """The host queues at most AHEAD gathers ahead of the device. If the queue of launches is full, the call that waits for room
+    keeps the lanes' calls out as well."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.queued = device, deque[StreamEvent](maxlen=AHEAD)
+
+    def wait(self) -> None:
+        """Before a gather."""
+        if len(self.queued) == AHEAD:
+            self.queued[0].wait()
+        self.queued.append(StreamEvent.here(self.device))
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:

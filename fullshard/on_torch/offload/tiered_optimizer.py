@@ -9,9 +9,6 @@ as on the device. The caller's `optimizer.step()` (`optimizer_hooks`) passes the
 """
 
 import weakref
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,10 +18,10 @@ from torch import Tensor, nn
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.fsdp_groups import avoid_reduction_uploads
-from fullshard.on_torch.offload.events import StreamEvent
+from fullshard.on_torch.offload.events import GatherPace, StreamEvent
+from fullshard.on_torch.offload.stores.fetch import free_shards
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
-from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local
+from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local, refuse_unfrozen
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.cpu import CpuUpdater
 from fullshard.on_torch.offload.updates.cpu_share import update_threads
@@ -37,10 +34,9 @@ from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpd
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
 from fullshard.on_torch.offload.weak_hooks import weakly
 from fullshard.on_torch.sharded_optimizer import copies_of, local_norms, sum_of_squares
+from fullshard.on_torch.watched_shard import watch_values
 from fullshard.plan import Plan
 from fullshard.update_pieces import Lane
-
-AHEAD = 3  # gathers that the host queues before the device has done them: enough to keep it busy
 
 
 class TieredOptimizer:
@@ -57,13 +53,13 @@ class TieredOptimizer:
         self.decision, self.limit = StepDecision(), GradientLimit(plan.backlog)
         self.unconfirmed: StepDecision | None = None  # an eager step whose gradients may turn out not to be finite
         self.settings: list[dict[str, Any]] = []  # the optimizer's groups in this step
+        self.taken = False  # the last step was the caller's, and took the gradients
         order = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]} if optimizer else {}
         for unit in self.units:
             unit.settings = [order[id(p)] for p in unit.params[: unit.trained]]
-        self.gathers: deque[StreamEvent] = deque(maxlen=AHEAD)  # the last ones that were queued
+        self.pace = GatherPace(device)
         self._make_lanes()
         self._hook()
-        avoid_reduction_uploads()
         memory.watch(weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and end with the state.
         threads = (self.gpu_lane, self.cpu_lane, self.gpu.returners, self.cpu.workers, self.cpu.senders)
@@ -91,8 +87,11 @@ class TieredOptimizer:
         for unit in self.units:
             for i, p in enumerate(unit.params[: unit.trained]):
                 p.register_post_accumulate_grad_hook(partial(weakly(self._arrive, unit), i))
+            unit.group.avoid_reduction_uploads()
             if unit.shards.on_device:
                 unit.group.use_shards()
+                for name, p in zip(unit.names, unit.params, strict=True):
+                    watch_values(name, p, weakly(self._updated, unit))
             hooks = (self._before_gather, self._at_copy, self._after_copy)
             unit.group.around_gather(*(weakly(hook, unit, needed=not unit.shards.on_device) for hook in hooks))
 
@@ -100,6 +99,8 @@ class TieredOptimizer:
 
     def begin(self, *, eager: bool, draining: bool) -> None:
         """Before the first micro-batch. `eager`: update during backward. `draining`: copy the CPU's gradients to the host."""
+        refuse_unfrozen(self.units)
+        self.taken = False
         self._open(eager, draining)
         self.memory.begin()
         self.limit.begin()
@@ -123,6 +124,27 @@ class TieredOptimizer:
     def end(self) -> None:
         """After a step, also one that was given up: gradients belong to the caller from here on."""
         self.in_step = self.last = False
+
+    def abandon(self) -> bool:
+        """A step failed: what it has staged stays as it is. Returns whether units were updated already."""
+        for unit in self.units:
+            if unit.next_update is not None:
+                update, unit.next_update = unit.next_update, None
+                update.gradients, update.had, update.on_host = [None] * unit.trained, [False] * unit.trained, {}
+                unit.update = update
+                unit.shards.renew()
+                self._give(update, "cpu")
+        self.memory.end()
+        self.decision.cancel()
+        return (
+            any(u.update is not None and u.update.decision is self.decision for u in self.units) and not self.decision.wait()[1]
+        )
+
+    def reset(self) -> None:
+        """A forward or backward failed: free the shards that it has fetched."""
+        for unit in self.units:
+            if not unit.shards.on_device:
+                free_shards(unit)
 
     def loss_known(self, summed: Tensor, *, last: bool) -> None:
         """Before the backward of a micro-batch. Eager updates run during the last one, and only if every rank's loss is
@@ -192,6 +214,8 @@ class TieredOptimizer:
     def _take(self, update: UnitUpdate) -> None:
         """Take a unit's gradients from its parameters; they are there when the current stream is."""
         unit = update.unit
+        if unit.update is not None:
+            self._count(unit.update)  # no gather has done so, if this step did not use the unit
         params = unit.params[: unit.trained]
         found = [local(p.grad).contiguous() if p.grad is not None else None for p in params]
         update.gradients, update.had, update.ready = found, [g is not None for g in found], StreamEvent.here(self.device)
@@ -246,6 +270,7 @@ class TieredOptimizer:
 
     def update_from_grad(self, factors: list[Tensor], skip: Tensor) -> None:
         """A step of the caller's own: update with the gradients in `.grad`, and take them."""
+        self.taken = True
         if all(p.grad is None for u in self.units for p in u.params[: u.trained]):
             return
         self._open(eager=False, draining=False)
@@ -261,15 +286,8 @@ class TieredOptimizer:
 
     # -- gathers -----------------------------------------------------------------------------------------
 
-    def _pace(self) -> None:
-        """The host queues at most AHEAD gathers ahead of the device. If the queue of launches is full, the call that waits
-        for room keeps the lanes' calls out as well."""
-        if len(self.gathers) == AHEAD:
-            self.gathers[0].wait()
-        self.gathers.append(StreamEvent.here(self.device))
-
     def _before_gather(self, unit: OffloadedUnit) -> None:
-        self._pace()
+        self.pace.wait()
         unit.group.reduce_into(self.dtype if self.in_step else self.master)
         ready = self._finished(unit)
         if not unit.shards.on_device:
@@ -304,6 +322,11 @@ class TieredOptimizer:
                 pairs = zip(update.unit.steps, update.steps, update.had, strict=True)
                 update.unit.steps = [new if had else old for old, new, had in pairs]
 
+    def _updated(self, unit: OffloadedUnit) -> None:
+        """Before the unit's shards are read from outside."""
+        for event in self._finished(unit):
+            event.hold_current()
+
     # -- between steps -----------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -318,31 +341,6 @@ class TieredOptimizer:
         for unit in self.units:
             self._publish_steps(unit)
 
-    @contextmanager
-    def shown(self, *, changed: bool, at_rest: bool = False) -> Iterator[dict[str, Tensor]]:
-        """By name, the masters of all offloaded parameters; torch's optimizer shows the moments as its own. `changed`: both
-        are written to inside, and the shards follow. `at_rest`: what is on disk is not read, but shown on meta."""
-        self.flush()
-        found: dict[str, Tensor] = {}
-        for unit in self.units:
-            tensors = self.memory.tensors(unit, at_rest=at_rest)
-            found |= {n: t["master"] for n, t in zip(unit.names, tensors, strict=True)}
-            for p, own in zip(unit.params[: unit.trained], tensors, strict=False):
-                self._state(p).update({k: t for k, t in own.items() if k != "master"})
-        try:
-            yield found
-            for unit in self.units if changed else ():
-                self._read_steps(unit)
-                self.memory.publish(unit)
-        except BaseException:
-            changed = False  # the file keeps what it had; what was half written in memory the caller has to load again
-            raise
-        finally:
-            for p in (p for u in self.units for p in u.params[: u.trained]):
-                for key in self.rule.keys:
-                    self._state(p).pop(key, None)
-            self.memory.give_back(changed=changed)
-
     def moved(self) -> dict[str, int]:
         """Bytes over PCIe each way, and from and to the disk, since the start."""
         up, down = self.queues.moved_up + self.memory.fetcher.fetched_bytes, self.queues.moved_down
@@ -355,7 +353,8 @@ class TieredOptimizer:
         """A parameter's unit, and its index in it."""
         return self.places[id(p)]
 
-    def _state(self, p: nn.Parameter) -> dict[str, Any]:
+    def slots(self, p: nn.Parameter) -> dict[str, Any]:
+        """What torch's optimizer shows as the parameter's state."""
         return self.optimizer.state[p] if self.optimizer else {}
 
     def set_steps(self, unit: OffloadedUnit, steps: list[int]) -> None:
@@ -364,13 +363,10 @@ class TieredOptimizer:
         for each in self.units:
             each.update = None
 
-    def _read_steps(self, unit: OffloadedUnit) -> None:
-        self.set_steps(unit, [int(self._state(p).get("step", 0)) for p in unit.params[: unit.trained]])
-
     def _publish_steps(self, unit: OffloadedUnit) -> None:
         if self.rule.kind != "sgd":
             for p, step in zip(unit.params, unit.steps, strict=False):
-                self._state(p)["step"] = torch.tensor(float(step))
+                self.slots(p)["step"] = torch.tensor(float(step))
 
     def _raise(self) -> None:
         for lane in (self.gpu_lane, self.cpu_lane):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.errors import FullshardError
 from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.fsdp_groups import GatherGroup
 from fullshard.on_torch.kernels.moment_codes import ElementRange
 from fullshard.on_torch.offload.events import DONE, StreamEvent
 from fullshard.on_torch.private import dtensor_like
-from fullshard.on_torch.shard_ranges import local_part
+from fullshard.on_torch.shard_ranges import local_part, local_tensor
 from fullshard.plan import Home, Plan, Unit
 from fullshard.update_pieces import Lane, cut
 
@@ -143,9 +144,20 @@ def offloaded_units(model: nn.Module, plan: Plan, groups: dict[str, GatherGroup]
     return found
 
 
+def refuse_unfrozen(units: list[OffloadedUnit]) -> None:
+    """Raise if a parameter was unfrozen since `shard`: its unit has no optimizer state for it."""
+    for unit in units:
+        for name, p in zip(unit.names[unit.trained :], unit.params[unit.trained :], strict=True):
+            if p.requires_grad:
+                raise FullshardError(
+                    f"{name} was unfrozen after shard(), which made no optimizer state for it in the home of unit {unit.name}; "
+                    "call requires_grad_(True) before shard(), or give that unit the home 'device'"
+                )
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, without autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def shadow(p: nn.Parameter, part: Tensor) -> Tensor:

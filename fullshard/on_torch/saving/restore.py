@@ -21,7 +21,6 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import GroupAgreement
 from fullshard.on_torch.dropout_seed import seed_dropout
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.offload.units import shadow
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.shard_ranges import local_tensor
@@ -49,11 +48,10 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
-    state.step, state.checks, state.drawn = manifest.step, True, {}
+    state.step, state.checks, state.drawn, state.torn = manifest.step, True, {}, ""
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
-    free_gathered(state.model)  # a unit that a forward left gathered would keep the old values
     return manifest
 
 

@@ -21,6 +21,7 @@ from fullshard.checkpoint.nodes import Nodes
 from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.saver import NotFiniteError, no_room
 from fullshard.on_torch.agree import GroupAgreement, decide, gather_results
+from fullshard.on_torch.changing_buffers import STATISTICS
 from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
 from fullshard.on_torch.private import addresses
 from fullshard.on_torch.ranks import ranks_here
@@ -149,7 +150,7 @@ class Staging:
         otherwise it is computed while the disk writes."""
         if self.in_place:
             return self._write_in_place(directory)
-        for i in self.weight_items:
+        for i in self.weight_items | self.buffer_items:
             self._refuse_not_finite(i, self.image.targets[i])
         computed = self.worker.submit(self.image.checksum) if checksum is None else None
         directory.write(self.shards.file, self.image.memory, self.layout.nbytes)
@@ -163,7 +164,7 @@ class Staging:
                 piece = torch.frombuffer(memory, dtype=torch.uint8)
                 read_file(self.layout, self.sources, start, piece)
                 for i, low, high in self.layout.overlaps(start, start + len(memory)):
-                    if i in self.weight_items:
+                    if i in self.weight_items | self.buffer_items:
                         values = piece[low - start : high - start].view(dtype_of(self.items[i]))
                         self._refuse_not_finite(i, values)
             digest.update(memory)
@@ -172,12 +173,14 @@ class Staging:
         return digest.hexdigest()
 
     def _refuse_not_finite(self, i: int, values: Tensor) -> None:
-        """Raise if one of these values of item i is not finite. `aminmax` propagates NaN."""
+        """Raise if one of these values of item i is not finite. `aminmax` propagates NaN. Masks are buffers with infinities."""
         if not values.is_floating_point() or values.element_size() < 2 or not values.numel():
             return
-        if not all(math.isfinite(end) for end in torch.aminmax(values)):
-            name = self.items[i].index.fqn.removeprefix("model.")
-            raise NotFiniteError(f"the weights in {name} are not finite")
+        name = self.items[i].index.fqn.removeprefix("model.")
+        infinite = i in self.buffer_items and name.rpartition(".")[2] not in STATISTICS
+        if not all((infinite and not math.isnan(end)) or math.isfinite(end) for end in torch.aminmax(values)):
+            what = f"weights in {name} are" if i in self.weight_items else f"buffer {name} is"
+            raise NotFiniteError(f"the {what} not finite")
 
     # -- once for a layout -----------------------------------------------------------------------------
 

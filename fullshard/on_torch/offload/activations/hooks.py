@@ -169,6 +169,17 @@ class Activations:
         self.visits += 1
         self._release(until=visit.index)
 
+    def reset(self) -> None:
+        """A forward or backward failed: nobody waits for its copies any more."""
+        if self.open:
+            _, hooks = self.open
+            self.open = None
+            hooks.__exit__()
+        for copy in self.copies_out:
+            torch.cuda.current_stream(self.device).wait_event(copy.done)
+        self.copies_out.clear()
+        self.copying = 0
+
     def _begin(self, visit: _Visit) -> None:
         """Backward begins a module: fetch what the next ones need."""
         self._settle()
