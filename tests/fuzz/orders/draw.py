@@ -54,9 +54,9 @@ def draw_optimizer(draw: random.Random) -> Any:
             fs.AdamW(lr=1e-2, eps=1e-3, weight_decay=0.1, decay_all=decay_all),
             fs.AdamW(lr=2e-2, betas=(0.8, 0.9), eps=1e-3, decay_all=decay_all),
             fs.Adam(lr=1e-2, eps=1e-3, weight_decay=0.1, decay_all=decay_all),
-            fs.SGD(lr=0.1, momentum=0.9, weight_decay=0.01, decay_all=decay_all),
-            fs.SGD(lr=0.1, momentum=0.9, nesterov=True),
-            fs.SGD(lr=0.2),
+            fs.SGD(lr=0.02, momentum=0.9, weight_decay=0.01, decay_all=decay_all),
+            fs.SGD(lr=0.02, momentum=0.9, nesterov=True),
+            fs.SGD(lr=0.1),
             fs.TorchOptimizer(name, lr=1e-2, options=options, decay_all=decay_all),
         ]
     )

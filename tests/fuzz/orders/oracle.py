@@ -97,7 +97,7 @@ class Oracle:
     def average(self) -> None:
         """Give all ranks the mean of their running statistics."""
         mean = self.buffers()
-        self.sides = [{n: t.to(side[n].dtype) for n, t in mean.items()} for side in self.sides]
+        self.sides = [{n: t.to(side[n].dtype, copy=True) for n, t in mean.items()} for side in self.sides]
 
     def _enter(self, rank: int) -> None:
         """Compute with this rank's buffers. Not copied: backward knows those that its forward had."""
