@@ -45,7 +45,7 @@ def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_block(self, *args, **kwargs)
     contexts = _buffers_once(self, getattr(self, "_fullshard_contexts", None))  # set by a trace
-    more = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
+    more: dict[str, Any] = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
     return checkpoint(call_block, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
 
@@ -56,7 +56,7 @@ def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(call_block, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
 
 
-def _buffers_once(module: nn.Module, contexts: Callable[[], Any] | None) -> Callable[[], Any] | None:
+def _buffers_once(module: nn.Module, contexts: Any) -> Any:
     """`contexts`, and that the recomputation changes no buffer of the module: forward has done so. A compiled block sees to that
     itself, as its graph changes buffers at its end."""
     if torch.compiler.is_compiling() or all(b is None for m in module.modules() for b in m._buffers.values()):

@@ -126,11 +126,13 @@ class State:
         `changed`: the caller writes to them inside. `at_rest`: what is on disk stays there and is shown on meta.
         """
         self.copies.rest()
-        if not changed:
+        if not changed:  # a load writes
             self.refuse_torn()
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        nothing: dict[str, torch.Tensor] = {}
+        elsewhere = shown(self.offload, changed=changed, at_rest=at_rest) if self.offload else nullcontext(nothing)
         try:
-            with shown(self.offload, changed=changed, at_rest=at_rest) if self.offload else nullcontext({}) as masters:
+            with elsewhere as masters:
                 yield found | masters
         finally:
             if changed:
