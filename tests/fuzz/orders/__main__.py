@@ -29,7 +29,8 @@ def main() -> None:
         refusals.update(re.sub(r"[\d.]+", "N", r) for r in result.refusals)
         if result.wrong:
             wrong.append(seed)
-            print(f"{result.wrong.strip()}\n{shrink(case, ranks) if given.shrink else case}\n", flush=True)
+            short, left = shrink(case, result.wrong, ranks) if given.shrink else (case, result.wrong)
+            print(f"{result.wrong}\n{short}\n  so short: {left}\n", flush=True)
     for sentence, count in refusals.most_common():
         print(f"refused {count} times: {sentence}")
     print(f"{played} cases in {time.monotonic() - began:.0f} s, {len(wrong)} wrong: {', '.join(map(str, wrong)) or 'none'}")

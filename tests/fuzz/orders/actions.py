@@ -22,7 +22,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {}
 IDLE = ((), (), (), (0,), (1,), (2,), (0, 1))  # blocks that a step does not use
 CLIPS = (None, None, 0.2, 5.0)
 LOSSES = ("summed", "counted")
-NAMES = ("embed.weight", "blocks.0.up_proj.weight", "blocks.1.down_proj.bias", "blocks.2.norm.weight", "norm.weight")
+NAMES = ("embed.weight", "blocks.0.up_proj.weight", "blocks.1.up_proj.bias", "blocks.2.norm.weight", "norm.weight")
 
 
 def action(weight: int, **choices: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -159,5 +159,6 @@ def _optimizer(model: Toy, spec: fs.optimizer.Optimizer) -> torch.optim.Optimize
     if isinstance(spec, fs.TorchOptimizer):
         return getattr(torch.optim, spec.name)(groups, lr=spec.lr, **dict(spec.options))
     options = {k: v for k, v in vars(spec).items() if k != "decay_all"}
-    kind = torch.optim.SGD if isinstance(spec, fs.SGD) else torch.optim.AdamW if isinstance(spec, fs.AdamW) else torch.optim.Adam
-    return kind(groups, **options)
+    if isinstance(spec, fs.SGD):
+        return torch.optim.SGD(groups, foreach=True, **options)  # as shards are: with Nesterov's momentum it changes gradients
+    return (torch.optim.AdamW if isinstance(spec, fs.AdamW) else torch.optim.Adam)(groups, **options)

@@ -92,8 +92,6 @@ class Play:
 
     def look(self, reader: str) -> Values:
         """Read the state. It must be the oracle's, and to the bit what it was if nothing has changed it."""
-        if reader == "parameters" and not self._shows_parameters():
-            reader = "values"
         found = self.subject(lambda: read(self.state, reader))
         self._agree(self._wrong(found, self.oracle.values()))
         if self.exact is not None:
@@ -105,10 +103,6 @@ class Play:
             self.oracle.adopt(found)
         self.exact, self.moved = found, set()
         return found
-
-    def _shows_parameters(self) -> bool:
-        """True if every parameter is its own master, on the device."""
-        return all(u.home.params == "device" and u.home.optimizer == "device" for u in self.state.plan.units)
 
     def _wrong(self, found: Values, wanted: Values, *, exact: bool = False) -> str | None:
         """The tensor that is furthest off. What is absent is zero: moments before the first update."""

@@ -2,10 +2,10 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tests.cpu.ranks import RankError, Ranks
-from tests.fuzz.orders.case import Case, Leg
+from tests.fuzz.orders.case import Case, PlanChoice
 from tests.fuzz.orders.leg import play_leg
 
 GetRanks = Callable[[int], Ranks]
@@ -43,27 +43,35 @@ def chosen(case: Case, indices: set[int]) -> Case:
     return replace(case, legs=tuple(legs))
 
 
-def shrink(case: Case, ranks: GetRanks) -> Case:
-    """Leave out actions, one after the other from the last, as long as the case is wrong without them."""
-    indices = {a.index for leg in case.legs for a in leg.actions}
-    for index in sorted(indices, reverse=True):
-        shorter = chosen(case, indices - {index})
-        if play(shorter, ranks).wrong:
-            indices.discard(index)
-    return _plainer(chosen(case, indices), ranks)
+def shrink(case: Case, wrong: str, ranks: GetRanks) -> tuple[Case, str]:
+    """Leave out actions, one after the other from the last, and set what plans need not have back to its default, as long as the
+    case is wrong without. Returns what is left, and what is wrong with it."""
+    for shorter in _without_action, _with_default:
+        for change in shorter(case):
+            other = change(case)
+            found = play(other, ranks).wrong if other != case else None
+            if found:
+                case, wrong = other, found
+    return case, wrong
 
 
-def _plainer(case: Case, ranks: GetRanks) -> Case:
-    """Set what a plan need not have back to its default."""
-    for number in range(len(case.legs)):
-        for name in ("homes", "activations", "remat", "tensor", "accumulate", "sync", "prefetch", "share", "backlog"):
-            leg = case.legs[number]
-            default = type(leg.plan)("zero3").__dict__[name]
-            other = _with_leg(case, number, replace(leg, plan=replace(leg.plan, **{name: default})))
-            if other != case and play(other, ranks).wrong:
-                case = other
-    return case
+Change = Callable[[Case], Case]
 
 
-def _with_leg(case: Case, number: int, leg: Leg) -> Case:
-    return replace(case, legs=(*case.legs[:number], leg, *case.legs[number + 1 :]))
+def _without_action(case: Case) -> list[Change]:
+    indices = sorted((a.index for leg in case.legs for a in leg.actions), reverse=True)
+    return [
+        lambda case, index=index: chosen(case, {a.index for leg in case.legs for a in leg.actions} - {index}) for index in indices
+    ]
+
+
+def _with_default(case: Case) -> list[Change]:
+    defaults = {f.name: f.default for f in fields(PlanChoice) if f.name != "strategy"}
+    numbers = range(len(case.legs))
+    return [lambda case, n=n, k=k, v=v: _change_plan(case, n, k, v) for n in numbers for k, v in defaults.items()]
+
+
+def _change_plan(case: Case, number: int, name: str, value: object) -> Case:
+    legs = list(case.legs)
+    legs[number] = replace(legs[number], plan=replace(legs[number].plan, **{name: value}))
+    return replace(case, legs=tuple(legs))

@@ -70,8 +70,21 @@ def read(state: on_torch.State, reader: str) -> Values:
             shown, names = state.model.state_dict(), {n for n, _ in state.model.named_parameters()}
             found = {n: full(t) for n, t in shown.items() if n in names} | _shown_moments(state)
         else:
-            found = {n: full(p) for n, p in state.model.named_parameters()} | _shown_moments(state)
+            found = _shown_parameters(state) | _shown_moments(state)
         return found | {n: _mean(b) for n, b in state.model.named_buffers()}
+
+
+def _shown_parameters(state: on_torch.State) -> Values:
+    """The model's own parameters, where they have the master's values; the others as `state.values()` has them."""
+    found = {n: full(p) for n, p in state.model.named_parameters() if _shows_master(state.plan, n)}
+    with state.values() as values:
+        return {n: full(t) for n, t in values.items()} | found
+
+
+def _shows_master(plan: Plan, name: str) -> bool:
+    unit = plan.unit_of(name)
+    assert unit is not None
+    return unit.home.params == "device" and (unit.home.optimizer == "device" or plan.precision.compute == "fp32")
 
 
 def _shown_moments(state: on_torch.State) -> Values:

@@ -27,7 +27,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up_proj = nn.Linear(DIM, FFN)
-        self.down_proj = nn.Linear(FFN, DIM)
+        self.down_proj = nn.Linear(FFN, DIM, bias=not shape.batch_norm)  # with it, a gradient of nothing but rounding
         self.batch_norm = nn.BatchNorm1d(DIM) if shape.batch_norm else None
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64) if shape.counts else None)
 
