@@ -129,6 +129,11 @@ def save(play: Play, reader: str | None) -> None:
     play.save()
 
 
+@action(2, clip=CLIPS, loss=LOSSES)
+def save_behind(play: Play, clip: float | None, loss: str) -> None:
+    play.save_behind(lambda: play.train_step(clip=clip, loss=loss, idle=()))
+
+
 @action(3, which=(-1, -1, 0, 1))
 def load(play: Play, which: int) -> None:
     """An earlier checkpoint, into this state."""

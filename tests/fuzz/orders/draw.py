@@ -18,13 +18,14 @@ WORLDS = (1, 1, 2, 2, 2, 2, 2, 4)
 def draw_case(seed: int) -> Case:
     draw = random.Random(seed)
     optimizer = draw_optimizer(draw)
-    offloads = not isinstance(optimizer, fs.TorchOptimizer)
+    attached = draw.random() < 0.15
+    offloads = not attached and not isinstance(optimizer, fs.TorchOptimizer)
     legs, first = [], 0
     for count in draw.choice([(12,), (12,), (12,), (7, 5)]):
         legs.append(_draw_leg(draw, first, count, offloads=offloads))
         first += count
     compute = draw.choice(["fp32", "fp32", "bf16"])
-    return Case(seed, draw_shape(draw), optimizer, compute, draw.random() < 0.5, tuple(legs))
+    return Case(seed, draw_shape(draw), optimizer, compute, draw.random() < 0.5, attached, tuple(legs))
 
 
 def _draw_leg(draw: random.Random, first: int, count: int, *, offloads: bool) -> Leg:
