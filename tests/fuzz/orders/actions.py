@@ -203,7 +203,7 @@ def _write_in_place(state: on_torch.State, name: str, factor: float) -> None:
 @torch.no_grad()
 def _write_state_dict(state: on_torch.State, name: str, factor: float) -> None:
     shown = state.model.state_dict()
-    state.model.load_state_dict({n: t * factor if n == name else t.clone() for n, t in shown.items()}, strict=False)
+    state.model.load_state_dict({name: shown[name] * factor}, strict=False)
 
 
 WRITES = {"values": _write_values, "in place": _write_in_place, "state dict": _write_state_dict}
