@@ -10,21 +10,19 @@ import torch
 from torch import Tensor, nn
 
 Place = tuple[nn.Module, str]  # a buffer's module, and its name there
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # their kernels change them without telling autograd
 
 
-def statistics(model: nn.Module) -> list[Place]:
-    """The running statistics of normalisation layers. Their kernels change them without telling autograd."""
-    return [(m, n) for m in model.modules() for n in STATISTICS if isinstance(m._buffers.get(n), Tensor)]
+def buffers_of(module: nn.Module) -> list[Place]:
+    return [(m, n) for m in module.modules() for n, b in m._buffers.items() if b is not None]
 
 
 class Watch:
     """Which buffers a forward changes."""
 
-    def __init__(self, model: nn.Module):
-        known = {(id(m), n) for m, n in statistics(model)}
-        others = [(m, n) for m in model.modules() for n in m._buffers if (id(m), n) not in known]
-        self.before = [(place, b, b._version) for place in others if (b := place[0]._buffers[place[1]]) is not None]
+    def __init__(self, places: Iterable[Place]):
+        there = [(place, b) for place in places if (b := place[0]._buffers.get(place[1])) is not None]
+        self.before = [(place, b, b._version) for place, b in there]
         self.seen: list[Place] = []  # of `during`
 
     @contextmanager
@@ -35,8 +33,32 @@ class Watch:
         self.seen = self.changed()
 
     def changed(self) -> list[Place]:
-        """Beside the known statistics: those that were replaced or written to since."""
-        return [place for place, b, version in self.before if place[0]._buffers.get(place[1]) is not b or b._version != version]
+        """The buffers that were replaced or written to since, and all statistics."""
+        return [p for p, b, v in self.before if p[1] in STATISTICS or p[0]._buffers.get(p[1]) is not b or b._version != v]
+
+
+class ChangingBuffers:
+    """The buffers of a model, by whether forward changes them. A unit shows that in the first step that uses it; until then all
+    of its buffers are taken for such."""
+
+    def __init__(self, model: nn.Module, units: Iterable[Iterable[nn.Module]]):
+        self.changing: list[Place] = []
+        self.untried: dict[int, list[Place]] = {}  # by index of the unit, -1 for what is in none
+        owners: dict[int, int] = {}  # of each module, the innermost unit
+        for i, modules in enumerate(units):  # the outer ones first
+            owners |= {id(m): i for module in modules for m in module.modules()}
+        for module, name in buffers_of(model):
+            self.untried.setdefault(owners.get(id(module), -1), []).append((module, name))
+
+    def places(self) -> list[Place]:
+        """Those that the next step may change."""
+        return [*self.changing, *(place for places in self.untried.values() for place in places)]
+
+    def ran(self, units: Iterable[int], watch: Watch) -> None:
+        """A step has used these units, under `watch`."""
+        changed = {(id(module), name) for module, name in watch.changed()}
+        for i in units:
+            self.changing += [p for p in self.untried.pop(i, []) if (id(p[0]), p[1]) in changed]
 
 
 @dataclass
@@ -51,10 +73,6 @@ class BufferCopies:
         """`device`: where to keep the copies, by default where the buffers are."""
         there = [(place, b) for place in places if (b := place[0]._buffers.get(place[1])) is not None]
         return cls([(place, b, b.detach().to(device or b.device, copy=True)) for place, b in there])
-
-    def only(self, places: Iterable[Place]) -> "BufferCopies":
-        wanted = {(id(module), name) for module, name in places}
-        return BufferCopies([s for s in self.saved if (id(s[0][0]), s[0][1]) in wanted])
 
     @torch.no_grad()
     def restore(self) -> None:

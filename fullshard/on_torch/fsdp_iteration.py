@@ -22,11 +22,13 @@ class UnitCopies:
     copy that is not `current` any more is gathered anew by the next forward. FSDP does neither.
     """
 
-    def __init__(self, group: GatherGroup, stamp: Callable[[], "Stamp"]):
-        self.group, self.stamp = group.group, stamp
+    def __init__(self, group: GatherGroup, stamp: Callable[[], "Stamp"], done: Callable[["UnitCopies"], None]):
+        self.group, self.stamp, self.done = group.group, stamp, done
+        self.modules: tuple[nn.Module, ...] = tuple(self.group.modules)
         self.gathered_at: Stamp | None = None
-        self._unshard, self._finalize = self.group.unshard, self.group.finalize_backward
-        self.group.unshard, self.group.finalize_backward = self._gather, self._backward_done
+        self._unshard, self._reduce, self._finalize = self.group.unshard, self.group.post_backward, self.group.finalize_backward
+        self.group.unshard, self.group.post_backward = self._gather, self._reduce_used
+        self.group.finalize_backward = self._backward_done
 
     def _gather(self, async_op: bool = False) -> None:
         group = self.group
@@ -55,9 +57,14 @@ class UnitCopies:
         if hasattr(result.all_gather_work, "wait"):
             result.all_gather_work.wait()
 
+    def _reduce_used(self, *unused: Any) -> None:
+        """FSDP reduces at the end of backward what was not; of a unit that was never gathered, it would look for gradients."""
+        if any(hasattr(p, "_unsharded_param") for p in self.group.fsdp_params):
+            self._reduce(*unused)
+
     def _backward_done(self) -> None:
         self._finalize()
-        self.show_shards()
+        self.done(self)
 
     def show_shards(self) -> None:
         """Let the modules have the shards. What is gathered stays, for backward."""
@@ -105,10 +112,11 @@ class Stamp:
         return self.changes == now.changes and (kept or self.forwards == now.forwards)
 
 
-def unit_copies(model: nn.Module, stamp: Callable[[], Stamp]) -> list[UnitCopies]:
-    """Of all units of the model. Call last: it replaces methods of FSDP's groups that others have replaced before."""
+def unit_copies(model: nn.Module, stamp: Callable[[], Stamp], done: Callable[[UnitCopies], None]) -> list[UnitCopies]:
+    """Of all units of the model, the outer ones first. `done`: called for each after a backward. Call last: methods of FSDP are
+    replaced that others have replaced before."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) and (g := gather_group(m)) is not None]
-    return [UnitCopies(g, stamp) for g in {id(g.group): g for g in groups}.values()]
+    return [UnitCopies(g, stamp, done) for g in {id(g.group): g for g in groups}.values()]
 
 
 def in_backward() -> bool:

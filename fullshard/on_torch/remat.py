@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fullshard.on_torch.changing_buffers import Watch, borrowed_buffers, statistics
+from fullshard.on_torch.changing_buffers import Watch, borrowed_buffers, buffers_of
 from fullshard.on_torch.kernels.plan_kernels import call_block
 from fullshard.on_torch.private import TorchDispatchMode
 from fullshard.plan import Remat
@@ -59,16 +59,16 @@ def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _buffers_once(module: nn.Module, contexts: Any) -> Any:
     """`contexts`, and that the recomputation changes no buffer of the module: forward has done so. A compiled block sees to that
     itself, as its graph changes buffers at its end."""
-    if torch.compiler.is_compiling() or all(b is None for m in module.modules() for b in m._buffers.values()):
+    if torch.compiler.is_compiling() or not (buffers := buffers_of(module)):
         return contexts
 
     def both() -> Any:
         forward, again = contexts() if contexts else (nullcontext(), nullcontext())
-        watch = Watch(module)
+        watch = Watch(buffers)
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            with borrowed_buffers([*statistics(module), *watch.seen]), again:
+            with borrowed_buffers(watch.seen), again:
                 yield
 
         return watch.during(forward), recompute()

@@ -120,6 +120,7 @@ def shard(
         state.copies.on_reset.append(activations.reset)
     if offload is not None:
         state.copies.on_reset.append(weakly(offload.reset))
+        state.copies.on_backward.append(weakly(offload.backward_ran))
     checks.remember_random_frozen(state, drawn)
     return state
 

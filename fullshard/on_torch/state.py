@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
-from fullshard.on_torch.changing_buffers import Place
+from fullshard.on_torch.changing_buffers import ChangingBuffers
 from fullshard.on_torch.float8 import Float8Scales
 from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
@@ -75,10 +75,11 @@ class State:
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
     copies: WeightCopies = field(init=False)  # which copies of the weights are current
     torn: str = ""  # why its weights are of no use, after a step that failed in the middle of its updates
-    changing: list[Place] | None = None  # buffers that forward changes, once a step has shown which
+    buffers: ChangingBuffers = field(init=False)  # those that forward changes
 
     def __post_init__(self) -> None:
         self.copies = WeightCopies(self.model)
+        self.buffers = ChangingBuffers(self.model, self.copies.modules())
         if self.optimizer is not None:
             clear_all_gradients(self.copies, self.optimizer)
 

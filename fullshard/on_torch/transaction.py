@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.changing_buffers import BufferCopies, Place, Watch, statistics
+from fullshard.on_torch.changing_buffers import BufferCopies, Watch
 
 if TYPE_CHECKING:
     from fullshard.on_torch.state import State
@@ -29,25 +29,22 @@ class Transaction:
         refuse_gradients(state)
         self.state = state
         self.random = _random_states(state.device)
-        self.watch: Watch | None = None
-        if state.changing is None:  # the first step, which shows what forward changes: copies of all buffers, on the host
-            self.watch = Watch(state.model)
-            every = [(m, n) for m in state.model.modules() for n in m._buffers]
-            self.buffers = BufferCopies.of(every, torch.device("cpu"))
-        else:
-            self.buffers = BufferCopies.of(state.changing)
+        self.forwards = state.copies.forwards
+        places = state.buffers.places()
+        self.watch, first = Watch(places), bool(state.buffers.untried)  # of which many are constant: not on the device
+        self.buffers = BufferCopies.of(places, torch.device("cpu") if first else None)
 
     def computed(self) -> None:
         """Forward and backward are done."""
-        if self.watch is not None:
-            places: list[Place] = [*statistics(self.state.model), *self.watch.changed()]
-            self.state.changing, self.buffers = places, self.buffers.only(places)
+        if self.state.buffers.untried:
+            self.state.buffers.ran([-1, *self.state.copies.ran_since(self.forwards)], self.watch)
 
     def undo(self, error: BaseException) -> None:
         """After an exception. Where weights have changed already, say so: the state is of no use then."""
         state = self.state
         torn = state.offload.abandon() if state.offload else False
         state.copies.abandon()
+        reduce_all(state)
         self.buffers.restore()
         self._restore_random()
         if torn:
@@ -70,6 +67,14 @@ class Transaction:
 
 def _random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def reduce_all(state: State) -> None:
+    """Reduce all gradients of the next backward and free what it gathered, as for the last micro-batch of a step."""
+    for modules in state.unit_modules.values():
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
 
 
 def refuse_gradients(state: State) -> None:

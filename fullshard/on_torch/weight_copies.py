@@ -26,8 +26,9 @@ class WeightCopies:
         self.changes = self.forwards = 0
         self.keeping = False  # forwards without gradients leave weights gathered for the next
         self.on_change: list[Callable[[], None]] = []  # called when weights have changed
+        self.on_backward: list[Callable[[], None]] = []  # called after each backward
         self.on_reset: list[Callable[[], None]] = []  # called after a forward or backward that failed
-        self.units: list[UnitCopies] = unit_copies(model, self._now)
+        self.units: list[UnitCopies] = unit_copies(model, self._now, self._backward_ended)
         _OF_MODEL[model] = weakref.ref(self)  # the model's hooks keep it alive
         model.register_forward_pre_hook(self._forward_begins, prepend=True)
         model.register_forward_hook(self._forward_ended, always_call=True)
@@ -55,6 +56,12 @@ class WeightCopies:
             self._show_shards()
         else:
             self.free()
+
+    def _backward_ended(self, unit: UnitCopies) -> None:
+        """For each unit."""
+        unit.show_shards()
+        for call in self.on_backward if unit is self.units[0] else ():
+            call()
 
     def _reset(self, model: nn.Module) -> None:
         reset_iteration(model)
@@ -88,6 +95,14 @@ class WeightCopies:
         """Free all gathered weights; the shards remain."""
         for unit in self.units:
             unit.free()
+
+    def modules(self) -> list[tuple[nn.Module, ...]]:
+        """Of each unit, the outer ones first."""
+        return [unit.modules for unit in self.units]
+
+    def ran_since(self, forwards: int) -> list[int]:
+        """The indices of the units that were gathered after so many forwards of the model."""
+        return [i for i, u in enumerate(self.units) if u.gathered_at is not None and u.gathered_at.forwards > forwards]
 
     def with_gradient(self) -> str | None:
         """The name of a parameter that has a gradient, reduced or not."""

@@ -62,9 +62,9 @@ def _step(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tupl
         optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
     refuse_unfrozen(offload.units)
-    if not any(p.grad is not None for p in _parameters(optimizer)) and offload.taken:
+    if offload.taken:
         raise FullshardError(
-            "step() has no gradient to use: the last step took those of offloaded units, and no backward has run since; call "
+            "step() has no gradients of offloaded units: the last step took them, and no backward has run since; call "
             "loss.backward() before each step()"
         )
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)  # a GradScaler's

@@ -268,6 +268,10 @@ class TieredOptimizer:
         for update in updates:
             self._give(update, "cpu")
 
+    def backward_ran(self) -> None:
+        """There may be gradients again."""
+        self.taken = False
+
     def update_from_grad(self, factors: list[Tensor], skip: Tensor) -> None:
         """A step of the caller's own: update with the gradients in `.grad`, and take them."""
         self.taken = True
