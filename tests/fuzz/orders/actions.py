@@ -216,3 +216,9 @@ def freeze(play: Play, name: str, trained: bool) -> None:
     if any(own is p for group in play.oracle.optimizer.param_groups for p in group["params"]):
         play.subject(lambda: dict(play.state.model.named_parameters())[name].requires_grad_(trained))
         own.requires_grad_(trained)
+
+
+@action(0, name=NAMES)
+def tamper(play: Play, name: str) -> None:
+    """A write that the oracle does not know of. Never drawn: a test plants it, to see that it is found."""
+    _write_values(play.state, name, 2.0)

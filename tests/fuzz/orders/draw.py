@@ -76,8 +76,8 @@ def draw_plan(draw: random.Random, world: int, *, offloads: bool) -> PlanChoice:
         remat=draw.choice(["none", "none", "full", "selective"]),
         tensor=draw.choice([1, 1, 1, 2]) if world > 1 and strategy not in ("hpz", "hybrid") else 1,
         accumulate=accumulate,
-        sync=draw.choice(["every", "last"]) if accumulate > 1 else "every",
-        prefetch=draw.choice([1, 1, 2]),
+        sync=draw.choice(["every", "last"]) if accumulate > 1 and strategy != "zero1" else "every",
+        prefetch=draw.choice([1, 1, 2]) if strategy != "ddp" and (strategy, world) != ("hybrid", 2) else 1,
         share=draw.choice([0.0, 0.5, 1.0]) if away else None,
         backlog=draw.choice([None, None, 1]) if away else None,
     )
