@@ -34,9 +34,13 @@ class Oracle:
         self.spread(1, 1)
 
     def spread(self, data: int, accumulate: int) -> None:
-        """From here on, batches are split over so many data ranks and micro-batches."""
+        """From here on, batches are split over so many data ranks and micro-batches, of a new state that trains all that is
+        trained."""
         self.accumulate, self.parts = accumulate, data * accumulate
         self.sides = [{n: b.clone() for n, b in self.model.named_buffers()} for _ in range(data)]
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            p.grad = None
+            p.requires_grad_(True)
 
     # -- a step --------------------------------------------------------------------------------------------
 

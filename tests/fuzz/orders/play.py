@@ -56,7 +56,7 @@ class Play:
             self._go_on(leg - 1)
 
     def next_state(self, choice: PlanChoice) -> None:
-        """A new state, of another plan."""
+        """A new state, of another plan. What is loaded into it comes next."""
         self.choice, self.exact, self.state = choice, None, None
         gc.collect()
         try:
@@ -64,10 +64,7 @@ class Play:
         except fs.FullshardError as error:
             raise Ended(f"plan: {error}") from error
         self.kept.clear()
-        self.oracle.drop()
-        sides = self.oracle.sides
         self.oracle.spread(self.state.plan.mesh.data, self.choice.accumulate)
-        self.oracle.sides = [copy.deepcopy(sides[0]) for _ in self.oracle.sides]
 
     # -- what is held against each other ---------------------------------------------------------------------------
 
