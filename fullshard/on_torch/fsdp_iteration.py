@@ -26,9 +26,15 @@ class UnitCopies:
         self.group, self.stamp, self.done = group.group, stamp, done
         self.modules: tuple[nn.Module, ...] = tuple(self.group.modules)
         self.gathered_at: Stamp | None = None
+        self.used_at: Stamp | None = None  # by a forward; a gather may be ahead of one that does not come
         self._unshard, self._reduce, self._finalize = self.group.unshard, self.group.post_backward, self.group.finalize_backward
         self.group.unshard, self.group.post_backward = self._gather, self._reduce_used
+        self._begin, self.group.pre_forward = self.group.pre_forward, self._forward_begins
         self.group.finalize_backward = self._backward_done
+
+    def _forward_begins(self, *about: Any) -> Any:
+        self.used_at = self.stamp()
+        return self._begin(*about)
 
     def _gather(self, async_op: bool = False) -> None:
         group = self.group
@@ -79,6 +85,16 @@ class UnitCopies:
         """Free what is gathered."""
         self._drop_pending()
         self.group._to_sharded()
+
+    def trained(self) -> list[bool]:
+        return [p.sharded_param.requires_grad for p in self.group.fsdp_params]
+
+    def find_dtypes(self) -> None:
+        """FSDP finds the dtypes of gradients once, of the parameters that are trained then."""
+        if hasattr(self.group, "_orig_dtype"):
+            kept = self.group._orig_dtype
+            self.group._init_mp_dtypes()
+            self.group._orig_dtype = kept or self.group._orig_dtype
 
     def with_gradient(self) -> str | None:
         """The name of a parameter that has a gradient, reduced or not."""

@@ -27,6 +27,8 @@ def main() -> None:
             print(case, flush=True)
         result, played = play(case, ranks), played + 1
         refusals.update(re.sub(r"[\d.]+", "N", r) for r in result.refusals)
+        if played % 25 == 0:
+            print(f"{played} cases to seed {seed} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         if result.wrong:
             wrong.append(seed)
             short, left = shrink(case, result.wrong, ranks) if given.shrink else (case, result.wrong)

@@ -129,6 +129,11 @@ def save(play: Play, reader: str | None) -> None:
     play.save()
 
 
+@action(2, clip=CLIPS, loss=LOSSES)
+def save_behind(play: Play, clip: float | None, loss: str) -> None:
+    play.save_behind(lambda: play.train_step(clip=clip, loss=loss, idle=()))
+
+
 @action(3, which=(-1, -1, 0, 1))
 def load(play: Play, which: int) -> None:
     """An earlier checkpoint, into this state."""
@@ -198,7 +203,7 @@ def _write_in_place(state: on_torch.State, name: str, factor: float) -> None:
 @torch.no_grad()
 def _write_state_dict(state: on_torch.State, name: str, factor: float) -> None:
     shown = state.model.state_dict()
-    state.model.load_state_dict({n: t * factor if n == name else t.clone() for n, t in shown.items()}, strict=False)
+    state.model.load_state_dict({name: shown[name] * factor}, strict=False)
 
 
 WRITES = {"values": _write_values, "in place": _write_in_place, "state dict": _write_state_dict}
@@ -211,3 +216,9 @@ def freeze(play: Play, name: str, trained: bool) -> None:
     if any(own is p for group in play.oracle.optimizer.param_groups for p in group["params"]):
         play.subject(lambda: dict(play.state.model.named_parameters())[name].requires_grad_(trained))
         own.requires_grad_(trained)
+
+
+@action(0, name=NAMES)
+def tamper(play: Play, name: str) -> None:
+    """A write that the oracle does not know of. Never drawn: a test plants it, to see that it is found."""
+    _write_values(play.state, name, 2.0)

@@ -53,15 +53,19 @@ class Leg:
 
 @dataclass(frozen=True)
 class Case:
+    """`attached`: the optimizer is one of the caller's own, that the state gets after it is made."""
+
     seed: int
     shape: Shape
     optimizer: Any
     compute: str
     checks: bool
+    attached: bool
     legs: tuple[Leg, ...]
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {self.shape}; {self.optimizer}; compute {self.compute}, checks={self.checks}"]
+        lines = [f"seed {self.seed}: {self.shape}; {self.optimizer}; compute {self.compute}"]
+        lines[0] += f", checks={self.checks}, attached={self.attached}"
         for leg in self.legs:
             lines += [f"  {leg.world} ranks: {leg.plan}", *(f"    {a}" for a in leg.actions)]
         return "\n".join(lines)

@@ -18,13 +18,14 @@ WORLDS = (1, 1, 2, 2, 2, 2, 2, 4)
 def draw_case(seed: int) -> Case:
     draw = random.Random(seed)
     optimizer = draw_optimizer(draw)
-    offloads = not isinstance(optimizer, fs.TorchOptimizer)
+    attached = draw.random() < 0.15
+    offloads = not attached and not isinstance(optimizer, fs.TorchOptimizer)
     legs, first = [], 0
     for count in draw.choice([(12,), (12,), (12,), (7, 5)]):
         legs.append(_draw_leg(draw, first, count, offloads=offloads))
         first += count
     compute = draw.choice(["fp32", "fp32", "bf16"])
-    return Case(seed, draw_shape(draw), optimizer, compute, draw.random() < 0.5, tuple(legs))
+    return Case(seed, draw_shape(draw), optimizer, compute, draw.random() < 0.5, attached, tuple(legs))
 
 
 def _draw_leg(draw: random.Random, first: int, count: int, *, offloads: bool) -> Leg:
@@ -75,8 +76,8 @@ def draw_plan(draw: random.Random, world: int, *, offloads: bool) -> PlanChoice:
         remat=draw.choice(["none", "none", "full", "selective"]),
         tensor=draw.choice([1, 1, 1, 2]) if world > 1 and strategy not in ("hpz", "hybrid") else 1,
         accumulate=accumulate,
-        sync=draw.choice(["every", "last"]) if accumulate > 1 else "every",
-        prefetch=draw.choice([1, 1, 2]),
+        sync=draw.choice(["every", "last"]) if accumulate > 1 and strategy != "zero1" else "every",
+        prefetch=draw.choice([1, 1, 2]) if strategy != "ddp" and (strategy, world) != ("hybrid", 2) else 1,
         share=draw.choice([0.0, 0.5, 1.0]) if away else None,
         backlog=draw.choice([None, None, 1]) if away else None,
     )

@@ -1,5 +1,6 @@
 """One leg of a case, inside ranks."""
 
+import functools
 import gc
 import traceback
 from typing import Any
@@ -12,6 +13,7 @@ from tests.fuzz.orders.play import Ended, Play, Refused, Wrong
 def play_leg(case: Case, number: int, directory: str) -> dict[str, Any]:
     """What was wrong, if anything was, what was refused, and whether the case goes on."""
     refusals: list[str] = []
+    _forget_modules()
     try:
         _play(case, number, directory, refusals)
     except Wrong as wrong:
@@ -21,6 +23,13 @@ def play_leg(case: Case, number: int, directory: str) -> dict[str, Any]:
     finally:
         gc.collect()
     return {"wrong": None, "refusals": refusals, "goes_on": True}
+
+
+@functools.cache
+def _forget_modules() -> None:
+    """What is there before the first state is never garbage: collections after each state would go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _play(case: Case, number: int, directory: str, refusals: list[str]) -> None:

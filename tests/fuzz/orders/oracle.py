@@ -27,16 +27,20 @@ def micro_loss(model: torch.nn.Module, micro: dict[str, Tensor], trap: Trap | No
 class Oracle:
     """`sides`: for each data rank, the buffers that its micro-batches have moved."""
 
-    def __init__(self, shape: Shape, model: Toy, optimizer: fs.optimizer.Optimizer):
+    def __init__(self, shape: Shape, model: Toy, optimizer: fs.optimizer.Optimizer, *, foreach: bool = True):
         self.shape, self.model = shape, model.double()
         self.names = [n for n, _ in self.model.named_parameters()]
-        self.optimizer = _optimizer(self.model, optimizer)
+        self.optimizer = torch_optimizer(self.model, optimizer, foreach=foreach)
         self.spread(1, 1)
 
     def spread(self, data: int, accumulate: int) -> None:
-        """From here on, batches are split over so many data ranks and micro-batches."""
+        """From here on, batches are split over so many data ranks and micro-batches, of a new state that trains all that is
+        trained."""
         self.accumulate, self.parts = accumulate, data * accumulate
         self.sides = [{n: b.clone() for n, b in self.model.named_buffers()} for _ in range(data)]
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            p.grad = None
+            p.requires_grad_(True)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -148,7 +152,8 @@ class Oracle:
             self.optimizer.load_state_dict(kept["optimizer"])
 
 
-def _optimizer(model: Toy, spec: fs.optimizer.Optimizer) -> torch.optim.Optimizer:
+def torch_optimizer(model: torch.nn.Module, spec: fs.optimizer.Optimizer, *, foreach: bool) -> torch.optim.Optimizer:
+    """`foreach`: as shards have it, for SGD. With it, Nesterov's momentum changes gradients."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": params}]
     if not spec.decay_all:
@@ -160,5 +165,5 @@ def _optimizer(model: Toy, spec: fs.optimizer.Optimizer) -> torch.optim.Optimize
         return getattr(torch.optim, spec.name)(groups, lr=spec.lr, **dict(spec.options))
     options = {k: v for k, v in vars(spec).items() if k != "decay_all"}
     if isinstance(spec, fs.SGD):
-        return torch.optim.SGD(groups, foreach=True, **options)  # as shards are: with Nesterov's momentum it changes gradients
+        return torch.optim.SGD(groups, foreach=foreach, **options)
     return (torch.optim.AdamW if isinstance(spec, fs.AdamW) else torch.optim.Adam)(groups, **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fullshard as fs
 from fullshard import on_torch
-from tests.fuzz.orders.case import Case, PlanChoice
+from tests.fuzz.orders.case import Action, Case, PlanChoice
 from tests.fuzz.orders.faults import ERRORS, Trap, scaled_activations
 from tests.fuzz.orders.oracle import Kept, Oracle, Values, micro_loss
 from tests.fuzz.orders.subject import make_state, read
@@ -44,19 +44,19 @@ class Play:
     it."""
 
     def __init__(self, case: Case, leg: int, directory: str):
-        self.case, self.leg, self.directory = case, case.legs[leg], Path(directory)
+        self.case, self.number, self.directory = case, leg, Path(directory)
         self.saves: list[Saved] = []
         self.kept: dict[str, Any] = {}
-        self.refusals: list[str] = []
         self.exact: Values | None = None
         self.moved: set[str] = set()  # buffers that `exact` does not tell of
-        self.oracle = Oracle(case.shape, build(case.shape, case.seed), case.optimizer)
-        self.next_state(self.leg.plan)
+        self.action: Action | None = None  # the one that runs
+        self.oracle = Oracle(case.shape, build(case.shape, case.seed), case.optimizer, foreach=not case.attached)
+        self.next_state(case.legs[leg].plan)
         if leg:
             self._go_on(leg - 1)
 
     def next_state(self, choice: PlanChoice) -> None:
-        """A new state, of another plan."""
+        """A new state, of another plan. What is loaded into it comes next."""
         self.choice, self.exact, self.state = choice, None, None
         gc.collect()
         try:
@@ -64,10 +64,7 @@ class Play:
         except fs.FullshardError as error:
             raise Ended(f"plan: {error}") from error
         self.kept.clear()
-        self.oracle.drop()
-        sides = self.oracle.sides
         self.oracle.spread(self.state.plan.mesh.data, self.choice.accumulate)
-        self.oracle.sides = [copy.deepcopy(sides[0]) for _ in self.oracle.sides]
 
     # -- what is held against each other ---------------------------------------------------------------------------
 
@@ -248,11 +245,29 @@ class Play:
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        where = str(self.directory / f"save-{self.leg.world}-{len(self.saves)}")
+        where = self._next_directory()
         self.subject(lambda: fs.checkpoint.save(where, self.state))
+        self._remember(where)
+
+    def _next_directory(self) -> str:
+        return str(self.directory / f"save-{self.number}-{len(self.saves)}")
+
+    def _remember(self, where: str) -> None:
         self.oracle.average()
         self.moves_buffers()
         self.saves.append((where, self.exact, self.moved, self.oracle.keep()))
+
+    def save_behind(self, step: Callable[[], None]) -> None:
+        """Save in the background of a step. The checkpoint has what was there before it."""
+        where = self._next_directory()
+        writer = self.subject(lambda: on_torch.Checkpointer(where, self.state, overlap=True))
+        try:
+            saving = self.subject(writer.save)
+            self._remember(where)
+            step()
+            saving.result()
+        finally:
+            writer.close()
 
     def load(self, saved: Saved) -> None:
         where, exact, moved, kept = saved

@@ -13,7 +13,7 @@ from fullshard import on_torch, update_pieces
 from fullshard.plan import Plan
 from fullshard.strategies import choose
 from tests.fuzz.orders.case import Case, PlanChoice
-from tests.fuzz.orders.oracle import Values
+from tests.fuzz.orders.oracle import Values, torch_optimizer
 from tests.fuzz.orders.toy import LENGTH, ROWS, Toy, build
 
 READERS = ("values", "state_dict", "parameters")
@@ -24,15 +24,18 @@ def make_state(case: Case, choice: PlanChoice, disk: str) -> on_torch.State:
     model = build(case.shape, case.seed)
     plan = make_plan(case, choice, model)
     on_disk = any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units)
-    return on_torch.shard(
+    state = on_torch.shard(
         model,
         plan,
-        case.optimizer,
+        None if case.attached else case.optimizer,
         device="cpu",
         disk=disk if on_disk else None,
         cpu_share=choice.share,
         first_step_checks=case.checks,
     )
+    if case.attached:
+        state.optimizer = torch_optimizer(state.model, case.optimizer, foreach=False)
+    return state
 
 
 def make_plan(case: Case, choice: PlanChoice, model: Toy) -> Plan:

@@ -25,9 +25,9 @@ class Shape:
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
+        self.norm = nn.RMSNorm(DIM)
         self.up_proj = nn.Linear(DIM, FFN)
-        self.down_proj = nn.Linear(FFN, DIM, bias=not shape.batch_norm)  # with it, a gradient of nothing but rounding
+        self.down_proj = nn.Linear(FFN, DIM, bias=False)  # with a bias before BatchNorm, a gradient would be nothing but rounding
         self.batch_norm = nn.BatchNorm1d(DIM) if shape.batch_norm else None
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64) if shape.counts else None)
 
@@ -48,7 +48,7 @@ class Toy(nn.Module):
         self.idle: tuple[int, ...] = ()
         self.embed = nn.Embedding(VOCABULARY, DIM)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(BLOCKS))
-        self.norm = nn.LayerNorm(DIM)
+        self.norm = nn.RMSNorm(DIM)
         self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
         if shape.tied:
             self.lm_head.weight = self.embed.weight
