@@ -67,9 +67,9 @@ def train_step(
     """Forward, backward and update over the plan's micro-batches. Changes the state in place.
 
     A micro-batch holds the rows of all this process's devices: `plan.batch.micro_batch` for each. The gradient is that of the
-    mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer. `flags` are
-    combined over all processes: the result has those that any of them set. `unit_norms`: the result has the gradient norm of each
-    unit.
+    mean loss over all that counts in the step. A step whose gradient is not finite is skipped: it changes no array of the state.
+    `flags` are combined over all processes: the result has those that any of them set. `unit_norms`: the result has the gradient
+    norm of each unit.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -196,7 +196,7 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         whole = _gathered_once(state, params)
         host = {n: p for n, p in params.items() if n not in whole and is_on_host(p)}
         zeros = {n: jnp.zeros(p.shape, p.dtype) for n, p in params.items() if is_on_host(p)}
-        grads, value, count, metrics, rest = gradients(params | zeros, whole, host, rest, batches)
+        grads, value, count, metrics, moved = gradients(params | zeros, whole, host, rest, batches)
         divisor = jnp.where(count > 0, count, 1.0)
         grads = {n: (g / divisor).astype(params[n].dtype) for n, g in grads.items()}
         norm, owner = _norm(grads), {n: p.unit.name for n, p in state.shardings.parameters.items()}
@@ -209,7 +209,8 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
         found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
         found |= {"flagged": flags.any((0, 1, 2)), "norms": jnp.array(norms)}
-        return stepped, changed, rest, found
+        # Statistics of batches and counters of dropout have moved in forward already.
+        return stepped, changed, jax.tree.map(lambda old, new: jnp.where(skipped, old, new), rest, moved), found
 
     everywhere = state.shardings.everywhere()
     kept = jax.tree.map(lambda _: everywhere, state.rest)
