@@ -18,6 +18,7 @@ from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
 from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.shardings import DATA
+from fullshard.on_jax.step_check import check_traced
 from fullshard.on_jax.unit_calls import gather, scope_of
 from fullshard.on_jax.unit_updates import update_units
 
@@ -83,7 +84,11 @@ def train_step(
     rate = np.float32(state.optimizer.lr if lr is None else lr)
     limit = np.float32(np.inf if clip is None else clip)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
-    state.params, state.moments, state.rest, found = _program(state, loss, units)(*args)
+    program = _program(state, loss, units)
+    if loss not in state.checked:
+        state.notes += check_traced(state, program.trace(*args))  # the call traces no second time
+        state.checked.add(loss)
+    state.params, state.moments, state.rest, found = program(*args)
     if state.step == 0:
         state.check()
     state.step += 1
