@@ -185,7 +185,7 @@ class Engine(Protocol[ModelT, StateT]):
     """What a run asks of an engine. Collective functions are called by every rank."""
 
     name: str  # one of ENGINES
-
+    forks: bool  # whether a rank may fork, as worker processes that load data do
     # -- ranks ---------------------------------------------------------------------------------------------
 
     def start(self) -> Any:

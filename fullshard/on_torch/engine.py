@@ -45,6 +45,7 @@ from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
 
 name = "torch"
+forks = True
 NAMED_LOSSES: dict[str, LossFunction] = LOSSES | {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "finish",
     "first_decides",
     "flops_per_token",
+    "forks",
     "generate",
     "host_share",
     "is_first",
