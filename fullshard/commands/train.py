@@ -147,7 +147,7 @@ def _prepare_together(given: Given, watchdog: "Watchdog") -> "Prepared":
     prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog))
     from fullshard.runs.agreement import identity, refuse_disagreement
 
-    refuse_disagreement(identity(prepared, given.run, given.resume), engine)
+    refuse_disagreement(engine.all_or_none(lambda: identity(prepared, given.run, given.resume)), engine)
     return prepared
 
 
