@@ -15,6 +15,7 @@ from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.batch_checks import objective_fault
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.dropout_seed import seed_dropout
+from fullshard.on_torch.failure import lost_a_peer
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.hang_position import main_thread_position
 from fullshard.on_torch.loader import collate, loader, seeded
@@ -73,6 +74,7 @@ __all__ = [
     "loader",
     "local_cluster",
     "local_devices",
+    "lost_a_peer",
     "measure",
     "memory",
     "messages",

@@ -183,6 +183,14 @@ def test_two_processes_train_save_and_resume_as_one(here, whole):
     assert losses(here, "processes") == pytest.approx(losses(here, "alone"), abs=1e-6)
 
 
+def test_what_all_processes_find_one_of_them_says(here):
+    done = together(here, "refused", "data.path=missing")
+    said = [line for p in done for line in p.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, said
+    assert said[0].startswith("error: missing")
+    assert [p.returncode for p in done] == [2, 2]
+
+
 def together(here: Path, run: str, *arguments: str) -> list[subprocess.CompletedProcess]:
     """Two processes of two devices each, started as srun and torchrun do."""
     with socket.socket() as free:
