@@ -36,6 +36,7 @@ from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.running_statistics import compute_in_fp32
+from fullshard.on_torch.saving.save_pretrained import save_together
 from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
@@ -114,6 +115,7 @@ def shard(
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
     state.notes = (*notes, *initialized.notes)
     checks.remember_random_frozen(state, drawn)
+    save_together(state)
     return state
 
 

@@ -77,15 +77,21 @@ class ShardedTrainerMixin:
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hugging Face directory that `from_pretrained` reads; the first rank's host memory holds all weights
-        meanwhile. Trainer's own checkpoints hold the state's shards instead. Collective."""
+        """Write a Hugging Face directory that `from_pretrained` reads. Trainer's own checkpoints hold the state's shards
+        instead. Collective."""
         where = output_dir or self.args.output_dir
         if _internal_call:
             save_checkpoint(Path(where) / FOLDER, self.sharded, overwrite=True)
             return
-        weights = get_model_state_dict(self.sharded.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if self.args.should_save:
-            self._save(where, state_dict=weights)  # type: ignore[attr-defined]
+        model = self.sharded.model
+        if not hasattr(model, "save_pretrained"):
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if self.args.should_save:
+                self._save(where, state_dict=weights)  # type: ignore[attr-defined]
+        elif self.args.should_save:
+            self._save(where)  # type: ignore[attr-defined]  # which calls `save_pretrained`
+        else:
+            model.save_pretrained(where)  # type: ignore[operator]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.create_optimizer()  # Trainer would make it later, and its moments are in the checkpoint
