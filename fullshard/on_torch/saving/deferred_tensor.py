@@ -40,7 +40,7 @@ class DeferredTensor(Tensor):
         compute = partial(_compute, func, args, named)
         if isinstance(shapes, Tensor):
             return cls.make(shapes, compute)
-        return [cls.make(t, lambda i=i: compute()[i]) for i, t in enumerate(shapes)]
+        return [cls.make(t, partial(_one_of, compute, i)) for i, t in enumerate(shapes)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)
@@ -60,3 +60,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _compute(func: Any, args: Any, named: dict[str, Any]) -> Any:
     read = lambda t: t.read()
     return func(*tree_map_only(DeferredTensor, read, args), **tree_map_only(DeferredTensor, read, named))
+
+
+def _one_of(compute: Callable[[], Any], index: int) -> Tensor:
+    found: Tensor = compute()[index]
+    return found

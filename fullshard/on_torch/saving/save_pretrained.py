@@ -130,7 +130,8 @@ def unsharded(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
 @contextmanager
 def _plain_class(module: nn.Module) -> Iterator[None]:
     kind = type(module)
-    module.__class__ = next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))
+    plain: Any = next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))
+    module.__class__ = plain
     try:
         yield
     finally:
@@ -145,7 +146,7 @@ def _unreadable() -> Tensor:
     raise FullshardError("state_dict lacks a tensor of the model; leave state_dict out, and call save_pretrained on all ranks")
 
 
-def _in_memory(state: State, parameter: Tensor | None, master: Tensor) -> Tensor:
+def _in_memory(state: State, parameter: nn.Parameter | None, master: Tensor) -> Tensor:
     """A parameter's master, read from disk if it rests there."""
     if state.offload is None or parameter is None or not master.is_meta:
         return master
