@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
+from fullshard.on_torch.broadcast import broadcast_values
 from fullshard.on_torch.collective_memory import refuse_memory, use_memory
 from fullshard.on_torch.communication import MakeCommunication, install_communication, make_communication
 from fullshard.on_torch.dtypes import PLAN_DTYPES
@@ -44,8 +45,10 @@ from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
+CALL = "shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))"
 
-@checked_call("shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))", model=nn.Module, plan=Plan, device=(str, NoneType))
+
+@checked_call(CALL, model=nn.Module, plan=Plan, device=(str, NoneType), broadcast=bool)
 def shard(
     model: nn.Module,
     plan: Plan,
@@ -59,6 +62,7 @@ def shard(
     disk: str | Path | None = None,
     cpu_share: float | None = None,
     communication: MakeCommunication | None = None,
+    broadcast: bool = False,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
@@ -67,7 +71,7 @@ def shard(
     them. A plan that this engine cannot carry out is refused before any memory is allocated. `disk`: a directory for what the
     plan puts on disk. `cpu_share`: the share of offloaded updates that the CPU does, if the plan leaves it open; measured by
     default. `communication`: makes the `Communication` of each sharded unit of the plan, in place of FSDP's own collectives; may
-    be a subclass of it.
+    be a subclass of it. `broadcast`: values that ranks have already are those of rank 0, as DDP does it.
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
@@ -80,6 +84,8 @@ def shard(
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
     meshes = make_meshes(plan, where.type)
+    if broadcast:
+        broadcast_values(model)
     checks.check_values_agree(model)
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
