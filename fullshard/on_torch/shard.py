@@ -38,7 +38,7 @@ from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.running_statistics import compute_in_fp32
 from fullshard.on_torch.saving.save_pretrained import save_together
-from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_optimizer
+from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.weights import Weights
@@ -75,6 +75,7 @@ def shard(
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
+    refuse_nothing_to_train(model, optimizer)
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
     refuse_float8_device(plan, where)

@@ -80,6 +80,14 @@ def refuse_optimizer(spec: Optimizer | None) -> None:
         named_optimizer(spec, [{"params": [nn.Parameter(torch.zeros(1))]}])
 
 
+def refuse_nothing_to_train(model: nn.Module, spec: Optimizer | None) -> None:
+    if spec is not None and not any(p.requires_grad for p in model.parameters()):
+        raise FullshardError(
+            "every parameter of this model is frozen (requires_grad is False), so that the optimizer has nothing to train; "
+            "unfreeze what is to be trained, or call shard() without an optimizer"
+        )
+
+
 def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build an optimizer of `torch.optim` by its name."""
     known = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
 from fullshard.on_torch.float8 import Float8Scales
+from fullshard.on_torch.foreign_optimizer import explain_steps
 from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.offload.activations.hooks import Activations
@@ -77,6 +78,8 @@ class State:
             self._refuse_optimizer(value)
             if "counting" in self.__dict__:
                 self.__dict__.pop("counting").remove()
+            if value is not None and "optimizer" in self.__dict__:  # assigned by the caller
+                explain_steps(value)
             if value is not None:
                 self.__dict__["counting"] = value.register_step_post_hook(partial(_count, weakref.ref(self)))
         object.__setattr__(self, name, value)
