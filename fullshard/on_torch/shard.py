@@ -27,6 +27,7 @@ from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
 from fullshard.on_torch.kernels.plan_kernels import refuse_kernels, use_backend
+from fullshard.on_torch.model_copies import refuse_deepcopies
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
@@ -112,6 +113,7 @@ def shard(
         _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
     scales = gather_in_float8(model, gathers, meshes)
     lockstep_generate(model)
+    refuse_deepcopies(model)
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
