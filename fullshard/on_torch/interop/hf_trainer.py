@@ -94,7 +94,7 @@ class ShardedTrainerMixin:
         elif self.args.should_save:
             self._save(where)  # type: ignore[attr-defined]  # which calls `save_pretrained`
         else:
-            model.save_pretrained(where)  # type: ignore[operator]
+            model.save_pretrained(where)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.create_optimizer()  # Trainer would make it later, and its moments are in the checkpoint
