@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, release_group
 from fullshard.on_torch.borrowed_parameters import borrowed_parameters
-from fullshard.on_torch.inference import free_gathered
 from fullshard.on_torch.offload.state_dict_hooks import copied
 from fullshard.on_torch.offload.weak_hooks import gone
 from fullshard.on_torch.running_statistics import average_statistics
@@ -78,7 +77,6 @@ class _Saves:
     def _together(self, state: State, own: Call, args: Any, kwargs: Any, given: Mapping[str, Any] | None) -> Any:
         _meet(own.__name__, state.device)
         average_statistics(state.model)
-        free_gathered(state.model)
         group, result = acquire_group(), None
         with torch.no_grad(), state.values(at_rest=True) as values:
             sharded = {n: t for n, t in (given or values).items() if isinstance(t, DTensor)}
