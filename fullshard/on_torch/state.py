@@ -77,7 +77,6 @@ class State:
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
     copies: WeightCopies = field(init=False)  # which copies of the weights are current
     held_to_train: object = None  # what `refuse_untrained` saw last
-    torn: str = ""  # why its weights are of no use, after a step that failed in the middle of its updates
     buffers: ChangingBuffers = field(init=False)  # those that forward changes
 
     def __post_init__(self) -> None:
@@ -135,7 +134,7 @@ class State:
         """
         self.copies.rest()
         if not changed:  # a load writes
-            self.refuse_torn()
+            self.copies.refuse_torn()
         found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         nothing: dict[str, torch.Tensor] = {}
         elsewhere = shown(self.offload, changed=changed, at_rest=at_rest) if self.offload else nullcontext(nothing)
@@ -164,11 +163,6 @@ class State:
             )
         self.held_to_train = trained
         self.copies.training_changed()
-
-    def refuse_torn(self) -> None:
-        """Raise if a step failed in the middle of its updates."""
-        if self.torn:
-            raise FullshardError(self.torn)
 
     @property
     def kernels(self) -> dict[str, str]:

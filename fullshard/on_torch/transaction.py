@@ -24,7 +24,7 @@ class Transaction:
     """One step of a state. Knows buffers and random states before it."""
 
     def __init__(self, state: State):
-        state.refuse_torn()
+        state.copies.refuse_torn()
         state.copies.rest()
         if not state.checks:  # which say more
             state.refuse_untrained()
@@ -50,7 +50,7 @@ class Transaction:
         self.buffers.restore()
         self._restore_random()
         if torn:
-            state.torn = TORN
+            state.copies.torn = TORN
             error.add_note(TORN)
 
     def undo_if(self, skipped: Tensor) -> None:

@@ -24,6 +24,7 @@ class WeightCopies:
     def __init__(self, model: nn.Module):
         self.model = weakref.ref(model)
         self.changes = self.forwards = 0
+        self.torn = ""  # why the weights are of no use, after a step that failed in the middle of its updates
         self.keeping = False  # forwards without gradients leave weights gathered for the next
         self.on_change: list[Callable[[], None]] = []  # called when weights have changed
         self.on_backward: list[Callable[[], None]] = []  # called after each backward
@@ -41,6 +42,7 @@ class WeightCopies:
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
         if in_backward():  # a recomputation of the whole model
             return
+        self.refuse_torn()
         if unfinished(model):
             self._reset(model)
         if not self.keeping:
@@ -81,9 +83,22 @@ class WeightCopies:
             raise FullshardError(
                 "the state cannot be read or written while its model's forward or backward runs; do it before or after"
             )
-        if unfinished(model):
+        self.clear_up()
+
+    def clear_up(self) -> None:
+        """Clear up after a forward or backward that failed, unless one runs."""
+        model = self._model()
+        failed = unfinished(model)
+        if in_backward() or (failed and runs_now(model)):
+            return
+        if failed:
             self._reset(model)
         self._show_shards()
+
+    def refuse_torn(self) -> None:
+        """Raise if a step failed in the middle of its updates."""
+        if self.torn:
+            raise FullshardError(self.torn)
 
     def changed(self) -> None:
         """Weights have new values: what was gathered of the old ones is not used again."""
@@ -168,6 +183,7 @@ def clear_all_gradients(copies: WeightCopies, optimizer: torch.optim.Optimizer) 
 def _zero_grad(
     own: Callable[..., None], found: "weakref.ref[torch.optim.Optimizer]", copies: WeightCopies, *args: Any, **kwargs: Any
 ) -> None:
+    copies.clear_up()
     copies.drop_unreduced()
     optimizer = found()
     assert optimizer is not None

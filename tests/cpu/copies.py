@@ -221,7 +221,11 @@ def torn(case: Case) -> list[str]:
             on_torch.train_step(state, homes.batches(state, 1), loss=loss)
         except torch.OutOfMemoryError as error:
             notes = list(getattr(error, "__notes__", []))
-        after = [said(lambda: on_torch.train_step(state, homes.batches(state, 1))), said(lambda: fs.checkpoint.save(disk, state))]
+        after = [
+            said(lambda: forward(state)),
+            said(lambda: on_torch.train_step(state, homes.batches(state, 1))),
+            said(lambda: fs.checkpoint.save(disk, state)),
+        ]
         fs.checkpoint.load(directory[0], state)
         on_torch.train_step(state, homes.batches(state, 1))
         other = homes.make(case, disk)

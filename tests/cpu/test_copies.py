@@ -48,7 +48,7 @@ def test_a_step_refuses_gradients_that_are_not_its_own(ranks, case):
 def test_updates_during_a_backward_that_fails_are_said(ranks):
     note, *after, apart = ranks(2).run(copies.torn, Case((Home("host", "host"),), accumulate=1))[0]
     assert note.startswith("a step failed after some of its updates were done")
-    assert after == [note, note]
+    assert after == [note] * 3
     assert apart == "0e+00"
 
 

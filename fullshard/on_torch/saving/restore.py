@@ -48,7 +48,7 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
-    state.step, state.checks, state.drawn, state.torn = manifest.step, True, {}, ""
+    state.step, state.checks, state.drawn, state.copies.torn = manifest.step, True, {}, ""
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
