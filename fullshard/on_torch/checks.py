@@ -133,14 +133,9 @@ def check_labels(tokens: Tensor) -> None:
 def check_optimizer_references(state: State) -> None:
     """Check that the optimizer has exactly the parameters that the model trains."""
     assert state.optimizer is not None
+    state.refuse_untrained()
     given = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
-    trained = {id(p): n for n, p in state.model.named_parameters() if p.requires_grad}
-    missing = [n for i, n in trained.items() if i not in given]
-    if missing:
-        raise CheckError(
-            f"the optimizer does not hold {missing[0]}{_more(missing)}: it was built before the model was sharded, "
-            "or the parameter was replaced; build the optimizer after shard()"
-        )
+    trained = {id(p) for p in state.model.parameters() if p.requires_grad}
     if len(given) > len(trained):
         raise CheckError(
             f"the optimizer holds {len(given) - len(trained)} parameters the model does not train; build it from this model"

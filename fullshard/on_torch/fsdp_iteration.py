@@ -80,6 +80,16 @@ class UnitCopies:
         self._drop_pending()
         self.group._to_sharded()
 
+    def trained(self) -> list[bool]:
+        return [p.sharded_param.requires_grad for p in self.group.fsdp_params]
+
+    def find_dtypes(self) -> None:
+        """FSDP finds the dtypes of gradients once, of the parameters that are trained then."""
+        if hasattr(self.group, "_orig_dtype"):
+            kept = self.group._orig_dtype
+            self.group._init_mp_dtypes()
+            self.group._orig_dtype = kept or self.group._orig_dtype
+
     def with_gradient(self) -> str | None:
         """The name of a parameter that has a gradient, reduced or not."""
         for p in self.group.fsdp_params:

@@ -110,6 +110,9 @@ def shard(
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made, offload = _make_optimizers(model, plan, where, optimizer, memory)
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
+    if offload is not None and made is not None:  # after the state's own hooks, which refuse before anything is handed over
+        hook_optimizer(offload, made)
+        hook_model(offload, model)
     model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
@@ -132,11 +135,7 @@ def _make_optimizers(
     away = [p for unit in memory.units for p in unit.params] if memory else []
     own = plan.kernels.update != "torch"
     made = make_optimizer(model, spec, plan.precision, own_kernels=own, offloaded=away) if spec else None
-    offload = TieredOptimizer(plan, device, memory, made) if memory else None
-    if offload is not None and made is not None:
-        hook_optimizer(offload, made)
-        hook_model(offload, model)
-    return made, offload
+    return made, TieredOptimizer(plan, device, memory, made) if memory else None
 
 
 def frozen_on_meta(model: nn.Module, source: Weights | None) -> list[str]:

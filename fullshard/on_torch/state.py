@@ -21,6 +21,7 @@ from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.offload.activations.hooks import Activations
 from fullshard.on_torch.offload.shown_state import shown
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
+from fullshard.on_torch.offload.units import refuse_unfrozen
 from fullshard.on_torch.ranks import Meshes
 from fullshard.on_torch.sharded_optimizer import makes_slots
 from fullshard.on_torch.weight_copies import WeightCopies, clear_all_gradients
@@ -74,6 +75,7 @@ class State:
     float8: Float8Scales | None = None  # of weights that are gathered in float8
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
     copies: WeightCopies = field(init=False)  # which copies of the weights are current
+    held_to_train: object = None  # what `refuse_untrained` saw last
     torn: str = ""  # why its weights are of no use, after a step that failed in the middle of its updates
     buffers: ChangingBuffers = field(init=False)  # those that forward changes
 
@@ -87,10 +89,12 @@ class State:
         """Attach an optimizer that is assigned, also one of the caller's own: its steps count as the state's."""
         if name == "optimizer":
             self._refuse_optimizer(value)
-            if "counting" in self.__dict__:
-                self.__dict__.pop("counting").remove()
+            for handle in self.__dict__.pop("hooks", ()):
+                handle.remove()
             if value is not None:
-                self.__dict__["counting"] = value.register_step_post_hook(partial(_count, weakref.ref(self)))
+                own = weakref.ref(self)
+                before, after = partial(_refuse_untrained, own), partial(_count, own)
+                self.__dict__["hooks"] = (value.register_step_pre_hook(before), value.register_step_post_hook(after))
                 if "copies" in self.__dict__:
                     clear_all_gradients(self.copies, value)
         object.__setattr__(self, name, value)
@@ -139,6 +143,25 @@ class State:
             if changed:
                 self.copies.changed()
 
+    def refuse_untrained(self) -> None:
+        """Raise if the optimizer lacks a parameter that is to be trained, as one that was unfrozen since `shard`."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        trained = (self.copies.trained(), sum(len(g["params"]) for g in groups))
+        if trained == self.held_to_train:
+            return
+        if self.offload is not None:
+            refuse_unfrozen(self.offload.units)
+        given = {id(p) for group in groups for p in group["params"]}
+        missing = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in given]
+        if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise FullshardError(
+                f"the optimizer does not hold {missing[0]}{others}: it was built before the model was sharded, or the parameter "
+                "was replaced, unfrozen or added since; build the optimizer after shard(), or call its add_param_group"
+            )
+        self.held_to_train = trained
+        self.copies.training_changed()
+
     def refuse_torn(self) -> None:
         """Raise if a step failed in the middle of its updates."""
         if self.torn:
@@ -177,6 +200,14 @@ class State:
             "optimizer": sum(stored_bytes(t) for t in tensors),
             "buffers": sum(stored_bytes(b) for b in self.model.buffers()),
         }
+
+
+def _refuse_untrained(
+    found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    state = found()
+    if state is not None and not state.stepping:
+        state.refuse_untrained()
 
 
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

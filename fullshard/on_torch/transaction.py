@@ -26,6 +26,8 @@ class Transaction:
     def __init__(self, state: State):
         state.refuse_torn()
         state.copies.rest()
+        if not state.checks:  # which say more
+            state.refuse_untrained()
         refuse_gradients(state)
         self.state = state
         self.random = _random_states(state.device)

@@ -104,6 +104,15 @@ class WeightCopies:
         """The indices of the units that were gathered after so many forwards of the model."""
         return [i for i, u in enumerate(self.units) if u.gathered_at is not None and u.gathered_at.forwards > forwards]
 
+    def trained(self) -> tuple[bool, ...]:
+        """Of every shard, whether it is trained."""
+        return tuple(trained for unit in self.units for trained in unit.trained())
+
+    def training_changed(self) -> None:
+        """Other parameters than before may be trained."""
+        for unit in self.units:
+            unit.find_dtypes()
+
     def with_gradient(self) -> str | None:
         """The name of a parameter that has a gradient, reduced or not."""
         return next((name for unit in self.units if (name := unit.with_gradient()) is not None), None)

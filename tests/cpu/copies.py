@@ -394,6 +394,19 @@ def refusals(case: Case) -> dict[str, str]:
         return found
 
 
+def unfrozen(case: Case) -> list[Any]:
+    """A resident parameter that is unfrozen between steps: what is said, and whether it trains once the optimizer has it."""
+    with tempfile.TemporaryDirectory() as disk:
+        state = homes.make(replace(case, frozen="layers.1."), disk)
+        step(state, 0)
+        p = state.model.get_parameter(NAME).requires_grad_(True)
+        sentences = [said(lambda: step(state, 1)), said(state.optimizer.step)]
+        state.optimizer.add_param_group({"params": [p]})
+        before = p.detach().to_local().clone()
+        step(state, 1)
+        return [*sentences, bool((before != p.detach().to_local()).any())]
+
+
 def own_reduction(case: Case) -> bool:
     """True if torch's FSDP is as torch made it, after steps of offloaded units."""
     own = _fsdp_collectives.foreach_reduce_scatter_copy_in

@@ -85,5 +85,11 @@ def test_what_would_be_lost_is_refused(ranks):
         assert "cannot be written to in place" in sentence, way
 
 
+def test_a_parameter_that_is_unfrozen_later_is_trained_or_refused(ranks):
+    *sentences, trains = ranks(2).run(copies.unfrozen, Case())[0]
+    assert all(f"the optimizer does not hold {copies.NAME}" in s for s in sentences)
+    assert trains
+
+
 def test_torch_keeps_its_own_reduction(ranks):
     assert all(ranks(2).run(copies.own_reduction, AWAY[0]))

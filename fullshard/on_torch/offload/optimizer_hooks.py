@@ -15,7 +15,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.kernels.low_bit_adam import low_bit_of
 from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
-from fullshard.on_torch.offload.units import OffloadedUnit, part_of, refuse_unfrozen
+from fullshard.on_torch.offload.units import OffloadedUnit, part_of
 from fullshard.on_torch.sharded_optimizer import makes_slots
 
 ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
@@ -61,7 +61,6 @@ def _step(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tupl
     if makes_slots(optimizer, kwargs):
         optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
-    refuse_unfrozen(offload.units)
     if offload.taken:
         raise FullshardError(
             "step() has no gradients of offloaded units: the last step took them, and no backward has run since; call "

@@ -21,7 +21,7 @@ from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.offload.events import GatherPace, StreamEvent
 from fullshard.on_torch.offload.stores.fetch import free_shards
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
-from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local, refuse_unfrozen
+from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.cpu import CpuUpdater
 from fullshard.on_torch.offload.updates.cpu_share import update_threads
@@ -99,7 +99,6 @@ class TieredOptimizer:
 
     def begin(self, *, eager: bool, draining: bool) -> None:
         """Before the first micro-batch. `eager`: update during backward. `draining`: copy the CPU's gradients to the host."""
-        refuse_unfrozen(self.units)
         self.taken = False
         self._open(eager, draining)
         self.memory.begin()
