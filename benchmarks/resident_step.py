@@ -26,6 +26,7 @@ from benchmarks.jax_step import last_line
 OTHERWISE = ("loss=torch", "update=torch", "attention=flash", "copies=fsdp")
 WARM, STEPS, PROFILED = 3, 10, 3
 KINDS = {  # by the first pattern that a kernel's name has
+    "convolution": "implicit_gemm|conv(?!ert)|dgrad|wgrad|winograd|nhwc|nchw",
     "attention": "attention|flash|cudnn.*(fprop|bprop)|sdpa|fmha|mha",
     "gemm": "gemm|nvjet|cutlass|cublas|splitK",
     "loss": "_loss_and_gradient|softmax|nll|scatter|gather",

@@ -63,7 +63,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluated = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{args.output}/model")  # whole weights, for from_pretrained
+    trainer.save_model(f"{args.output}/model")  # for from_pretrained
     if on_torch.is_first():
         for entry in losses:
             print(f"  step {entry['step']:3}  loss {entry['loss']:.6f}  gradient norm {entry['grad_norm']:.6f}")

@@ -136,17 +136,15 @@ class CheckpointWriter(Protocol):
 
 
 class Messages(Protocol):
-    """Messages between ranks that need no collective, so that ranks in different places can still talk."""
+    """Messages between ranks that need no collective, so that ranks in different places can still talk: see `rank_messages`."""
 
     def put(self, key: str, value: Any) -> None: ...
-
     def get(self, key: str) -> Any: ...
+    def claim(self, key: str) -> bool: ...
 
-    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """What these ranks have put under `key/RANK`, of those that did so in time."""
+    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]: ...
 
-    def wait(self, look: Callable[[], Any], seconds: float) -> Any:
-        """What `look` returns once it is not None; None if that takes longer."""
+    def wait(self, look: Callable[[], Any], seconds: float) -> Any: ...
 
 
 class StepProfiler(Protocol):
@@ -177,22 +175,20 @@ class WatchedRanks(Protocol):
     def absent(self, rank: int) -> str:
         """What is known of a rank that does not answer."""
 
-    def stacks(self) -> str:
-        """The stack of every thread of this rank."""
+    def stacks(self) -> str: ...
 
 
 class Engine(Protocol[ModelT, StateT]):
     """What a run asks of an engine. Collective functions are called by every rank."""
 
     name: str  # one of ENGINES
-
+    forks: bool  # whether a rank may fork, as worker processes that load data do
     # -- ranks ---------------------------------------------------------------------------------------------
 
     def start(self) -> Any:
         """Join the ranks that a launcher started, or be the only one. Idempotent."""
 
-    def finish(self) -> None:
-        """Leave the ranks."""
+    def finish(self) -> None: ...
 
     def local_devices(self) -> int:
         """How many devices of this machine a run takes by default. Asked before the ranks start, and takes none of them."""
@@ -218,6 +214,9 @@ class Engine(Protocol[ModelT, StateT]):
         """Call `make` on all ranks; if one raises, all raise its sentence. Collective."""
 
     def messages(self) -> Messages: ...
+
+    def lost_a_peer(self, error: BaseException) -> bool:
+        """True if an error only says that the connection to another rank is lost."""
 
     def watched_ranks(self) -> WatchedRanks: ...
 

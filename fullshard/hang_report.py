@@ -55,16 +55,39 @@ class HangReporter:
         return f"rank {rank} (process {pid} on {host}) does not answer: {state}"
 
 
+class OneRank:
+    """What the watchdog can ask in a process that has not met other ranks."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ.get("RANK", 0)), 0
+
+    def where(self) -> Where:
+        line = innermost_line(stack_of(main_thread_frame()), "site-packages")
+        return {"waits": False, "collective": None, "unit": None, "count": 0, "line": line}
+
+    def exchange(self, own: Where, seconds: float) -> dict[int, Where]:
+        return {self.rank: own}
+
+    def absent(self, rank: int) -> str:
+        return f"rank {rank} does not answer"
+
+    def stacks(self) -> str:
+        """As `thread_stacks`."""
+        return thread_stacks()
+
+
 def main_thread_frame() -> FrameType | None:
     """The innermost frame of the main thread, for a call from another thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def stack_of(frame: FrameType | None) -> traceback.StackSummary:
-    return traceback.extract_stack(frame) if frame else traceback.StackSummary()
+def stack_of(frame: FrameType | None) -> list[traceback.FrameSummary]:
+    """The frames of a stack, outermost first. Reads no source file: its disk may not answer."""
+    frames = list(traceback.walk_stack(frame)) if frame else []
+    return [traceback.FrameSummary(f.f_code.co_filename, at, f.f_code.co_name, lookup_line=False) for f, at in reversed(frames)]
 
 
-def innermost_line(stack: traceback.StackSummary, library: str) -> str:
+def innermost_line(stack: list[traceback.FrameSummary], library: str) -> str:
     """The innermost line of code whose path does not have `library` in it."""
     own = [f for f in stack if library not in f.filename]
     return f"{own[-1].name} ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else "no code of Python"

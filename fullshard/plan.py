@@ -242,12 +242,16 @@ class Plan:
 
     def unit_of(self, parameter: str) -> Unit | None:
         """The unit whose module is the innermost one around the parameter; None if there is none."""
-        best: tuple[int, Unit | None] = (-1, None)
-        for unit in self.units:
-            for module in unit.modules:
-                if (module == "" or parameter.startswith(f"{module}.")) and len(module) > best[0]:
-                    best = (len(module), unit)
-        return best[1]
+        module = parameter
+        while module:
+            module = module.rpartition(".")[0]
+            if module in self._by_module:
+                return self._by_module[module]
+        return None
+
+    @cached_property
+    def _by_module(self) -> dict[str, Unit]:
+        return {module: unit for unit in self.units for module in unit.modules}
 
     @property
     def offloaded_gradients(self) -> DType:

@@ -18,6 +18,10 @@ class PolledMessages(ABC):
     def get(self, key: str) -> Any:
         """The value of `key`, or None if it was never put."""
 
+    @abstractmethod
+    def claim(self, key: str) -> bool:
+        """True for the first caller on any rank that claims `key`."""
+
     def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         """The values under `key/RANK` of those ranks that put one before the timeout."""
         found: dict[int, Any] = {}

@@ -19,6 +19,9 @@ from fullshard.status import phases, say, tell, unsaid
 
 if TYPE_CHECKING:
     from fullshard.runs.prepare import Prepared
+    from fullshard.runs.watchdog import Watchdog
+
+HANG_SECONDS = 300.0  # until the recipe is read, which has its own
 
 
 def train(
@@ -91,15 +94,17 @@ class Given:
 
 def launch_ranks(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
-    with phases("reading the recipe"):
-        prepared = _prepare(given, None)
     from fullshard.launch.local import become_ranks
     from fullshard.runs.announce import announcement, dry_run_text
+    from fullshard.runs.watchdog import Watchdog
 
+    with Watchdog(given.run, HANG_SECONDS) as watchdog:
+        with phases("reading the recipe"):
+            prepared = _prepare(given, None, watchdog)
+        about = dry_run_text if given.dry else announcement
+        typer.echo(about(prepared, given.run, given.resume), err=True)
     if given.dry:
-        typer.echo(dry_run_text(prepared, given.run, given.resume), err=True)
         return
-    typer.echo(announcement(prepared, given.run, given.resume), err=True)
     devices, arguments = prepared.plan.mesh.devices, given.for_ranks()
     become_ranks(devices, arguments, given.max_restarts, engine=given.engine, command=given.resuming())
 
@@ -110,9 +115,11 @@ def join_ranks(given: Given) -> bool:
     launch = launched()
     first = "reading the recipe" if launch is None else f"starting {launch.what}"
     seconds = time.time() - launch.since if launch else 0.0
+    from fullshard.runs.watchdog import Watchdog
+
     with phases(first, seconds, announced=launch is not None) if os.environ.get("RANK") == "0" else nullcontext():
-        with unsaid() if launch else nullcontext():
-            prepared = _prepare_together(given)
+        with unsaid() if launch else nullcontext(), Watchdog(given.run, HANG_SECONDS) as watchdog:
+            prepared = _prepare_together(given, watchdog)
         if launch is None and prepared.engine.is_first():
             from fullshard.runs.announce import announcement
 
@@ -127,23 +134,24 @@ def join_ranks(given: Given) -> bool:
     return is_first
 
 
-def _prepare_together(given: Given) -> "Prepared":
+def _prepare_together(given: Given, watchdog: "Watchdog") -> "Prepared":
     """As `_prepare`, on all ranks, which must come to the same. Collective."""
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     say("joining the other ranks")
     engine.start()
+    watchdog.ranks = engine.watched_ranks()
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices()))
+    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog))
     from fullshard.runs.agreement import identity, refuse_disagreement
 
-    refuse_disagreement(identity(prepared, given.run, given.resume), engine)
+    refuse_disagreement(engine.all_or_none(lambda: identity(prepared, given.run, given.resume)), engine)
     return prepared
 
 
-def _prepare(given: Given, ranks: int | None) -> "Prepared":
+def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog") -> "Prepared":
     """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
     they start."""
     from fullshard.runs.profile_recipe import profile_recipe
@@ -151,6 +159,7 @@ def _prepare(given: Given, ranks: int | None) -> "Prepared":
 
     recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that imports take
     recipe = profile_recipe(recipe, given.profile) if given.profile else recipe
+    watchdog.seconds = recipe.train.hang_seconds
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks

@@ -4,41 +4,75 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
+from fullshard.engine import Engine, Messages, load_engine
 from fullshard.errors import LOST, FullshardError
+from fullshard.hang_report import call_with_timeout
 
 FIRST_SPEAKS = 1.0  # seconds: what all ranks find at once, the first one says
 ALONE = 5.0  # seconds: before ranks have met, their launcher ends the others once the first has spoken
 CAUSE = 15.0  # seconds in which the rank that failed first, or the launcher, should be heard of
+STORE_TIMEOUT = 10.0  # seconds that the ranks' messages may take
+OTHERS = 3.0  # seconds that the first rank, which may hold the messages, stays for ranks that find the same
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended a run: the rank that raised it, its sentence and its exit code."""
+
+    rank: int
+    sentence: str
+    code: int
 
 
 def end_rank(error: Exception) -> NoReturn:
     """Print the error if it is the first of the run, and exit without destructors, which would wait for ranks that are gone."""
-    rank = int(os.environ.get("RANK", 0))
-    if not _ranks_have_met():
+    engine = _met_engine()
+    if engine is None:
+        rank = int(os.environ.get("RANK", 0))
         time.sleep(ALONE if rank else 0.0)
         _say(error, rank)
         _leave(_code(error))
-    from fullshard.on_torch.failure import Failure, first_failure, lost_a_peer, report_failure
-
-    if lost_a_peer(error):
-        found = first_failure(CAUSE)
+    rank, world = engine.rank_and_world()
+    if engine.lost_a_peer(error):
+        found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(engine.messages(), CAUSE))
         if found is None:  # it was killed; where a launcher watches, this process has been ended by now
             print(f"error: rank {rank} lost its connection to another rank: {_line(error)}", file=sys.stderr)
         _leave(found.code if found else LOST)
     if isinstance(error, FullshardError) and rank:
         time.sleep(FIRST_SPEAKS)
     mine = Failure(rank, _line(error), _code(error))
-    first = report_failure(mine)
+    first = call_with_timeout(STORE_TIMEOUT, lambda: _publish(engine.messages(), mine)) or mine
     if first == mine:
         _say(error, rank)
+    if isinstance(error, FullshardError) and not rank:
+        call_with_timeout(2 * OTHERS, lambda: engine.messages().collect("failed", range(1, world), OTHERS))
     _leave(first.code)
 
 
-def _ranks_have_met() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()
+def _met_engine() -> Engine[Any, Any] | None:
+    """The engine whose ranks this one has met."""
+    distributed, processes = sys.modules.get("torch.distributed"), sys.modules.get("fullshard.on_jax.processes")
+    if distributed is not None and distributed.is_initialized():
+        return load_engine("torch")
+    return load_engine("jax") if processes is not None and processes.count() > 1 else None
+
+
+def _publish(messages: Messages, own: Failure) -> Failure:
+    """Publish this rank's failure, unless another rank failed first. Returns the run's first failure."""
+    first = own if messages.claim("failures") else _read(messages, STORE_TIMEOUT) or own
+    if first == own:
+        messages.put("failure", asdict(own))
+    messages.put(f"failed/{own.rank}", True)
+    return first
+
+
+def _read(messages: Messages, seconds: float) -> Failure | None:
+    """The run's first failure, or None if no rank reports one within `seconds`."""
+    found = messages.wait(lambda: messages.get("failure"), seconds)
+    return Failure(**found) if found else None
 
 
 def _code(error: Exception) -> int:

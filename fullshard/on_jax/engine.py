@@ -23,6 +23,7 @@ from fullshard.on_jax.generate import generate
 from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
 from fullshard.on_jax.jax_profiler import JaxProfiler
 from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.layer_dtypes import refuse_other_dtypes
 from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
 from fullshard.on_jax.measure import measure
 from fullshard.on_jax.model_call import accepts
@@ -45,6 +46,7 @@ from fullshard.on_jax.processes import (
     finish,
     first_decides,
     is_first,
+    lost_a_peer,
     processes_here,
     rank_and_world,
     start,
@@ -60,6 +62,7 @@ from fullshard.optimizer import Optimizer
 from fullshard.plan import DType, Plan
 
 name = "jax"
+forks = False
 ONLY_TORCH = "use --engine torch"
 NAMED_LOSSES: dict[str, LossFunction] = {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
 
@@ -78,6 +81,7 @@ __all__ = [
     "finish",
     "first_decides",
     "flops_per_token",
+    "forks",
     "generate",
     "host_share",
     "is_first",
@@ -87,6 +91,7 @@ __all__ = [
     "loader",
     "local_cluster",
     "local_devices",
+    "lost_a_peer",
     "measure",
     "memory",
     "messages",
@@ -178,6 +183,7 @@ def describe(
 def refuse(model: Factory, plan: Plan, optimizer: Optimizer | None = None, disk: str | Path | None = None) -> None:
     """Raise where JAX cannot carry the plan out with this optimizer."""
     refuse_plan(plan)
+    refuse_other_dtypes(built(model), plan)
     if scans(model):
         executed(plan, find_stacks(built(model)))
     if optimizer is not None:

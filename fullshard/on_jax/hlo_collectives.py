@@ -72,7 +72,7 @@ def operations_of(text: str) -> dict[str, tuple[str, str]]:
         for line in lines:
             if match := _INSTRUCTION.match(line):
                 inside = [part for called in _called(line) if " while(" not in line for part in computations.get(called, ())]
-                found[match[1]] = (_unit(line) or _most([_unit(part) for part in inside]), _phase(line))
+                found[match[1]] = (unit_in(line) or _most([unit_in(part) for part in inside]), _phase(line))
     return found
 
 
@@ -98,7 +98,7 @@ def _collectives(line: str, units: dict[str, str], times: int, mesh: Mesh) -> It
     if match[3] and kind in ("all_gather", "reduce_scatter"):  # what is started returns (operands, results)
         shapes = shapes[len(operands) : 2 * len(operands)]
     operation = (_INSTRUCTION.match(line) or [""])[1]
-    own = _unit(line)
+    own = unit_in(line)
     for (dtype, dims), operand in zip(shapes, operands, strict=False):
         nbytes = _item(dtype) * math.prod(int(d) for d in dims.split(",") if d)
         whole = nbytes * members if kind == "reduce_scatter" else nbytes
@@ -119,10 +119,11 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 def _units(lines: list[str]) -> dict[str, str]:
     """The unit of each instruction: XLA merges collectives of several units, so what they work on tells it."""
-    return {match[1]: _unit(line) for line in lines if (match := _INSTRUCTION.match(line))}
+    return {match[1]: unit_in(line) for line in lines if (match := _INSTRUCTION.match(line))}
 
 
-def _unit(line: str) -> str:
+def unit_in(line: str) -> str:
+    """The innermost unit whose scope a text names, or nothing."""
     return (_UNIT.findall(line) or [""])[-1]
 
 

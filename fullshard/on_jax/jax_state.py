@@ -33,6 +33,7 @@ class JaxState:
     notes: tuple[str, ...] = ()
     stacks: tuple[Stack, ...] = ()  # blocks that are scanned
     compiled: dict[Any, Any] = field(default_factory=dict, repr=False)  # steps, by what they were compiled for
+    checked: set[Any] = field(default_factory=set, repr=False)  # losses whose step was held against the plan
 
     @property
     def model(self) -> nnx.Module:
@@ -71,9 +72,12 @@ class JaxState:
         return nnx.merge(self.graph, nnx.from_flat_state(flat), own)
 
     def held_bytes(self, home: HomeName = "device") -> dict[str, int]:
-        """Bytes of this process's first device by kind: in its own memory, or its part of the host's."""
+        """Bytes of this process's first device by kind: in its own memory, or its part of the host's. `variables`, if the model
+        has any: what is no parameter, such as statistics of batches and random keys."""
         here = lambda tree: [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == kind_of(home)]
-        return {"params": device_bytes(here(self.params)), "optimizer": device_bytes(here(self.moments))}
+        found = {"params": device_bytes(here(self.params)), "optimizer": device_bytes(here(self.moments))}
+        others = device_bytes(here(self.rest))
+        return found | ({"variables": others} if others else {})
 
     def check(self) -> None:
         """Raise unless every array lies as the plan says, in the memory that it says."""

@@ -9,7 +9,7 @@ import jax
 
 from fullshard.errors import FullshardError
 from fullshard.model.description import Description
-from fullshard.on_jax.jax_state import JaxState, device_bytes
+from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, chunked_loss, summed_loss
 from fullshard.on_jax.step import lowered_step
 from fullshard.planner.memory.peak import PeakMemory, predict
@@ -85,7 +85,7 @@ def _held(state: JaxState, lowered: Any) -> dict[str, int]:
     found = {f"{kind} on the device": n for kind, n in device.items()} | {
         f"{kind} on the host": n for kind, n in host.items() if n
     }
-    return found | {"other variables": device_bytes(state.rest), "batch, learning rate and clipping": rows + NUMBERS}
+    return found | {"batch, learning rate and clipping": rows + NUMBERS}
 
 
 def _estimate(state: JaxState, description: Description, loss: LossFunction) -> PeakMemory:

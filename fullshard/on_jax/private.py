@@ -1,6 +1,9 @@
 """The private parts of JAX that the engine uses, each detected by name."""
 
+from pathlib import Path
 from typing import Any
+
+LIBRARIES = ("site-packages", str(Path(__file__).parent))  # whose lines are not the user's
 
 
 def coordination_client() -> Any:
@@ -15,3 +18,12 @@ def devices_are_taken() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def scope_and_line(equation: Any) -> tuple[str, str]:
+    """The scope of an operation of a traced program, and the line of the user's code that it is from, or nothing."""
+    source = getattr(equation, "source_info", None)
+    frames = getattr(getattr(source, "traceback", None), "frames", ())
+    own = (f for f in frames if not any(part in f.file_name for part in LIBRARIES))
+    line = next((f"{f.file_name.rpartition('/')[2]}:{f.line_num}" for f in own), "")
+    return str(getattr(source, "name_stack", "")), line

@@ -6,6 +6,7 @@ so that a background thread may agree on something while the devices compute. Al
 
 import json
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from fullshard.slurm import adopt_slurm
 
 T = TypeVar("T")
 TIMEOUT = 2 * 3600.0  # seconds: a process may have to wait for a slow disk
+PROCESS_LOST = re.compile(r"unavailable|closed by peer|connection (was )?reset|heartbeat|coordination service", re.I)
 START = 600  # seconds for processes that start late
 _rounds: Counter[str] = Counter()  # calls of `gather` so far, by topic
 _alone: dict[str, str] = {}  # the store of a process without others
@@ -127,6 +129,23 @@ class CoordinatorMessages(PolledMessages):
             if "NOT_FOUND" in str(error):
                 return None
             raise
+
+    def claim(self, key: str) -> bool:
+        client, full = coordination_client(), f"fullshard/{key}"
+        if client is None:
+            return _alone.setdefault(full, own := json.dumps(len(_alone))) is own
+        try:
+            client.key_value_set(full, "1", allow_overwrite=False)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """True if an error only says that another process is gone."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(PROCESS_LOST.search(str(error)))
 
 
 _guard = threading.Lock()

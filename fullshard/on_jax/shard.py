@@ -14,6 +14,7 @@ from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
+from fullshard.on_jax.layer_dtypes import refuse_other_dtypes, set_dtypes
 from fullshard.on_jax.memory_kinds import refuse_homes
 from fullshard.on_jax.module_tree import module_at, named_parameters, parameter_names
 from fullshard.on_jax.optax_optimizer import make_transformation
@@ -26,6 +27,7 @@ from fullshard.on_jax.unit_updates import parameter_of
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 from fullshard.planner.jax_limits import refuse_on_jax
+from fullshard.text import bytes_text
 
 
 def shard(
@@ -47,6 +49,8 @@ def shard(
     refuse(plan)
     _refuse_stateless(plan, optimizer)
     model = abstract(make)
+    refuse_other_dtypes(model, plan)
+    set_dtypes(model, plan)
     stacks = find_stacks(model) if (getattr(make, "scan", False) if scan is None else scan) else ()
     units = [stack.unit(plan) for stack in stacks]
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
@@ -65,7 +69,8 @@ def shard(
     paths = {name: path for path, name in _names_by_path(model).items()}
     graph = nnx.split(model)[0]
     found = JaxState(plan, optimizer, graph, paths, shardings, params, (), rest, stacks=stacks)
-    found.notes = (*shardings.notes(), *_reduce_notes(plan, shardings.mesh.devices.flat[0].platform))
+    platform = shardings.mesh.devices.flat[0].platform
+    found.notes = (*shardings.notes(), *_variable_notes(plan, rest), *_reduce_notes(plan, platform))
     if optimizer is not None:
         _add_moments(found, optimizer)
     found.check()
@@ -76,6 +81,16 @@ def refuse(plan: Plan) -> None:
     """Raise where JAX cannot carry the plan out. Allocates nothing."""
     refuse_on_jax(plan)
     refuse_homes(plan, jax.devices()[0])
+
+
+def _variable_notes(plan: Plan, rest: Any) -> tuple[str, ...]:
+    """What is no parameter and not sharded, although the plan shards."""
+    flat = nnx.to_flat_state(rest)
+    sizes = {".".join(map(str, path)): v.get_value().nbytes for path, v in flat if not isinstance(v, nnx.RngState)}
+    if not sizes or plan.mesh.shard == 1:
+        return ()
+    more = f" and {len(sizes) - 1} more are no parameters" if len(sizes) > 1 else " is no parameter"
+    return (f"{next(iter(sizes))}{more}: {bytes_text(sum(sizes.values()))} stay whole on every device",)
 
 
 def _reduce_notes(plan: Plan, platform: str) -> tuple[str, ...]:

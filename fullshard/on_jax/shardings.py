@@ -14,11 +14,12 @@ from fullshard.plan import Mesh, Plan, Unit
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
 DATA: Axes = ("replicate", "shard")  # the axes over which the rows of a batch are spread
-# How the tensor axis splits the modules of the built-in models, by the end of their paths.
+# How the tensor axis splits layers, by the end of their paths: by their outputs, their inputs, or the rows of a table.
 OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "lm_head", "output")
 INPUT = ("o_proj", "down_proj", "wo", "w2")
 VOCABULARY = ("embed_tokens", "tok_embeddings")
 FUSED = ("c_attn",)
+KERNEL = "kernel"  # what Flax calls a weight that is (in, out); one called `weight` is (out, in), as torch's
 
 
 def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -104,7 +105,21 @@ def plan_shardings(plan: Plan, shapes: Mapping[str, Shape], mesh: jax.sharding.M
                 axes[dim] = (*axes[dim], "shard")
         of = lambda dims: NamedSharding(mesh, PartitionSpec(*[d or None for d in dims]), memory_kind=DEVICE)
         found[name] = ParameterSharding(unit, of(axes), of(gathered), whole)
+    if plan.mesh.tensor > 1:
+        _refuse_unsplit(plan, shapes, found)
     return Shardings(mesh, found)
+
+
+def _refuse_unsplit(plan: Plan, shapes: Mapping[str, Shape], found: Mapping[str, ParameterSharding]) -> None:
+    """Raise for a unit with weights of which the tensor axis splits none: all its devices would compute the same."""
+    for unit in plan.units:
+        weights = {n: p.gathered for n, p in found.items() if p.unit == unit and len(shapes[n]) > 1}
+        if weights and all(sharding.shard_shape(shapes[n]) == shapes[n] for n, sharding in weights.items()):
+            raise FullshardError(
+                f"unit {unit.name}: mesh.tensor = {plan.mesh.tensor} splits none of its weights, as {next(iter(weights))}; on "
+                f"JAX it splits layers called {', '.join((*OUTPUT, *INPUT, *VOCABULARY))}: give yours these names, or write "
+                "mesh.tensor = 1"
+            )
 
 
 def _shard_dim(shape: Shape, tensor: int | None, mesh: Mesh) -> int | None:
@@ -122,9 +137,19 @@ def _tensor_dim(plan: Plan, name: str, shape: Shape) -> int | None:
     module = name.split(".")[-2] if "." in name else ""
     if module in FUSED:
         raise FullshardError(f"{name}: fused queries, keys and values are not split on JAX; write mesh.tensor = 1")
-    dim = 0 if module in (*OUTPUT, *VOCABULARY) else 1 if module in INPUT and len(shape) > 1 else None
+    dim = _split_dim(module, name.rpartition(".")[2], shape)
     if dim is not None and shape[dim] % plan.mesh.tensor:
         raise FullshardError(
             f"{name}: dim {dim} has {shape[dim]} elements, which mesh.tensor = {plan.mesh.tensor} does not divide"
         )
     return dim
+
+
+def _split_dim(module: str, leaf: str, shape: Shape) -> int | None:
+    """The dim of a layer's parameter that its inputs or outputs are counted by, as the layer is split; None if it is not."""
+    outputs, inputs = (1, 0) if leaf == KERNEL else (0, 1)
+    if module in VOCABULARY:
+        return 0
+    if len(shape) == 1:
+        return 0 if module in OUTPUT else None
+    return outputs if module in OUTPUT else inputs if module in INPUT else None

@@ -18,6 +18,7 @@ from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
 from fullshard.on_jax.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.optax_optimizer import make_transformation
 from fullshard.on_jax.shardings import DATA
+from fullshard.on_jax.step_check import check_traced
 from fullshard.on_jax.unit_calls import gather, scope_of
 from fullshard.on_jax.unit_updates import update_units
 
@@ -67,9 +68,9 @@ def train_step(
     """Forward, backward and update over the plan's micro-batches. Changes the state in place.
 
     A micro-batch holds the rows of all this process's devices: `plan.batch.micro_batch` for each. The gradient is that of the
-    mean loss over all that counts in the step. A gradient that is not finite changes neither weights nor optimizer. `flags` are
-    combined over all processes: the result has those that any of them set. `unit_norms`: the result has the gradient norm of each
-    unit.
+    mean loss over all that counts in the step. A step whose gradient is not finite is skipped: it changes no array of the state.
+    `flags` are combined over all processes: the result has those that any of them set. `unit_norms`: the result has the gradient
+    norm of each unit.
     """
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
@@ -83,7 +84,11 @@ def train_step(
     rate = np.float32(state.optimizer.lr if lr is None else lr)
     limit = np.float32(np.inf if clip is None else clip)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
-    state.params, state.moments, state.rest, found = _program(state, loss, units)(*args)
+    program = _program(state, loss, units)
+    if loss not in state.checked:
+        state.notes += check_traced(state, program.trace(*args))  # the call traces no second time
+        state.checked.add(loss)
+    state.params, state.moments, state.rest, found = program(*args)
     if state.step == 0:
         state.check()
     state.step += 1
@@ -196,7 +201,7 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         whole = _gathered_once(state, params)
         host = {n: p for n, p in params.items() if n not in whole and is_on_host(p)}
         zeros = {n: jnp.zeros(p.shape, p.dtype) for n, p in params.items() if is_on_host(p)}
-        grads, value, count, metrics, rest = gradients(params | zeros, whole, host, rest, batches)
+        grads, value, count, metrics, moved = gradients(params | zeros, whole, host, rest, batches)
         divisor = jnp.where(count > 0, count, 1.0)
         grads = {n: (g / divisor).astype(params[n].dtype) for n, g in grads.items()}
         norm, owner = _norm(grads), {n: p.unit.name for n, p in state.shardings.parameters.items()}
@@ -209,7 +214,8 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         means = {name: total / jnp.where(of > 0, of, 1.0) for name, (total, of) in metrics.items()}
         found = {"loss": value / divisor, "grad_norm": norm, "count": count, "skipped": skipped, "metrics": means}
         found |= {"flagged": flags.any((0, 1, 2)), "norms": jnp.array(norms)}
-        return stepped, changed, rest, found
+        # Statistics of batches and counters of dropout have moved in forward already.
+        return stepped, changed, jax.tree.map(lambda old, new: jnp.where(skipped, old, new), rest, moved), found
 
     everywhere = state.shardings.everywhere()
     kept = jax.tree.map(lambda _: everywhere, state.rest)

@@ -6,7 +6,8 @@ what it gathers or computes again is the policy of a `jax.checkpoint` around the
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,22 +47,25 @@ class UnitCall:
     ordered: bool = False  # its gradients are computed before backward goes on
     looped: bool = False  # it is called in a compiled loop, which keeps forward and backward apart by itself
 
-    def __call__(self, module: nnx.Module, args: Any, kwargs: Any) -> Any:
-        forward: Callable[..., Any] = type(module).__mro__[1].__call__
+    def __call__(self, forward: Callable[..., Any], module: nnx.Module, args: Any, kwargs: Any) -> Any:
+        """What `forward`, a method of the module's own class, returns."""
         graph, params, *others = nnx.split(module, nnx.Param, ...)
         (rest,) = others
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
+        fixed: list[Any] = []  # of what is returned, all but the arrays
 
         def run(params: Any, rest: Any, traced: list[Any]) -> Any:
             with jax.named_scope(scope_of(self.unit.name)):
                 whole = self._gathered(params)
                 whole, traced = _in_order((whole, traced)) if self.ordered else (whole, traced)
-                inner = nnx.merge(graph, whole, rest)
+                inner: Any = nnx.merge(graph, whole, rest)
+                inner.fullshard_inside = True
                 given = [leaf if t is None else t for t, leaf in zip(traced, leaves, strict=True)]
                 args, kwargs = jax.tree.unflatten(tree, given)
-                out = forward(inner, *args, **kwargs)
-            return out, nnx.state(inner, nnx.Not(nnx.Param))
+                found, form = jax.tree.flatten(forward(inner, *args, **kwargs))
+            fixed[:] = [form, *(None if isinstance(x, jax.Array) else x for x in found)]
+            return [x if isinstance(x, jax.Array) else None for x in found], nnx.state(inner, nnx.Not(nnx.Param))
 
         policy = self._policy()
         call = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=not self.looped)
@@ -69,7 +73,8 @@ class UnitCall:
             call = offloading(call, frozenset(tuple(p.shape) for p in jax.tree.leaves(params)))
         out, changed = call(params, rest, traced)
         nnx.update(module, changed)
-        return out
+        form, *others = fixed
+        return jax.tree.unflatten(form, [x if y is None else y for x, y in zip(out, others, strict=True)])
 
     def _gathered(self, params: Any) -> Any:
         by_path = dict(self.shardings)
@@ -164,7 +169,7 @@ _in_order.defvjp(lambda both: (both, None), _in_order_backward)
 
 
 def wrap_units(model: nnx.Module, plan: Plan, shardings: Shardings) -> None:
-    """Give every module of a unit a call that gathers its parameters. `model` may be abstract."""
+    """Give every module of a unit calls that gather its parameters. `model` may be abstract."""
     names = {id(p): name for name, p in named_parameters(model).items()}  # a tied parameter has its first name everywhere
     paths = [(unit, path) for unit in plan.units for path in unit.modules]
     ordered = any(unit.home != Home() for unit in plan.units)
@@ -183,7 +188,29 @@ def loop_call(block: Any, unit: Unit) -> None:
 
 @functools.cache
 def _wrapped(cls: type) -> type:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return self.fullshard_call(self, args, kwargs)
+    """The class with its methods called as units are."""
+    methods = {name: _unit_method(name, method) for name, method in _methods(cls)}
+    return type(cls)(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
-    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+def _methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods by which a module may be called: `__call__`, and the public ones that NNX's own module has not."""
+    own = {name: value for base in reversed(cls.__mro__) if base not in nnx.Module.__mro__ for name, value in vars(base).items()}
+    for name, method in own.items():
+        is_public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
+        if is_public and inspect.isfunction(method) and not inspect.isgeneratorfunction(method):
+            yield name, method
+
+
+def _unit_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that computes as its unit does. One that calls another one inside has gathered already; and one that gets no
+    array computes nothing: it may change the module's settings."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        computes = name == "__call__" or any(isinstance(x, jax.Array) for x in jax.tree.leaves((args, kwargs)))
+        if hasattr(self, "fullshard_inside") or not computes:
+            return method(self, *args, **kwargs)
+        return self.fullshard_call(method, self, args, kwargs)
+
+    return call

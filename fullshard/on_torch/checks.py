@@ -121,7 +121,10 @@ def check_values_agree(model: nn.Module) -> None:
     found = _gather({n: _checksum(p) for n, p in model.named_parameters() if not p.is_meta})
     for name in found[0]:
         if any(other.get(name) != found[0][name] for other in found):
-            raise CheckError(f"{name} has different values on different ranks; load the same weights, or seed all ranks alike")
+            raise CheckError(
+                f"{name} has different values on different ranks; load the same weights, seed all ranks alike, or write "
+                "shard(..., broadcast=True) to give all ranks those of rank 0"
+            )
 
 
 def check_labels(tokens: Tensor) -> None:

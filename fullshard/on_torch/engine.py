@@ -15,6 +15,7 @@ from fullshard.on_torch.agree import all_or_none, first_decides
 from fullshard.on_torch.batch_checks import objective_fault
 from fullshard.on_torch.describe import describe
 from fullshard.on_torch.dropout_seed import seed_dropout
+from fullshard.on_torch.failure import lost_a_peer
 from fullshard.on_torch.generate import generate
 from fullshard.on_torch.hang_position import main_thread_position
 from fullshard.on_torch.loader import collate, loader, seeded
@@ -45,6 +46,7 @@ from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan
 
 name = "torch"
+forks = True
 NAMED_LOSSES: dict[str, LossFunction] = LOSSES | {"chunked": chunked_loss, "plain": summed_loss, "call": called_loss}
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "finish",
     "first_decides",
     "flops_per_token",
+    "forks",
     "generate",
     "host_share",
     "is_first",
@@ -71,6 +74,7 @@ __all__ = [
     "loader",
     "local_cluster",
     "local_devices",
+    "lost_a_peer",
     "measure",
     "memory",
     "messages",

@@ -26,9 +26,15 @@ class UnitCopies:
         self.group, self.stamp, self.done = group.group, stamp, done
         self.modules: tuple[nn.Module, ...] = tuple(self.group.modules)
         self.gathered_at: Stamp | None = None
+        self.used_at: Stamp | None = None  # by a forward; a gather may be ahead of one that does not come
         self._unshard, self._reduce, self._finalize = self.group.unshard, self.group.post_backward, self.group.finalize_backward
         self.group.unshard, self.group.post_backward = self._gather, self._reduce_used
+        self._begin, self.group.pre_forward = self.group.pre_forward, self._forward_begins
         self.group.finalize_backward = self._backward_done
+
+    def _forward_begins(self, *about: Any) -> Any:
+        self.used_at = self.stamp()
+        return self._begin(*about)
 
     def _gather(self, async_op: bool = False) -> None:
         group = self.group

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fullshard.errors import FullshardError
@@ -171,7 +171,8 @@ class _Unreadable(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, name, named = next(iter(args), None), func.overloadpacket.__name__, kwargs or {}
         if isinstance(first, _Unreadable) and func.is_view:
-            found = func(first.shape_only, *args[1:], **named)
+            shapes = tree_map_only(_Unreadable, lambda t: t.shape_only, args)  # all of them: `view_as` takes two
+            found = func(*shapes, **named)
             views = [cls.make(t, first.device, first.sentence) for t in (found if isinstance(found, list) else [found])]
             return views if isinstance(found, list) else views[0]
         if isinstance(first, _Unreadable) and name.startswith(("empty_like", "zeros_like", "ones_like", "new_")):

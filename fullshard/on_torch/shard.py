@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
+from fullshard.on_torch.broadcast import broadcast_values
 from fullshard.on_torch.collective_memory import refuse_memory, use_memory
 from fullshard.on_torch.communication import MakeCommunication, install_communication, make_communication
 from fullshard.on_torch.dtypes import PLAN_DTYPES
@@ -26,6 +27,7 @@ from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
 from fullshard.on_torch.kernels.plan_kernels import refuse_kernels, use_backend
+from fullshard.on_torch.model_copies import refuse_deepcopies
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
@@ -37,15 +39,18 @@ from fullshard.on_torch.ranks import Meshes, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.running_statistics import compute_in_fp32
-from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_optimizer
+from fullshard.on_torch.saving.save_pretrained import save_together
+from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
 
+CALL = "shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))"
 
-@checked_call("shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))", model=nn.Module, plan=Plan, device=(str, NoneType))
+
+@checked_call(CALL, model=nn.Module, plan=Plan, device=(str, NoneType), broadcast=bool)
 def shard(
     model: nn.Module,
     plan: Plan,
@@ -59,6 +64,7 @@ def shard(
     disk: str | Path | None = None,
     cpu_share: float | None = None,
     communication: MakeCommunication | None = None,
+    broadcast: bool = False,
 ) -> State:
     """Carry `plan` out on `model`, in place. Collective: every rank calls it.
 
@@ -67,10 +73,11 @@ def shard(
     them. A plan that this engine cannot carry out is refused before any memory is allocated. `disk`: a directory for what the
     plan puts on disk. `cpu_share`: the share of offloaded updates that the CPU does, if the plan leaves it open; measured by
     default. `communication`: makes the `Communication` of each sharded unit of the plan, in place of FSDP's own collectives; may
-    be a subclass of it.
+    be a subclass of it. `broadcast`: values that ranks have already are those of rank 0, as DDP does it.
     """
     refuse_device(device)
     refuse_optimizer(optimizer)
+    refuse_nothing_to_train(model, optimizer)
     where = start(device)
     refuse(model, plan, optimizer, disk, cpu_share)
     refuse_float8_device(plan, where)
@@ -80,6 +87,8 @@ def shard(
     source = Weights(model, weights) if weights is not None else None
     files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
     meshes = make_meshes(plan, where.type)
+    if broadcast:
+        broadcast_values(model)
     checks.check_values_agree(model)
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
@@ -105,6 +114,7 @@ def shard(
         _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
     scales = gather_in_float8(model, gathers, meshes)
     lockstep_generate(model)
+    refuse_deepcopies(model)
     if memory:
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
@@ -125,6 +135,7 @@ def shard(
         state.copies.on_reset.append(weakly(offload.reset))
         state.copies.on_backward.append(weakly(offload.backward_ran))
     checks.remember_random_frozen(state, drawn)
+    save_together(state)
     return state
 
 

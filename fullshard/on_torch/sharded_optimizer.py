@@ -1,9 +1,11 @@
 """Optimizers over sharded parameters, and the global gradient norm."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -76,6 +78,14 @@ def refuse_optimizer(spec: Optimizer | None) -> None:
         )
     if isinstance(spec, TorchOptimizer):
         named_optimizer(spec, [{"params": [nn.Parameter(torch.zeros(1))]}])
+
+
+def refuse_nothing_to_train(model: nn.Module, spec: Optimizer | None) -> None:
+    if spec is not None and not any(p.requires_grad for p in model.parameters()):
+        raise FullshardError(
+            "every parameter of this model is frozen (requires_grad is False), so that the optimizer has nothing to train; "
+            "unfreeze what is to be trained, or call shard() without an optimizer"
+        )
 
 
 def named_optimizer(spec: TorchOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -163,7 +173,7 @@ def _shards(tensor: Tensor) -> int:
 def square_norm(parts: dict[int, list[Tensor]], device: torch.device) -> Tensor:
     """This rank's share of the squared global norm. The sum over all ranks is the squared norm, on any mesh."""
     shares = [sum_of_squares(local_norms(tensors)) / copies for copies, tensors in parts.items()]
-    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(shares).sum() if shares else _zero(device)
 
 
 def sum_of_squares(norms: list[Tensor]) -> Tensor:
@@ -184,19 +194,60 @@ def local_norms(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients, equal to that of the unsharded model. Collective."""
+def global_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients, equal to that of the unsharded model. `norm_type`: any above 0, or `inf`. Collective."""
+    kind = _norm_type(norm_type)
     found = list(parameters)
-    return all_reduce_sum(square_norm(gradients(found), found[0].device)).sqrt()
+    if not found:
+        raise FullshardError("the gradient norm of no parameters; pass state.parameters()")
+    parts = gradients(found)
+    if kind == 2.0:
+        return all_reduce_sum(square_norm(parts, found[0].device)).sqrt()
+    shares = [_power_sum(t, kind) / (1 if kind == math.inf else copies) for copies, ts in parts.items() for t in ts if t.numel()]
+    if kind == math.inf:
+        largest = torch.stack(shares).max() if shares else _zero(found[0].device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
+    return all_reduce_sum(torch.stack(shares).sum() if shares else _zero(found[0].device)) ** (1 / kind)
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def _norm_type(given: float | str) -> float:
+    try:
+        kind = float(given)
+    except (TypeError, ValueError):
+        kind = math.nan
+    if not kind > 0:
+        raise FullshardError(f"norm_type must be a number above 0 or inf, not {given!r}; 2.0 is the usual norm")
+    return kind
+
+
+def _power_sum(part: Tensor, kind: float) -> Tensor:
+    """The sum of the elements' magnitudes to the power `kind`; the largest magnitude for `inf`. In double precision."""
+    norm = torch.linalg.vector_norm(part, kind, dtype=torch.float32 if part.dtype.itemsize == 2 else None).double()
+    return norm if kind == math.inf else norm**kind
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+def clip_grad_norm_(
+    parameters: nn.Parameter | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Scale the gradients down to the norm `max_norm`, in place; return the norm that they had. Collective.
 
-    As torch's function of that name, for any mixture of layouts.
+    As torch's function of that name, for any mixture of layouts. `foreach` has no effect.
     """
-    found = list(parameters)
-    norm = global_norm(found)
+    found: list[nn.Parameter] = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    norm = global_norm(found, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of type {norm_type} is {float(norm)}, so they cannot be clipped; pass error_if_nonfinite=False"
+        )
     scale(gradients(found), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -16,6 +16,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.block_quantization import ErrorMeter
 from fullshard.on_torch.changing_buffers import ChangingBuffers
 from fullshard.on_torch.float8 import Float8Scales
+from fullshard.on_torch.foreign_optimizer import explain_steps
 from fullshard.on_torch.fsdp_groups import ComputedGradients
 from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam
 from fullshard.on_torch.offload.activations.hooks import Activations
@@ -91,6 +92,8 @@ class State:
             self._refuse_optimizer(value)
             for handle in self.__dict__.pop("hooks", ()):
                 handle.remove()
+            if value is not None and "optimizer" in self.__dict__:  # assigned by the caller
+                explain_steps(value)
             if value is not None:
                 own = weakref.ref(self)
                 before, after = partial(_refuse_untrained, own), partial(_count, own)

@@ -29,5 +29,4 @@ class StoreClient(PolledMessages):
         return json.loads(self.store.get(full)) if self.store.check([full]) else None
 
     def claim(self, key: str) -> bool:
-        """True for the first caller on any rank that claims `key`."""
         return self.store.add(f"fullshard/{key}", 1) == 1

@@ -39,7 +39,7 @@ class Transaction:
     def computed(self) -> None:
         """Forward and backward are done."""
         if self.state.buffers.untried:
-            self.state.buffers.ran([-1, *self.state.copies.ran_since(self.forwards)], self.watch)
+            self.state.buffers.ran([-1, *self.state.copies.used_since(self.forwards)], self.watch)
 
     def undo(self, error: BaseException) -> None:
         """After an exception. Where weights have changed already, say so: the state is of no use then."""

@@ -100,9 +100,9 @@ class WeightCopies:
         """Of each unit, the outer ones first."""
         return [unit.modules for unit in self.units]
 
-    def ran_since(self, forwards: int) -> list[int]:
-        """The indices of the units that were gathered after so many forwards of the model."""
-        return [i for i, u in enumerate(self.units) if u.gathered_at is not None and u.gathered_at.forwards > forwards]
+    def used_since(self, forwards: int) -> list[int]:
+        """The indices of the units that ran after so many forwards of the model."""
+        return [i for i, u in enumerate(self.units) if u.used_at is not None and u.used_at.forwards > forwards]
 
     def trained(self) -> tuple[bool, ...]:
         """Of every shard, whether it is trained."""

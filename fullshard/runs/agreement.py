@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.engine import Engine, Messages
+from fullshard.engine import Engine
 from fullshard.errors import FullshardError
 from fullshard.reading import hash_ends
 from fullshard.runs.prepare import Prepared
@@ -21,7 +21,6 @@ PLACES = {
     *("model.call", "sample.tokenizer", "plan.file", "plan.cluster"),
 }
 _count = itertools.count()  # of comparisons: each has keys of its own
-PATIENCE = 300.0  # seconds: reading a model's description or data may take one rank longer than another
 
 
 def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any]:
@@ -65,41 +64,16 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_disagreement(mine: dict[str, Any], engine: Engine[Any, Any]) -> None:
-    """Raise, on all ranks alike, where one was told something else than the first. Collective, but no collective: ranks
-    that disagree would not get through one."""
-    (rank, world), board, key = engine.rank_and_world(), engine.messages(), f"told-{next(_count)}"
-    mine = json.loads(json.dumps(mine))  # as others will read it
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    board.put(f"{key}/{rank}", digest)
-    if rank == 0:
-        board.put(f"{key}/first", mine)
-        board.put(f"{key}/verdict", {"wrong": _compare(board, key, digest, world)})
-    elif (first := board.wait(lambda: board.get(f"{key}/first"), PATIENCE)) not in (None, mine):
-        board.put(f"{key}/difference/{rank}", first_difference(first, mine))
-    verdict = board.wait(lambda: board.get(f"{key}/verdict"), 2 * PATIENCE)
-    if verdict is None:
-        raise FullshardError("the first rank did not come to the start of the run; look at its output")
-    if verdict["wrong"]:
-        raise FullshardError(verdict["wrong"])
+    """Raise, on all ranks alike, where one was told something else than the first. Collective."""
+    board, key, own = engine.messages(), f"told-{next(_count)}", json.loads(json.dumps(mine))  # as others will read it
+    engine.first_decides(lambda: board.put(key, own))
+    engine.all_or_none(lambda: _refuse_other(own, board.get(key)))
 
 
-def _compare(board: Messages, key: str, digest: str, world: int) -> str | None:
-    """By the first rank: the sentence about the first rank that differs, if one does."""
-    told = board.collect(key, range(world), PATIENCE)
-    missing = [r for r in range(world) if r not in told]
-    if missing:
-        return f"rank {missing[0]} did not come to the start of the run within {PATIENCE:.0f} s; look at its output"
-    other = next((r for r in range(world) if told[r] != digest), None)
-    if other is None:
-        return None
-    found = board.collect(f"{key}/difference", [other], PATIENCE)[other]
-    return (
-        f"rank {other} differs from rank 0: {found['key']} is {found['mine']} there and {found['first']} on rank 0; "
-        "start all ranks with the same recipe, data and versions"
-    )
-
-
-def first_difference(first: dict[str, Any], mine: dict[str, Any]) -> dict[str, str]:
-    """The key in which two differ; one of the recipe before what follows from it."""
-    key = next(k for k in [*first, *mine] if first.get(k) != mine.get(k))
-    return {"key": key, "first": json.dumps(first.get(key)), "mine": json.dumps(mine.get(key))}
+def _refuse_other(own: dict[str, Any], first: dict[str, Any]) -> None:
+    key = next((k for k in [*first, *own] if first.get(k) != own.get(k)), None)  # one of the recipe before what follows from it
+    if key is not None:
+        here, there = json.dumps(own.get(key)), json.dumps(first.get(key))
+        raise FullshardError(
+            f"{key} is {here} here and {there} on rank 0; start all ranks with the same recipe, data and versions"
+        )

@@ -1,6 +1,6 @@
 """What a rank tells about itself while it runs: RUN/ranks/00000.json and so on, replaced every few seconds.
 
-Written by the watchdog's thread, so that a rank that waits in a collective still tells. Nothing in a run reads it.
+Written beside the main thread, so that a rank that waits in a collective still tells. Nothing in a run reads it.
 """
 
 import json
@@ -27,12 +27,15 @@ class Heartbeat:
         self.next = 0.0
         self.failed = False
 
+    def due(self) -> bool:
+        """Whether the last time is long enough ago."""
+        return time.monotonic() >= self.next
+
     def beat(self, *, step: int, doing: str, idle: float, step_seconds: float | None, ended: bool = False) -> None:
         """Write, unless the last time was just now. `ended`: the rank is done, and this is its last word."""
-        now = time.monotonic()
-        if now < self.next and not ended:
+        if not (ended or self.due()):
             return
-        self.next = now + self.every
+        self.next = time.monotonic() + self.every
         told = {"step": step, "doing": doing, "idle_seconds": round(idle, 1), "step_seconds": step_seconds, "ended": ended}
         self._write(self.about | told | {"rss": resident_bytes().get("host_rss"), "every": self.every, "time": time.time()})
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.errors import FullshardError
+from fullshard.reading import is_plain_file
 from fullshard.runs.json_lines import Lines
 from fullshard.runs.recipe import Recipe
 
@@ -100,7 +101,7 @@ def rewind(directory: Path, step: int) -> float | None:
     """Drop what a run wrote after `step`, and lines that a kill cut off; the loss it had at the step after."""
     then: float | None = None
     for path in (directory / "metrics.jsonl", directory / "samples.jsonl"):
-        if not path.exists():
+        if not is_plain_file(path):  # reading a pipe would wait for its writer
             continue
         lines = [(line, _record(line)) for line in _split(path)]
         following = [r["loss"] for _, r in lines if r.get("step") == step + 1 and r.get("loss") is not None]

@@ -119,6 +119,11 @@ class _Opening:
         )
 
     def _called(self, spec: str) -> SampleData:
+        if (workers := self.recipe.data.workers) and not self.engine.forks:
+            raise FullshardError(
+                f"data.workers = {workers} has no effect on {spec} with --engine {self.engine.name}: its ranks must not fork, "
+                "and a data set of your own may not be safe in threads; leave data.workers out, or use --engine torch"
+            )
         call = load_callable(spec, "a data set")
 
         def make() -> Any:

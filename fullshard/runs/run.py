@@ -51,9 +51,9 @@ def execute(
     """
     engine = prepared.engine
     engine.start()
-    with ExitStack() as held:
+    with Watchdog(directory, prepared.recipe.train.hang_seconds, engine.watched_ranks()) as watchdog, ExitStack() as held:
         engine.first_decides(lambda: _take(directory, prepared, held))
-        outcome = _execute(prepared, directory, resume, accept, reporter)
+        outcome = _execute(prepared, directory, resume, accept, reporter, watchdog)
         if engine.is_first():
             exported = export_end(prepared.recipe, directory) if outcome.step == prepared.recipe.steps else None
             lines = outcome_lines(outcome, prepared.recipe, directory, engine=engine.name, exported=exported, again=again)
@@ -67,7 +67,9 @@ def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
     refuse_export(prepared.recipe, directory)
 
 
-def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bool, reporter: Reporter | None) -> Outcome:
+def _execute(
+    prepared: Prepared, directory: Path, resume: str | None, accept: bool, reporter: Reporter | None, watchdog: Watchdog
+) -> Outcome:
     """Train, and return how the run ended. Raises if it failed."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
@@ -88,10 +90,8 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
     for line in state.notes if first else ():
         tell(line)
     metrics = open_metrics(None, recipe)
-    ranks = engine.watched_ranks()
-    told = Heartbeat(directory / "ranks", ranks.rank, ranks.world)
-    watched = Watchdog(ranks, recipe.train.hang_seconds, directory / "hang", compiles=state.compiles, heartbeat=told)
-    with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals, watched as watchdog:
+    watchdog.compiles, watchdog.heartbeat = state.compiles, Heartbeat(directory / "ranks", *engine.rank_and_world())
+    with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
@@ -108,6 +108,7 @@ def _execute(prepared: Prepared, directory: Path, resume: str | None, accept: bo
             say("first step" if not state.compiles else "compiling, and the first step")
             failure, why = _train_on(run)
             seconds, newest = time.perf_counter() - began, checkpoints.newest_name() if first else None
+            watchdog.finish()
             checkpoints.close()  # not when something was raised: a save in flight may wait for a rank that is gone
         finally:
             metrics.close()

@@ -44,7 +44,7 @@ def refuse_run(directory: Path) -> None:
 def holds_run(directory: Path) -> bool:
     """True if a run came to its first step there: an attempt that failed before may be made again."""
     path = directory / "metrics.jsonl"
-    return path.exists() and any(line.strip() and not _before_first_step(line) for line in path.open("rb"))
+    return is_plain_file(path) and any(line.strip() and not _before_first_step(line) for line in path.open("rb"))
 
 
 def _before_first_step(line: bytes) -> bool:

@@ -3,6 +3,9 @@
 A collective waits silently for a missing rank until torch's timeout of half an hour. No Python signal handler runs meanwhile,
 since those run between instructions of the main thread. The watchdog runs in its own thread and reads signals from a file
 descriptor that the C handler writes to.
+
+The run's directory may be on a file system that does not answer. So neither thread that watches touches a file: a third one
+does, and for how long it has been waiting tells whether the directory answers.
 """
 
 import faulthandler
@@ -15,12 +18,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from fullshard.engine import WatchedRanks, Where
 from fullshard.errors import HUNG
-from fullshard.runs.heartbeat import Heartbeat
+from fullshard.hang_report import OneRank, call_with_timeout
+from fullshard.runs.disk_thread import DiskThread
+from fullshard.runs.heartbeat import EVERY, Heartbeat
 
 T = TypeVar("T")
 TICK = 0.25  # seconds between looks
@@ -31,7 +37,10 @@ COMPILING = 6  # the same where blocks are compiled
 ASKED = 3  # steps' time that a run has to reach a step boundary after a signal
 AT_ONCE = 5.0  # seconds, at least, for that; and for a second signal
 SAVING = 7200.0  # seconds that a checkpoint may take: a slow disk is no hang
+DEAD = 15.0  # seconds without an answer from the run's directory, at least, after which it is not waited for
 ANSWERS = 10.0  # seconds for the ranks' reports
+LINGER = 2.0  # seconds that the ranks which say nothing stay: a launcher ends all with the first that goes
+LAST_WORDS = 5.0  # seconds to write the stacks, and to print the sentence
 
 
 @dataclass
@@ -45,19 +54,20 @@ class Progress:
 
 
 class Watchdog:
-    """Watches one rank. `seconds`: see `train.hang_seconds`; with 0 it only handles signals. `heartbeat`: tells about the
-    rank meanwhile."""
+    """Watches one rank, from its start to its end. `directory`: the run's. `seconds`: see `train.hang_seconds`; with 0 it only
+    handles signals. `ranks`: those that this one has met, if it has. `compiles`: the first step takes longer. `heartbeat`:
+    tells about the rank meanwhile."""
 
-    def __init__(
-        self, ranks: WatchedRanks, seconds: float, directory: Path, *, compiles: bool, heartbeat: Heartbeat | None = None
-    ):
-        self.ranks, self.seconds, self.directory = ranks, seconds, directory
-        self.first = (COMPILING if compiles else FIRST) * seconds
+    def __init__(self, directory: Path, seconds: float, ranks: WatchedRanks | None = None):
+        self.directory, self.seconds, self.ranks = directory, seconds, ranks or OneRank()
+        self.compiles = False
         self.progress = Progress("the start", SAVING, 2 * AT_ONCE)
-        self.heartbeat, self.step = heartbeat, 0  # the step under way
+        self.heartbeat: Heartbeat | None = None
+        self.step = 0  # the step under way
         self.took: deque[float] = deque(maxlen=16)  # seconds of the newest steps
         self.signals: list[int] = []
         self.ending = threading.Event()
+        self.disk, self.next_look, self.written = DiskThread(), 0.0, False
 
     def __enter__(self) -> Self:
         self.read, self.write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -69,7 +79,10 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.ending.set()
         self.thread.join()
-        self._tell(ended=True)
+        if self.disk.wait(LAST_WORDS) and self.heartbeat:
+            self.disk.do(partial(self._tell, self.heartbeat, ended=True))
+            self.disk.wait(LAST_WORDS)
+        self.disk.close()
         signal.set_wakeup_fd(self.wakeup)
         faulthandler.cancel_dump_traceback_later()
         os.close(self.read)
@@ -79,13 +92,16 @@ class Watchdog:
 
     def begin(self, step: int) -> None:
         self.step = step
-        self.progress = Progress(f"step {step}")
-        if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
-            faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
+        self._go_on(Progress(f"step {step}"))
 
     def end(self, seconds: float) -> None:
         """A step is done."""
         self.took.append(seconds)
+
+    def finish(self) -> None:
+        """All steps are done."""
+        self.progress = Progress("the end", SAVING, SAVING)
+        faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
     def saving(self, doing: str = "saving a checkpoint") -> Iterator[None]:
@@ -93,15 +109,22 @@ class Watchdog:
         before = self.progress
         self.progress = Progress(doing, SAVING, SAVING)
         faulthandler.cancel_dump_traceback_later()
-        yield
-        before.idle = 0.0
-        self.progress = before
+        try:
+            yield
+        finally:
+            before.idle = 0.0
+            self.progress = before
 
     def each(self, items: Iterable[T], doing: str) -> Iterator[T]:
         """Yield the items; taking one counts as progress."""
         for item in items:
-            self.progress = Progress(doing)
+            self._go_on(Progress(doing))
             yield item
+
+    def _go_on(self, progress: Progress) -> None:
+        self.progress = progress
+        if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
+            faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
 
     # -- the thread ------------------------------------------------------------------------------------
 
@@ -112,18 +135,25 @@ class Watchdog:
             self.progress.idle += min(now - last, GAP)
             last = now
             self._hear()
-            self._tell()
+            self._look()
             limit = self._limit()
             if self.signals and self.progress.idle > self._patience():
                 self._end(128 + self.signals[0])
             elif limit and self.progress.idle > limit:
                 self._end(HUNG)
 
-    def _tell(self, *, ended: bool = False) -> None:
+    def _look(self) -> None:
+        """Let the run's directory be written to, or only be looked at before the run has taken it."""
         if self.heartbeat:
-            took = self.took[-1] if self.took else None
-            now = self.progress
-            self.heartbeat.beat(step=self.step, doing=now.doing, idle=now.idle, step_seconds=took, ended=ended)
+            if self.heartbeat.due():
+                self.disk.do(partial(self._tell, self.heartbeat))
+        elif time.monotonic() > self.next_look and self.disk.do(partial(os.stat, self.directory)):
+            self.next_look = time.monotonic() + EVERY
+
+    def _tell(self, heartbeat: Heartbeat, *, ended: bool = False) -> None:
+        took = self.took[-1] if self.took else None
+        now = self.progress
+        heartbeat.beat(step=self.step, doing=now.doing, idle=now.idle, step_seconds=took, ended=ended)
 
     def _hear(self) -> None:
         try:
@@ -135,34 +165,47 @@ class Watchdog:
         """Seconds that the current work may take; None: no limit."""
         if not self.seconds:
             return None
-        if self.progress.limit is not None:
-            return max(self.progress.limit, self.seconds)
-        return max(self.seconds, STEPS * max(self.took)) if self.took else self.first
+        if self.progress.limit is None:
+            first = (COMPILING if self.compiles else FIRST) * self.seconds
+            return max(self.seconds, STEPS * max(self.took)) if self.took else first
+        dead = max(self.seconds, DEAD)
+        return dead if self.disk.taken() > dead else max(self.progress.limit, self.seconds)
 
     def _patience(self) -> float:
         """Seconds that the current work may take after a signal."""
         if len(self.signals) > 1:
             return AT_ONCE
-        if self.progress.asked is not None:
-            return self.progress.asked
-        return max(AT_ONCE, ASKED * max(self.took)) if self.took else 2 * AT_ONCE
+        if self.progress.asked is None:
+            return max(AT_ONCE, ASKED * max(self.took)) if self.took else 2 * AT_ONCE
+        return min(DEAD, self.progress.asked) if self.disk.taken() > DEAD else self.progress.asked
 
     def _end(self, code: int) -> None:
         """Find out who waits for whom, print it, and exit; the main thread cannot."""
+        faulthandler.cancel_dump_traceback_later()
         idle, own = self.progress.idle, self.ranks.where() | {"doing": self.progress.doing}
         answers = self.ranks.exchange(own, ANSWERS)
-        self._leave_stacks()
+        left = self._leave_stacks()
         if self.ranks.rank == min(answers):
             absent = [self.ranks.absent(r) for r in range(self.ranks.world) if r not in answers]
-            print(f"error: {explain_hang(answers, absent, idle)}; stacks are in {self.directory}", file=sys.stderr, flush=True)
+            sentence = f"error: {explain_hang(answers, absent, idle)}; {left}"
+            call_with_timeout(LAST_WORDS, lambda: print(sentence, file=sys.stderr, flush=True))  # a log may lie there, too
+        else:
+            time.sleep(LINGER)
         os._exit(code)
 
-    def _leave_stacks(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / f"rank-{self.ranks.rank:05d}.txt").write_text(self.ranks.stacks())
-        except OSError as error:
-            print(f"the stacks of rank {self.ranks.rank} were not written: {error.strerror}", file=sys.stderr)
+    def _leave_stacks(self) -> str:
+        """Write the stacks of this rank, if its directory answers. Returns a clause that says where they are, or why not."""
+        if self.disk.wait(LAST_WORDS) and self.disk.do(self._write_stacks) and self.disk.wait(LAST_WORDS):
+            return f"stacks are in {self.directory / 'hang'}" if self.written else "the stacks could not be written"
+        return (
+            f"{self.directory} has not answered for {self.disk.taken():.0f} s: look after its file system, or give another --run"
+        )
+
+    def _write_stacks(self) -> None:
+        directory = self.directory / "hang"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"rank-{self.ranks.rank:05d}.txt").write_text(self.ranks.stacks())
+        self.written = True
 
 
 # -- words --------------------------------------------------------------------------------------------------
@@ -177,6 +220,8 @@ def explain_hang(answers: dict[int, Where], absent: list[str], idle: float) -> s
     waiting = {r: a for r, a in answers.items() if r not in late}
     parts = [f"{_ranks(ranks)} in {place}" for place, ranks in _grouped(waiting).items()]
     parts += [f"rank {r} did not come: it is in {a['line']} during {a['doing']}" for r, a in late.items()]
+    if len(answers) == 1 and not absent:  # there is no other rank to come to
+        parts = [f"it is in {a['line']}" for a in answers.values()]
     return f"nothing went on for {idle:.0f} s in {answers[min(answers)]['doing']}: {'; '.join(parts + absent)}"
 
 

@@ -1,5 +1,6 @@
 """The same training with activations on the device and in host memory. Runs inside ranks."""
 
+import gc
 import warnings
 from dataclasses import dataclass, field
 
@@ -83,6 +84,7 @@ def compare(case: Case) -> dict:
     state = start(case, host=True)
     found, other, moved = train(state, case.loss)
     assert state.activations is not None
+    state.activations.free_forgotten()
     return {
         "numbers": found == want,
         "params": all(torch.equal(a, b) for a, b in zip(other, params, strict=True)),
@@ -169,9 +171,28 @@ def without_backward() -> dict:
     except ArithmeticError:
         handle.remove()
     on_torch.summed_loss(state.model, batches(state, 0)[0])  # and dropped
+    spill.free_forgotten()
     free = [c.ranges.free == [(0, c.nbytes)] for c in spill.pool.chunks]
     numbers, _, _ = train(state)
     return {"evaluated": evaluated, "free": all(free), "open": spill.open, "same": numbers == train(start(Case(), host=False))[0]}
+
+
+def collected_while_freeing() -> bool:
+    """The garbage collector drops one storage while another one's place is being freed. Whether all is free afterwards."""
+    spill = hooks.Activations(torch.device("cpu"), reach=1)
+    held = [spill._spill(torch.zeros(512, dtype=torch.uint8), hooks._Visit(i, None)) for i in range(3)]
+    cycle = [held.pop(1)]
+    cycle.append(cycle)
+    del cycle
+    plain, host_pool.insort = host_pool.insort, lambda *given: (plain(*given), gc.collect())
+    gc.disable()  # until then
+    try:
+        held.clear()
+        spill.free_forgotten()
+    finally:
+        host_pool.insort = plain
+        gc.enable()
+    return all(c.ranges.free == [(0, c.nbytes)] for c in spill.pool.chunks) and not spill.seen
 
 
 def _fail(*_) -> None:

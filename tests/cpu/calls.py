@@ -33,6 +33,7 @@ def constructions() -> dict[str, str]:
     model, plan = model_and_plan()
     description = on_torch.describe(model)
     cluster = fs.Cluster.load("8xh200")
+    frozen = parity.build("plain").requires_grad_(False)
     calls: dict[str, Callable[[], object]] = {
         "zero3(model)": lambda: fs.zero3(model),
         "zero3(model, 8)": lambda: fs.zero3(model, 8),
@@ -47,6 +48,7 @@ def constructions() -> dict[str, str]:
         "shard(plan, model)": lambda: on_torch.shard(plan, model),
         "shard(model)": lambda: on_torch.shard(model),
         "shard(optimizer=torch's)": lambda: on_torch.shard(model, plan, torch.optim.AdamW),
+        "shard(frozen)": lambda: on_torch.shard(frozen, plan, fs.AdamW()),
         "shard(device=cuda)": lambda: on_torch.shard(model, plan, device="cuda"),
         "shard(device=cuda:0)": lambda: on_torch.shard(model, plan, device="cuda:0"),
         "save(state, path)": lambda: fs.checkpoint.save(object(), "run"),

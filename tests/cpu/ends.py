@@ -37,3 +37,23 @@ def prepare_together(here: str, told: list[list[str]]) -> str:
     except FullshardError as error:
         return str(error)
     return "prepared"
+
+
+def dies_while_comparing() -> bool:
+    """Rank 1 was told something else, and dies when it hears what rank 0 was told. Whether rank 0 hears that it is gone."""
+    import os
+
+    import torch.distributed as dist
+
+    from fullshard.engine import load_engine
+    from fullshard.on_torch.failure import lost_a_peer
+    from fullshard.on_torch.store_messages import StoreClient
+
+    rank = dist.get_rank()
+    if rank == 1:
+        StoreClient.get = lambda self, key: os._exit(9)
+    try:
+        refuse_disagreement({"train.seed": rank}, load_engine("torch"))
+    except Exception as error:
+        return lost_a_peer(error)
+    return False

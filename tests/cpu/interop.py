@@ -1,5 +1,6 @@
 """Runs on ranks for `test_interop`: the examples for other libraries, and what they are held against."""
 
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ def refusals(output: str) -> dict[str, str]:
 
     from fullshard.on_torch.interop import hf_accelerate
     from fullshard.on_torch.interop.fabric import ShardedStrategy
-    from fullshard.on_torch.interop.hf_trainer import ShardedTrainer
+    from fullshard.on_torch.interop.hf_trainer import ShardedTrainer, ShardedTrainerMixin
 
     trains = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "learning_rate": 1e-3}
 
@@ -186,6 +187,19 @@ def refusals(output: str) -> dict[str, str]:
 
     def train(**changed: Any) -> None:
         ShardedTrainer(state(), TrainingArguments(output, **trains | changed), train_dataset=[]).create_optimizer()
+
+    class Preferring(Trainer):
+        """As TRL's DPOTrainer: without a reference model it makes one."""
+
+        def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **options: Any):
+            self.reference = copy.deepcopy(model) if ref_model is None else ref_model
+            super().__init__(model, args, **options)
+
+    class Sharded(ShardedTrainerMixin, Preferring):
+        pass
+
+    def prefer(**reference: Any) -> None:
+        Sharded(state(), TrainingArguments(output, **trains), train_dataset=[], **reference)
 
     def jointly() -> None:
         model = nn.Linear(2, 2)
@@ -201,6 +215,9 @@ def refusals(output: str) -> dict[str, str]:
         "rate": lambda: train(learning_rate=1.0),
         "bf16": lambda: train(bf16=True),
         "model": lambda: ShardedTrainer(state(), model=nn.Linear(1, 1)),
+        "reference": lambda: prefer(),
+        "second": lambda: prefer(ref_model=state(optimizer=None).model),
+        "copied": lambda: copy.deepcopy(state().model),
         "precision": lambda: fabric(state().plan, precision="bf16-mixed").setup_module(nn.Linear(2, 2)),
         "jointly": jointly,
     }

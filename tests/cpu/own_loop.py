@@ -443,3 +443,61 @@ def saved_twice(checkpoint_dir: str) -> dict[str, Any]:
         other = sentence(lambda: fs.checkpoint.save(checkpoint_dir, state))
         meant = sentence(lambda: fs.checkpoint.save(checkpoint_dir, state, overwrite=True))
         return {"said": [str(w.message) for w in said], "same": same, "other": other, "meant": meant}
+
+
+class WholeMatrices(torch.optim.Optimizer):
+    """As Muon and its like: momentum in a plain buffer, and a product of whole matrices."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for g in self.param_groups for p in g["params"] if p.ndim == 2):
+            buffer = self.state[p].setdefault("buffer", torch.zeros(p.shape))
+            buffer.lerp_(p.grad, 0.1)
+            p.sub_(buffer @ buffer.mT @ buffer, alpha=0.1)
+
+
+class OwnCollectives(torch.optim.Optimizer):
+    """As optimizers that reduce gradients themselves."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for g in self.param_groups for p in g["params"]):
+            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Broken(torch.optim.Optimizer):
+    """With a mistake that has nothing to do with shards."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        raise ValueError("no such group")
+
+
+def unfit_optimizers() -> dict[str, str]:
+    """What is said of the first step, of an own loop and of `train_step`."""
+    found = {}
+    for kind in (WholeMatrices, OwnCollectives, Broken):
+        state = homes.make(Case(), "")
+        state.optimizer = kind(state.parameters())
+        torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 0.5)
+        for way in ("own", "engine"):
+            try:
+                if way == "engine":
+                    on_torch.train_step(state, homes.batches(state, 0))
+                else:
+                    backward(state, 0)
+                    state.optimizer.step()
+                found[f"{kind.__name__} {way}"] = "accepted"
+            except Exception as error:
+                found[f"{kind.__name__} {way}"] = f"{type(error).__name__}: {error}"
+            state.optimizer.zero_grad()
+    return found

@@ -101,6 +101,10 @@ def test_forwards_without_backward_leave_nothing_behind(ranks):
         assert found == {"evaluated": 0, "free": True, "open": None, "same": True}
 
 
+def test_the_garbage_collector_may_free_memory_while_memory_is_freed():
+    assert activations.collected_while_freeing()
+
+
 def test_a_longer_batch_than_the_first_needs_more_memory_and_says_so(ranks):
     heard, same, held = ranks(2).run(activations.longer)[0]
     assert same

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.pack import pack
-from tests.cpu.ends import compare, prepare_together
+from tests.cpu.ends import compare, dies_while_comparing, prepare_together
+from tests.cpu.ranks import Ranks
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
 PLANTED = """
@@ -60,21 +61,21 @@ def here(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("train.seed=1", "train.seed is 1 there and 0 on rank 0"),
+        ("train.seed=1", "train.seed is 1 here and 0 on rank 0"),
         ("data.path=other", "the tokens of data.path is"),
-        ("optim.lr=2e-3", "optim.lr is 0.002 there and 0.001 on rank 0"),
-        ("optim.clip=0.25", "optim.clip is 0.25 there and 0.5 on rank 0"),
-        ("data.sequence=16", "data.sequence is 16 there and 32 on rank 0"),
-        ("plan.strategy=ddp", 'plan.strategy is "ddp" there and "zero3" on rank 0'),
-        ("train.loss=plain", 'train.loss is "plain" there and "auto" on rank 0'),
-        ("checkpoint.every=3", "checkpoint.every is 3 there and 0 on rank 0"),
-        ("train.micro_batch=4", "train.micro_batch is 4 there and 2 on rank 0"),
+        ("optim.lr=2e-3", "optim.lr is 0.002 here and 0.001 on rank 0"),
+        ("optim.clip=0.25", "optim.clip is 0.25 here and 0.5 on rank 0"),
+        ("data.sequence=16", "data.sequence is 16 here and 32 on rank 0"),
+        ("plan.strategy=ddp", 'plan.strategy is "ddp" here and "zero3" on rank 0'),
+        ("train.loss=plain", 'train.loss is "plain" here and "auto" on rank 0'),
+        ("checkpoint.every=3", "checkpoint.every is 3 here and 0 on rank 0"),
+        ("train.micro_batch=4", "train.micro_batch is 4 here and 2 on rank 0"),
     ],
 )
 def test_ranks_that_were_told_different_things_hear_which(here, ranks, override, key):
     said = ranks(2).run(compare, str(here), [[], [override]], [("runs/a", None)] * 2)
     assert said[0] == said[1]
-    assert said[0].startswith(f"rank 1 differs from rank 0: {key}"), said[0]
+    assert said[0].startswith(f"rank 1: {key}"), said[0]
 
 
 def test_ranks_that_were_told_the_same_agree_wherever_their_data_lies(here, ranks):
@@ -84,9 +85,21 @@ def test_ranks_that_were_told_the_same_agree_wherever_their_data_lies(here, rank
 
 def test_ranks_agree_on_the_run_and_on_what_it_resumes(here, ranks):
     said = ranks(2).run(compare, str(here), [[], []], [("runs/a", None), ("runs/b", None)])
-    assert '--run is "runs/b" there and "runs/a" on rank 0' in said[0]
+    assert '--run is "runs/b" here and "runs/a" on rank 0' in said[0]
     said = ranks(2).run(compare, str(here), [[], []], [("runs/a", "auto"), ("runs/a", None)])
-    assert '--resume is null there and "auto" on rank 0' in said[0]
+    assert '--resume is null here and "auto" on rank 0' in said[0]
+
+
+def test_a_rank_that_dies_while_ranks_compare_what_they_were_told_leaves_no_one_waiting():
+    pool = Ranks(2)  # of its own, since one of them dies
+    pool._start()
+    try:
+        for pipe in pool.pipes:
+            pipe.send((dies_while_comparing, (), {}))
+        assert pool.pipes[0].poll(60)
+        assert pool.pipes[0].recv() == (True, True)
+    finally:
+        pool.stop()
 
 
 def test_what_one_rank_cannot_do_all_refuse(here, ranks):
@@ -106,7 +119,7 @@ def test_a_disagreement_ends_a_real_run_in_seconds(here):
     done = subprocess.run(line, cwd=here, env=environment(), capture_output=True, text=True, timeout=200, check=False)
     said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
     assert len(said) == 1
-    assert "rank 1 differs from rank 0: optim.lr is 0.002 there and 0.001 on rank 0" in said[0]
+    assert "rank 1: optim.lr is 0.002 here and 0.001 on rank 0" in said[0]
     assert not (here / "runs/latest").exists()
 
 

@@ -74,6 +74,9 @@ REFUSED = {
     "rate": "learning_rate = 1, but the state's optimizer has 0.001",
     "bf16": "write fullshard.Precision(compute='bf16') in the plan",
     "model": "leave model out",
+    "reference": "pass ref_model=on_torch.shard(second, plan).model",
+    "second": "accepted",
+    "copied": "a sharded model cannot be copied by deepcopy",
     "precision": "write fullshard.Precision(compute='bf16') in the plan",
     "jointly": "fabric.setup_optimizers(strategy.sharded.optimizer)",
 }

@@ -3,6 +3,7 @@ again before it is closed."""
 
 import contextlib
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import fullshard as fs
 from fullshard import Home, on_torch
 from fullshard.on_torch.offload.events import DONE
 from fullshard.on_torch.offload.stores.disk_state import StateFile
-from fullshard.on_torch.offload.units import Piece
+from fullshard.on_torch.offload.units import Piece, offloaded_units
 from fullshard.planner.memory.peak import predict
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, ROWS, TOKENS, VOCAB, build, description
@@ -95,3 +96,25 @@ def opened(file: StateFile, piece: Piece) -> list[torch.Tensor]:
     waiting.join(30)
     assert found
     return found
+
+
+class _Counted(torch.nn.Sequential):
+    """Counts how often its parameters are listed."""
+
+    listed = 0
+
+    def named_parameters(self, *arguments, **options):
+        self.listed += 1
+        return super().named_parameters(*arguments, **options)
+
+
+def test_offloaded_units_are_found_in_one_pass_over_the_parameters():
+    model = _Counted(*(torch.nn.Linear(2, 2) for _ in range(20)))
+    host = Home(optimizer="host")
+    plan = fs.Plan(fs.Mesh(), tuple(fs.Unit(f"unit{i}", (f"{i}",), home=host if i % 2 else Home()) for i in range(20)))
+    groups = {
+        f"unit{i}": SimpleNamespace(padded=lambda m=m: [(p, p.numel()) for p in m.parameters()]) for i, m in enumerate(model)
+    }
+    found = offloaded_units(model, plan, groups)
+    assert [(u.name, u.names) for u in found] == [(f"unit{i}", [f"{i}.weight", f"{i}.bias"]) for i in range(1, 20, 2)]
+    assert model.listed == 1

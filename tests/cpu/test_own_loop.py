@@ -199,3 +199,13 @@ def test_a_checkpoint_is_not_replaced_by_another_state_unless_that_is_meant(rank
     for found in both:
         assert found["same"] == found["meant"] == "accepted"
         assert "overwrite=True" in found["other"]
+
+
+def test_an_optimizer_that_cannot_update_shards_is_explained_at_its_first_step(ranks):
+    for found in ranks(2).run(own_loop.unfit_optimizers):
+        for kind in ("WholeMatrices", "OwnCollectives"):
+            for way in ("own", "engine"):
+                said = found[f"{kind} {way}"]
+                assert said.startswith(f"FullshardError: {kind} cannot update shards"), said
+                assert "use an optimizer that works element by element" in said
+        assert found["Broken own"] == "ValueError: no such group"

@@ -22,6 +22,7 @@ CONSTRUCTIONS = {
     "shard(plan, model)": "model cannot be a Plan; write shard(model, plan, optimizer=",
     "shard(model)": "missing a required argument: 'plan'",
     "shard(optimizer=torch's)": "write state.optimizer = yours after shard()",
+    "shard(frozen)": "unfreeze what is to be trained, or call shard() without an optimizer",
     "shard(device=cuda)": "this process sees no GPU",
     "shard(device=cuda:0)": "write 'cuda' or 'cpu'",
     "save(state, path)": "write checkpoint.save('run/checkpoints', state)",

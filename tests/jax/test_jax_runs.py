@@ -70,6 +70,13 @@ def two(rngs):
 
 def no_rngs():
     return Bigrams(nnx.Rngs(0))
+
+class Narrow(Bigrams):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(256, 256, dtype="bfloat16", rngs=rngs)
+
+def narrow(rngs):
+    return Narrow(rngs)
 """
 
 
@@ -176,6 +183,14 @@ def test_two_processes_train_save_and_resume_as_one(here, whole):
     assert losses(here, "processes") == pytest.approx(losses(here, "alone"), abs=1e-6)
 
 
+def test_what_all_processes_find_one_of_them_says(here):
+    done = together(here, "refused", "data.path=missing")
+    said = [line for p in done for line in p.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, said
+    assert said[0].startswith("error: missing")
+    assert [p.returncode for p in done] == [2, 2]
+
+
 def together(here: Path, run: str, *arguments: str) -> list[subprocess.CompletedProcess]:
     """Two processes of two devices each, started as srun and torchrun do."""
     with socket.socket() as free:
@@ -249,11 +264,18 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
         (["model.name=model.py:two", "model.weights=draw", "train.loss=plain"], "missing 1 required positional argument: 'mask'"),
         (["model.name=model.py:no_rngs", "model.weights=draw", "train.loss=plain"], "on JAX the callable takes nnx.Rngs"),
         (["model.name=model.py:make", "model.weights=draw", "train.loss=plain", "plan.strategy=auto"], "name a strategy"),
+        (["model.name=model.py:narrow", "model.weights=draw", "train.loss=plain"], "table was made with dtype=bfloat16"),
         (["data.boundaries=attention", "model.name=model.py:make", "model.weights=draw", "train.loss=plain"], "position_ids"),
     ):
         with pytest.raises(FullshardError) as caught:
             prepare(load_recipe("recipe.toml", changes), 4, engine)
         assert sentence in str(caught.value), changes
+    own = RECIPE.replace('path = "tokens"\nvalid = "valid"', 'source = "rows.py:Rows"\nworkers = 2')
+    (here / "own.toml").write_text(own.replace("[eval]\nevery = 3\nbatches = 2\n", ""))
+    with pytest.raises(
+        FullshardError, match=r"data.workers = 2 has no effect on rows.py:Rows with --engine jax: its ranks must not"
+    ):
+        prepare(load_recipe("own.toml", []), 4, engine)
     with pytest.raises(FullshardError, match=r"model\.scan = true: only the JAX engine"):
         prepare(load_recipe("recipe.toml", ["model.scan=true"]), 4, load_engine("torch"))
     refused = train(here, "bad", "plan.compute=fp16", "--ranks", "2")

@@ -290,7 +290,34 @@ def test_statistics_of_batches(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(*statistics, strict=True))
     assert step(states[0]) == step(states[1])
     states[0].rest["norm"]["mean"][...] = states[0].rest["norm"]["mean"][...].at[0].set(np.inf)
-    saving.save_checkpoint(tmp_path / "infinite", states[0])  # weights alone must be finite: another variable may be a mask
+    found = said(lambda: saving.save_checkpoint(tmp_path / "infinite", states[0]))
+    assert "the statistics in norm.mean are not finite" in found
+
+
+class Masked(nnx.Module):
+    """A linear layer whose outputs are masked by a variable."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.mask = nnx.Variable(jnp.where(jnp.tri(8) > 0, 0.0, -jnp.inf))
+
+    def __call__(self, x):
+        return self.linear(x) + self.mask[...]
+
+
+def test_a_mask_may_be_infinite_but_not_nan(tmp_path):
+    state = make_state(Masked, fs.SGD(lr=0.1))
+    saving.save_checkpoint(tmp_path / "mask", state)
+    state.rest["mask"][...] = state.rest["mask"][...].at[0, 0].set(np.nan)
+    assert "the values in mask are NaN" in said(lambda: saving.save_checkpoint(tmp_path / "broken", state))
+
+
+def test_scanned_weights_must_be_finite(tmp_path):
+    state = make_state(scan=True)
+    name = "model.layers.*.mlp.up_proj.weight"
+    state.params[name] = state.params[name].at[1, 3, 3].set(np.nan)
+    found = said(lambda: saving.save_checkpoint(tmp_path, state))
+    assert "the weights in model.layers.1.mlp.up_proj.weight are not finite" in found
 
 
 def test_weights_alone(tmp_path, trained):

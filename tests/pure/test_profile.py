@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,39 @@ def test_a_gpus_step_worked_out_by_hand():
     assert [second[k] for k in ("forward", "gather", "gather_exposed", "transfers", "transfers_exposed")] == pytest.approx(
         [0.02, 0.02, 0.01, 0.01, 0.005]
     )
+
+
+def gloo_trace(pairs: list[tuple[str, int, tuple[float, float], tuple[float, float]]]) -> dict:
+    """Collectives of a CPU: operator, elements, when the operator ran and when gloo's part did, in the form of torch's traces."""
+    events = [event("user_annotation", "fullshard.step 1", 0.0, 1000.0)]
+    for name, size, (begin, end), inside in pairs:
+        shapes = {"Input Dims": [[size], [size]], "Input type": ["float", "float"]}
+        part = {"allreduce_": "gloo:all_reduce", "_allgather_base_": "gloo:all_gather"}[name]
+        events += [event("cpu_op", f"c10d::{name}", begin, end, **shapes)]
+        events += [event("user_annotation", part, *inside, **{"Input Dims": [[size]], "Input type": ["float"]})] if inside else []
+    return {"traceEvents": events}
+
+
+def test_gloos_parts_are_those_of_their_operators_whichever_begins_first():
+    """Two groups: the second one's collectives begin, and end, while the first one's wait."""
+    pairs = [
+        ("_allgather_base_", 4096, (1, 2), (10, 90)),
+        ("allreduce_", 8, (3, 4), (5, 7)),
+        ("_allgather_base_", 64, (8, 9), (9.5, 11)),
+        ("allreduce_", 4096, (12, 13), (14, 40)),
+    ]
+    spans = [s for s in read_torch(gloo_trace(pairs)).spans if s.kind != "compute"]
+    assert [(s.nbytes, round(1e3 * s.end)) for s in spans] == [(4 * n, inside[1]) for _, n, _, inside in pairs]
+
+
+def test_gloos_parts_are_found_in_linear_time():
+    """Parts of operators from before the trace began wait for none of its operators."""
+    count = 8000
+    early = [event("user_annotation", "gloo:all_reduce", 1 + 1e-4 * i, 2, **{"Input Dims": [[8]]}) for i in range(count)]
+    document = gloo_trace([("allreduce_", 8, (10 + i, 11 + i), (10.5 + i, 12 + i)) for i in range(count)])
+    began = time.process_time()
+    read_torch({"traceEvents": document["traceEvents"] + early})
+    assert time.process_time() - began < 2
 
 
 def test_what_a_collective_achieved_and_the_top_kernels():

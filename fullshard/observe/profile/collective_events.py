@@ -39,8 +39,7 @@ def kernel_size(kind: SpanKind, args: Event) -> tuple[int, int]:
 def operator_size(kind: SpanKind, event: Event, world: int) -> tuple[int, int]:
     """(bytes of the whole tensor, ranks) of an operator, from the shapes of its inputs."""
     args = event.get("args", {})
-    dims, types = args.get("Input Dims") or [], args.get("Input type") or []
-    sizes = [_elements(d) for d in dims[:2]]
+    types, sizes = args.get("Input type") or [], input_elements(args)
     if len(sizes) < 2 or not types:
         return 0, world
     if event["name"].startswith("_c10d_functional::all_gather"):
@@ -49,6 +48,11 @@ def operator_size(kind: SpanKind, event: Event, world: int) -> tuple[int, int]:
     if kind in ("gather", "reduce") and min(sizes) > 0:  # one is the whole tensor, the other a rank's part
         return max(sizes) * _item(types[0]), round(max(sizes) / min(sizes))
     return sizes[0] * _item(types[0]), world
+
+
+def input_elements(args: Event) -> list[int]:
+    """Elements of the first two inputs, as far as the trace has shapes."""
+    return [_elements(d) for d in (args.get("Input Dims") or [])[:2]]
 
 
 def _elements(dims: Any) -> int:

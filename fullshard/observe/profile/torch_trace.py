@@ -5,11 +5,13 @@ and a collective lasts from its operator's start to the end of gloo's part of it
 """
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from fullshard.observe.profile.collective_events import is_operator, kernel_size, kind_of, operator_size
+from fullshard.observe.profile.collective_events import input_elements, is_operator, kernel_size, kind_of, operator_size
 from fullshard.observe.profile.host_places import find_phases, find_units, places_at
 from fullshard.observe.profile.rank_trace import Allocation, HostPlace, RankTrace, SpanKind, StepWindow, WorkSpan
 
@@ -140,14 +142,29 @@ def _cpu_spans(events: list[_Event], world: int) -> list[tuple[WorkSpan, float]]
         if e.cat == "cpu_op" and _computes(e.name) and e.begin >= until.get(e.thread, -1.0):
             until[e.thread] = e.end
             found.append((WorkSpan(e.begin, e.end, "compute", e.name), e.begin))
-    waiting = [e for e in events if e.name.startswith("gloo:")]
-    for e in events:
-        if e.cat == "cpu_op" and is_operator(e.name):
-            part = next((g for g in waiting if g.begin >= e.begin), None)
-            if part:
-                waiting.remove(part)
-            found.append((_collective(e, part, world), e.begin))
+    operators = [e for e in events if e.cat == "cpu_op" and is_operator(e.name)]
+    parts = _parts_of(operators, [e for e in events if e.name.startswith("gloo:")])
+    found += [(_collective(e, part, world), e.begin) for e, part in zip(operators, parts, strict=True)]
     return found
+
+
+def _parts_of(operators: list[_Event], parts: list[_Event]) -> Iterator[_Event | None]:
+    """Gloo's part of each operator; both are in order of time. The trace has no number that both share, and groups run beside
+    one another. So it is the first of its kind and size that begins after the operator."""
+    waiting: dict[tuple[str, int], deque[_Event]] = defaultdict(deque)
+    for part in parts:
+        waiting[kind_of(part.name), max(input_elements(part.args), default=0)].append(part)
+    for e in operators:
+        sizes = input_elements(e.args)
+        kinds = ("reduce", "all_reduce") if (kind := kind_of(e.name)) == "reduce" else (kind,)  # gloo may reduce all, and cut
+        queues = [
+            waiting[key] for key in product(kinds, {n for n in sizes if n > 1} or {max(sizes, default=0)}) if key in waiting
+        ]
+        for queue in queues:
+            while queue and queue[0].begin < e.begin:  # nor does a later operator begin before it
+                queue.popleft()
+        first = min((queue for queue in queues if queue), key=lambda queue: queue[0].begin, default=None)
+        yield first.popleft() if first else None
 
 
 def _collective(e: _Event, part: _Event | None, world: int) -> WorkSpan:

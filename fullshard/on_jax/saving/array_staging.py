@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from fullshard.checkpoint.rank_agreement import RankAgreement
 from fullshard.checkpoint.saver import NotFiniteError, no_room
 from fullshard.direct_io import aligned, aligned_size
 from fullshard.on_jax.processes import processes_here
-from fullshard.on_jax.saving.state_arrays import HostOrDevice, array_types
+from fullshard.on_jax.saving.state_arrays import Check, HostOrDevice, array_types
 from fullshard.on_jax.stacked_arrays import LayerSlice
 from fullshard.storage.memory_limits import host_limit
 
@@ -62,13 +62,13 @@ class ArrayStaging:
         self.worker = Background("checkpoint-checksum")
         self.image: memoryview | None = None  # the file's bytes
         self.sources: Sequence[HostOrDevice] = ()  # of the layout's items, in place
-        self.weights: Collection[str] = ()
+        self.checked: Mapping[str, Check] = {}
 
     # -- at each save ----------------------------------------------------------------------------------
 
-    def start(self, arrays: Mapping[str, HostOrDevice], weights: Collection[str]) -> CopiesMade:
-        """Copy the arrays as they are now. `weights`: those that must be finite."""
-        self.weights = weights
+    def start(self, arrays: Mapping[str, HostOrDevice], checked: Mapping[str, Check]) -> CopiesMade:
+        """Copy the arrays as they are now. `checked`: what the writing demands of those with these names."""
+        self.checked = checked
         named = dict(sorted(arrays.items()))  # equal states give equal files, in whatever order they were built
         held = {(name, start): part for name, array in named.items() for start, part in parts(array).items()}
         types = array_types(named)
@@ -99,8 +99,7 @@ class ArrayStaging:
         assert self.image is not None
         layout, image = self.shards.layout, self.image
         for item, at in zip(layout.items, layout.starts, strict=True):
-            if item.name in self.weights:
-                refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
+            self._refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
         computed: Future[str] = self.worker.submit(lambda: manifest.checksum(image[: layout.nbytes]))
         directory.write(self.shards.file, image, layout.nbytes)
         return computed.result()
@@ -116,8 +115,7 @@ class ArrayStaging:
             for i, low, high in layout.overlaps(start, start + len(memory)):
                 if i != last[0]:
                     last = i, as_bytes(_started(self.sources[i]))
-                    if layout.items[i].name in self.weights:
-                        refuse_not_finite(layout.items[i], last[1])
+                    self._refuse_not_finite(layout.items[i], last[1])
                 memory[low - start : high - start] = last[1][low - layout.starts[i] : high - layout.starts[i]].data
             digest.update(memory)
 
@@ -126,6 +124,13 @@ class ArrayStaging:
         finally:
             self.sources = ()
         return digest.hexdigest()
+
+    def _refuse_not_finite(self, item: FileItem, data: Bytes) -> None:
+        """Raise if an item holds what must not be saved."""
+        check = self.checked.get(item.name)
+        if check is not None and not _is_finite(item.dtype, data, infinity=check.infinity):
+            what = "NaN" if check.infinity else "not finite"
+            raise NotFiniteError(f"the {check.kind} in {item.name.removeprefix('model.')} are {what}")
 
     def close(self) -> None:
         """Free the memory of the image and end the thread."""
@@ -193,12 +198,11 @@ def as_bytes(values: HostOrDevice) -> Bytes:
     return np.ascontiguousarray(np.asarray(values)).reshape(-1).view(np.uint8)
 
 
-def refuse_not_finite(item: FileItem, data: Bytes) -> None:
-    """Raise if a value of an item is not finite: all bits of its exponent are set."""
-    if item.dtype not in EXPONENTS:
-        return
-    kind, exponent = EXPONENTS[item.dtype]
+def _is_finite(dtype: str, data: Bytes, *, infinity: bool) -> bool:
+    """Whether no number is NaN or, unless it may be, infinite: all bits of the exponent are set, and for NaN others besides."""
+    if dtype not in EXPONENTS:
+        return True
+    kind, exponent = EXPONENTS[dtype]
+    unsigned, most = kind(exponent | (exponent & -exponent) - 1), kind(exponent if infinity else exponent - 1)
     bits = data.view(kind)
-    for at in range(0, len(bits), PIECE):
-        if (bits[at : at + PIECE] & kind(exponent) == kind(exponent)).any():
-            raise NotFiniteError(f"the weights in {item.name.removeprefix('model.')} are not finite")
+    return not any(((bits[at : at + PIECE] & unsigned) > most).any() for at in range(0, len(bits), PIECE))

@@ -12,7 +12,7 @@ from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.processes import is_first
 from fullshard.on_jax.saving.array_staging import ArrayStaging
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
-from fullshard.on_jax.saving.state_arrays import checkpoint_bytes, state_arrays, without_slots
+from fullshard.on_jax.saving.state_arrays import checkpoint_bytes, checks, state_arrays, without_slots
 
 
 class JaxCheckpointer(CheckpointSaver):
@@ -55,7 +55,7 @@ class JaxCheckpointer(CheckpointSaver):
         self.wait()
         state, staging = self.state, self.staging
         fields = ManifestFields(state.step, cursor, self.plan, recipe, numbers_of(state, extra), metrics or {})
-        copies = staging.start(state_arrays(state), {f"model.{name}" for name in state.params})
+        copies = staging.start(state_arrays(state), checks(state))
         note = staging.in_place_reason
         self.saving = saving = Saving(state.step, copies, note=note, prunes=prune, overwrites=overwrite)
         copied: CopiedChecksum = Future()

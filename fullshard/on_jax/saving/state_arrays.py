@@ -33,6 +33,14 @@ RNG = "rng.jax."
 
 
 @dataclass(frozen=True)
+class Check:
+    """What a save demands of an array: no NaN and, unless it may be, no infinity. `kind`: what it holds, for the error."""
+
+    kind: str
+    infinity: bool = False
+
+
+@dataclass(frozen=True)
 class OptimizerSlots:
     """The optimizer's arrays by slot, as torch calls it, and parameter. The tables are those of the Optax state itself. `count`:
     updates done, or None if the optimizer does not count them."""
@@ -75,6 +83,15 @@ def state_arrays(state: JaxState) -> dict[str, HostOrDevice]:
         number = np.asarray(slots.count.addressable_data(0), np.float32)
         found |= {f"optimizer.{name}.step": number for name in slot_names(state)}
     return found
+
+
+def checks(state: JaxState) -> dict[str, Check]:
+    """What a save demands of the model's arrays. A variable that no layer of NNX computes from batches may be a mask."""
+    found = {name: Check("weights") for name, _ in weights(state)}
+    for name, variable in variables(state.rest):
+        if not name.startswith(RNG):
+            found[name] = Check("statistics") if isinstance(variable, nnx.BatchStat) else Check("values", infinity=True)
+    return {n: check for name, check in found.items() for n in layer_names(state.stacks, name)}
 
 
 def weights(state: JaxState) -> Iterator[tuple[str, jax.Array]]:

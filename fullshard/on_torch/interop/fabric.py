@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptim
 
@@ -84,12 +83,7 @@ class ShardedStrategy(ModelParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        if norm_type != 2.0:
-            raise FullshardError(f"norm_type = {norm_type}: only the 2-norm is computed over shards; leave it out")
-        norm = clip_grad_norm_(self.sharded.parameters(), max_norm)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError("the gradient norm is not finite; pass error_if_nonfinite=False to go on")
-        return norm
+        return clip_grad_norm_(self.sharded.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     # -- saving ------------------------------------------------------------------------------------------------
 

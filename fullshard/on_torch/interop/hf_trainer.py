@@ -3,12 +3,14 @@
 Trainer would wrap the model in DDP, move it, and let one rank save. Here the plan decides on sharding, precision and remat.
 """
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from fullshard.errors import FullshardError
 from fullshard.on_torch.interop.hf_accelerate import FOLDER, ShardedOptimizer, mark_prepared, refuse_accelerator
@@ -40,6 +42,7 @@ class ShardedTrainerMixin:
         for name in ("model", "model_init"):
             if options.get(name) is not None:
                 raise FullshardError(f"the model is the state's; leave {name} out")
+        refuse_missing_reference(type(self).__name__, super().__init__, options)
         self.sharded = sharded
         super().__init__(model=sharded.model, args=args, **options)  # type: ignore[call-arg]
 
@@ -77,15 +80,21 @@ class ShardedTrainerMixin:
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hugging Face directory that `from_pretrained` reads; the first rank's host memory holds all weights
-        meanwhile. Trainer's own checkpoints hold the state's shards instead. Collective."""
+        """Write a Hugging Face directory that `from_pretrained` reads. Trainer's own checkpoints hold the state's shards
+        instead. Collective."""
         where = output_dir or self.args.output_dir
         if _internal_call:
             save_checkpoint(Path(where) / FOLDER, self.sharded, overwrite=True)
             return
-        weights = get_model_state_dict(self.sharded.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if self.args.should_save:
-            self._save(where, state_dict=weights)  # type: ignore[attr-defined]
+        model = self.sharded.model
+        if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if self.args.should_save:
+                self._save(where, state_dict=weights)  # type: ignore[attr-defined]
+        elif self.args.should_save:
+            self._save(where)  # type: ignore[attr-defined]  # which calls `save_pretrained`
+        else:
+            model.save_pretrained(where)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.create_optimizer()  # Trainer would make it later, and its moments are in the checkpoint
@@ -113,6 +122,15 @@ def refuse_arguments(args: Any, state: State) -> None:
             )
     if args.n_gpu > 1:
         raise FullshardError(f"one process sees {args.n_gpu} GPUs; start with torchrun, or set CUDA_VISIBLE_DEVICES")
+
+
+def refuse_missing_reference(name: str, trainer: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise if a trainer such as TRL's DPOTrainer would copy the model, or add adapters to it, for a reference."""
+    if "ref_model" in inspect.signature(trainer).parameters and options.get("ref_model") is None:
+        raise FullshardError(
+            f"{name} makes its reference model from the model, which cannot be copied once it is sharded; shard a second one, "
+            "without an optimizer, and pass ref_model=on_torch.shard(second, plan).model"
+        )
 
 
 def refuse_rate(asked: float, own: float) -> None:

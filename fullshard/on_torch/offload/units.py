@@ -5,6 +5,7 @@ lie in flat memory or in a file: trained parameters first, in the order of the o
 in the compute dtype. Two stores hold the bytes (`stores`); the lanes update them (`updates`).
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -126,9 +127,12 @@ def is_offloaded(unit: Unit) -> bool:
 
 def offloaded_units(model: nn.Module, plan: Plan, groups: dict[str, GatherGroup]) -> list[OffloadedUnit]:
     """The plan's offloaded units with their parameters and pieces. Matrices, which are decayed, come before the others."""
-    found = []
-    for unit in plan.units:
-        own = [(n, p) for n, p in model.named_parameters() if is_offloaded(unit) and plan.unit_of(n) is unit]
+    found, by_unit = [], defaultdict(list)
+    for n, p in model.named_parameters():
+        if unit := plan.unit_of(n):
+            by_unit[unit.name].append((n, p))
+    for unit in filter(is_offloaded, plan.units):
+        own = by_unit[unit.name]
         own.sort(key=lambda pair: (not pair[1].requires_grad, pair[1].ndim < 2))
         if own:
             group = groups[unit.name]

@@ -23,6 +23,7 @@ from fullshard.errors import FullshardError
 from fullshard.on_torch.offload.activations.disk_activations import ActivationFile, FileRange
 from fullshard.on_torch.offload.activations.host_pool import HostBlock, HostPool
 from fullshard.on_torch.offload.activations.select import leads, row
+from fullshard.on_torch.offload.activations.spilled_storage import Forgotten, SpilledStorage
 from fullshard.on_torch.private import StorageWeakRef
 from fullshard.on_torch.remat import keep_products_by
 from fullshard.plan import Plan, Unit
@@ -45,29 +46,6 @@ def spill_activations(model: nn.Module, plan: Plan, device: torch.device, disk: 
                 activations.spill(module, unit, ahead[unit.name], compiled=plan.compile)
             module.register_forward_hook(activations.passed, always_call=True)
     return activations
-
-
-class SpilledStorage:
-    """One storage's bytes in host memory or in a file, and on the device again once fetched. Autograd holds it; its place is
-    free when it is deleted."""
-
-    __slots__ = ("__weakref__", "copied", "device", "fetched", "forget", "key", "nbytes", "place", "version")
-
-    def __init__(
-        self,
-        key: StorageWeakRef,
-        version: int,
-        nbytes: int,
-        place: HostBlock | FileRange,
-        forget: "Callable[[SpilledStorage], None]",
-    ):
-        self.key, self.version, self.nbytes, self.place, self.forget = key, version, nbytes, place, forget
-        self.device: Tensor | None = None
-        self.copied: torch.cuda.Event | None = None  # to the host
-        self.fetched: torch.cuda.Event | None = None  # back to the device; None once the compute stream has waited for it
-
-    def __del__(self) -> None:
-        self.forget(self)
 
 
 @dataclass(frozen=True)
@@ -120,6 +98,7 @@ class Activations:
         self.copies_out: deque[_CopyOut] = deque()
         self.copying = 0  # bytes of `copies_out`
         self.seen: dict[StorageWeakRef, weakref.ref[SpilledStorage]] = {}
+        self.forgotten: deque[Forgotten] = deque()
         self.resident: set[int] = set()  # storages of parameters and buffers
         self.open: tuple[_Visit, saved_tensors_hooks] | None = None
         self.last: weakref.ref[_Visit] | None = None
@@ -183,6 +162,7 @@ class Activations:
     def _begin(self, visit: _Visit) -> None:
         """Backward begins a module: fetch what the next ones need."""
         self._settle()
+        self.free_forgotten()
         self._release()
         near = visit.earlier()
         for _ in range(self.reach):
@@ -254,10 +234,11 @@ class Activations:
     # -- copies ----------------------------------------------------------------------------------------
 
     def _spill(self, tensor: Tensor, visit: _Visit) -> SpilledStorage:
+        self.free_forgotten()
         source = _bytes(tensor)
         place = self.files.take(source.numel()) if self.files and visit.home == "disk" else self._take(source.numel())
         key = StorageWeakRef(tensor.untyped_storage())
-        spilled = SpilledStorage(key, tensor._version, source.numel(), place, self._forget)
+        spilled = SpilledStorage(key, tensor._version, source.numel(), place, self.forgotten)
         self.seen[spilled.key] = weakref.ref(spilled)
         self.spilled += source.numel()
         if self.out is None:
@@ -346,15 +327,18 @@ class Activations:
             torch.cuda.current_stream(self.device).wait_event(spilled.fetched)
             spilled.fetched = None
 
-    def _forget(self, spilled: SpilledStorage) -> None:
-        """Free its place. If it was fetched but not used, its memory must not be reused before the copy is done."""
-        self._await(spilled)
-        if isinstance(spilled.place, HostBlock):
-            self.pool.give(spilled.place)
-        elif self.files:
-            self.files.forget(spilled.place)
-        if (found := self.seen.get(spilled.key)) and found() in (None, spilled):  # not a newer copy of the same storage
-            del self.seen[spilled.key]
+    def free_forgotten(self) -> None:
+        """Free the places of what autograd has dropped."""
+        while self.forgotten:
+            key, place, _, fetched = self.forgotten.popleft()
+            if fetched is not None:  # what it was fetched to must not be reused before the copy is done
+                torch.cuda.current_stream(self.device).wait_event(fetched)
+            if isinstance(place, HostBlock):
+                self.pool.give(place)
+            elif self.files:
+                self.files.forget(place)
+            if (found := self.seen.get(key)) and found() is None:  # not a newer copy of the same storage
+                del self.seen[key]
 
 
 def _alive(visit: _Visit) -> list[SpilledStorage]:
