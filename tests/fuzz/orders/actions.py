@@ -37,7 +37,7 @@ def action(weight: int, **choices: tuple[Any, ...]) -> Callable[[Callable[..., N
 
 def draw_action(draw: random.Random, index: int) -> Action:
     name = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    look = draw.choice([None, None, *READERS])
+    look = draw.choice([None] * 4 + list(READERS))
     return Action(index, name, {k: draw.choice(v) for k, v in CHOICES[name].items()}, look)
 
 

@@ -12,7 +12,7 @@ from tests.fuzz.orders.toy import Shape
 
 HOMES = (Home(), Home(optimizer="host"), Home("host", "host"), Home(optimizer="disk"), Home("disk", "disk"), Home("disk", "host"))
 ELEMENTWISE = (("RMSprop", (("eps", 1e-2), ("momentum", 0.5))), ("NAdam", (("eps", 1e-3),)), ("Adagrad", (("eps", 1e-2),)))
-WORLDS = (1, 1, 2, 2, 2, 2, 2, 4)
+WORLDS = (*[1] * 4, *[2] * 7, 4)
 
 
 def draw_case(seed: int) -> Case:

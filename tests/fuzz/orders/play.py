@@ -73,11 +73,12 @@ class Play:
         try:
             return function()
         except fs.FullshardError as error:
-            self._recover(str(error))
+            self._recover(error)
             raise Refused(str(error)) from error
 
-    def _recover(self, sentence: str) -> None:
+    def _recover(self, error: Exception) -> None:
         """Load the last checkpoint, if the state says that it needs one. Without any the play ends."""
+        sentence = " ".join([str(error), *getattr(error, "__notes__", ())])
         if not any(text in sentence for text in GIVEN_UP):
             return
         if not self.saves:
@@ -196,7 +197,7 @@ class Play:
         except ERRORS[trap.error] as error:
             if "planted" not in str(error):
                 raise
-            self._recover(" ".join(getattr(error, "__notes__", ())))
+            self._recover(error)
         else:
             raise Wrong("what the caller's code raised did not arrive")
 
