@@ -42,7 +42,8 @@ def outside_uses(
             return _by_module(model, _watch_real(model, real, loss))
         where = f" ({line})" if (line := model_line(error)) else ""
         raise FullshardError(
-            f"{description.model} cannot be traced on this batch: {first_line(error)}{where}; describe it without a batch"
+            f"{description.model} cannot be traced on this batch: {first_line(error)}{where}; build the model with values, "
+            "so that it can run, or describe it without a batch"
         ) from error
     return _by_module(model, found)
 
