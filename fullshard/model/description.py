@@ -36,7 +36,8 @@ UnitKind = Literal["embed", "block", "experts", "small", "middle", "head", "root
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter or buffer. `ties`: other names of the same storage. `linear`: it is the weight of a plain linear layer."""
+    """One parameter or buffer. `ties`: other names of the same storage. `linear`: it is the weight of a plain linear layer.
+    `outside`: the model uses it while its own module does not run."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Tensor:
     trainable: bool = True
     ties: tuple[str, ...] = ()
     linear: bool = False
+    outside: bool = False
 
     @property
     def numel(self) -> int:
@@ -151,6 +153,8 @@ def _row(run: list[UnitDescription], total: int) -> list[str]:
 def _notes(description: Description) -> str:
     tensors = [p for u in description.units for p in u.parameters]
     lines = [f"tied: {p.name} = {', '.join(p.ties)}" for p in tensors if p.ties]
+    early = [(u.name, p.name) for u in description.units for p in u.parameters if p.outside]
+    lines += [f"used outside its module: {name}, gathered by unit {unit}" for unit, name in early]
     if (frozen := description.numel - description.trainable) > 0:
         lines.append(f"frozen: {count_text(frozen)} of {count_text(description.numel)} parameters")
     if len(dtypes := {p.dtype for p in tensors}) > 1:

@@ -140,12 +140,12 @@ def _from_json(data: dict[str, Any]) -> Description:
 
 
 def _tensor_json(t: Tensor) -> list[Any]:
-    return [t.name, list(t.shape), t.dtype, t.trainable, list(t.ties), t.linear]
+    return [t.name, list(t.shape), t.dtype, t.trainable, list(t.ties), t.linear, t.outside]
 
 
 def _tensor(row: list[Any]) -> Tensor:
-    name, shape, dtype, trainable, ties, linear = row
-    return Tensor(name, tuple(shape), dtype, trainable, tuple(ties), linear)
+    name, shape, dtype, trainable, ties, linear, outside = row
+    return Tensor(name, tuple(shape), dtype, trainable, tuple(ties), linear, outside)
 
 
 def _costs_json(costs: Costs) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class ModuleNode:
 
     `parameters`: elements of each parameter of its own, by attribute; `identities`: equal for a parameter that is tied.
     `is_container`: its children are a list, and may be blocks. `has_forward`: False for a plain list, which cannot be a unit.
-    `kind`: what it is as a unit.
+    `outside`: the identities of parameters inside that the model uses while this module does not run, so that it cannot
+    gather them. `kind`: what it is as a unit.
     """
 
     cls: type
@@ -28,6 +29,7 @@ class ModuleNode:
     children: list[tuple[str, "ModuleNode"]]
     is_container: bool = False
     has_forward: bool = True
+    outside: frozenset[int] = frozenset()
     kind: UnitKind = "block"
 
     def named(self) -> Iterator[tuple[str, "ModuleNode"]]:
@@ -53,6 +55,10 @@ class ModuleNode:
 
     def has_parameters(self) -> bool:
         return bool(self.parameters) or any(child.has_parameters() for _, child in self.children)
+
+    def owned(self) -> set[int]:
+        """The identities of all parameters inside."""
+        return {identity for _, node in self.named() for identity in node.identities.values()}
 
     def numel(self) -> int:
         """Elements of all parameters inside, a tied one once."""
@@ -89,9 +95,10 @@ def group_modules(
     found; without one, repeated blocks. `apart`: modules that are units of their own besides. `small`: modules of a block whose
     tensors all have fewer elements form a unit of their own.
     """
-    blocks = _find_blocks(root, classes, names, min_params)
+    blocks = [b for path in _find_blocks(root, classes, names, min_params) for b in _running(root.at(path), path)]
     blocks += [path for path in apart if path not in blocks]
-    groups = _merge_tied(names_of, _with_leftovers(root, blocks))
+    called = [p for b in blocks for p in _called_inside(root.at(b), b) if p not in blocks]
+    groups = _merge_tied(names_of, _with_leftovers(root, blocks, called))
     return _with_small(root, groups, small) if small else groups
 
 
@@ -195,12 +202,37 @@ def _by_size(root: ModuleNode, min_params: int) -> list[str]:
     return units
 
 
+def _running(node: ModuleNode, path: str) -> list[str]:
+    """The block; or the blocks inside it, if it does not run itself, or owns a parameter that only a module around it gathers
+    in time."""
+    if not node.outside or (node.outside < node.owned() and _called_inside(node, path)):
+        return [path]
+    return [found for name, child in node.children if child.has_parameters() for found in _running(child, _join(path, name))]
+
+
+def _called_inside(node: ModuleNode, path: str) -> list[str]:
+    """The outermost modules inside that run whenever the `outside` parameters are used; none if a parameter has no such
+    module."""
+    found: list[str] = []
+    if node.outside & set(node.identities.values()):
+        return []
+    for name, child in node.children if node.outside else ():
+        if node.outside & child.owned():
+            more = _called_inside(child, _join(path, name)) if child.outside else [_join(path, name)]
+            if not more:
+                return []
+            found += more
+    return found
+
+
 # -- modules outside the blocks ----------------------------------------------------------------------
 
 
-def _with_leftovers(root: ModuleNode, blocks: list[str]) -> list[UnitGroup]:
+def _with_leftovers(root: ModuleNode, blocks: list[str], called: list[str]) -> list[UnitGroup]:
     """The blocks and the groups of modules outside them: `embed` before the first block, `head` after the last, `middle`
-    between (an encoder's last norm), `root` for parameters of a module around the blocks."""
+    between (an encoder's last norm), `root` for parameters of a module around the blocks. `called`: modules inside blocks
+    that the model also calls by themselves."""
+    blocks = [*blocks, *called]
     order = {path: i for i, (path, _) in enumerate(root.named())}
     ordered = sorted(blocks, key=order.__getitem__)
     embed, middle, head = UnitGroup("embed", "embed"), UnitGroup("middle", "middle"), UnitGroup("head", "head")
@@ -212,7 +244,7 @@ def _with_leftovers(root: ModuleNode, blocks: list[str]) -> list[UnitGroup]:
             embed.modules.append(path)
         else:
             (head if order[path] > order[ordered[-1]] else middle).modules.append(path)
-    units = [UnitGroup(path, root.at(path).kind, [path]) for path in ordered]
+    units = [UnitGroup(path, "middle" if path in called else root.at(path).kind, [path]) for path in ordered]
     groups = [g for g in (embed, *units, middle, head) if g.modules]
     groups.sort(key=lambda g: order[g.modules[0]])
     if rest.modules:
@@ -224,11 +256,19 @@ def _with_leftovers(root: ModuleNode, blocks: list[str]) -> list[UnitGroup]:
 
 
 def _leftover_modules(root: ModuleNode, blocks: list[str]) -> list[str]:
-    """The outermost modules outside all blocks that own parameters directly; `""` for the model itself."""
-    owners = [path for path, node in root.named() if node.parameters and not _inside(path, blocks)]
+    """The outermost modules outside all blocks that own parameters directly, or gather those of modules inside; `""` for the
+    model itself."""
+    owners = [_gatherer(root, path) for path, node in root.named() if node.parameters and not _inside(path, blocks)]
     free = [p for p in owners if p and not any(b.startswith(f"{p}.") for b in blocks)]
     around = [p for p in owners if p not in free]
-    return [*around, *_outermost(free)]
+    return list(dict.fromkeys([*around, *_outermost(free)]))
+
+
+def _gatherer(root: ModuleNode, path: str) -> str:
+    """The module, or the innermost one around it, that runs whenever its parameters are used; else the model."""
+    while path and root.at(path).outside:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _merge_tied(names_of: Mapping[int, Sequence[str]], groups: list[UnitGroup]) -> list[UnitGroup]:

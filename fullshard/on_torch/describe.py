@@ -15,9 +15,11 @@ from fullshard.model.grouping import ModuleNode, UnitGroup, group_modules, owner
 from fullshard.on_torch.dtypes import plan_dtype_name
 from fullshard.on_torch.experts import expert_count, expert_modules
 from fullshard.on_torch.linear_weights import linear_weights
-from fullshard.on_torch.loss import LossFunction, summed_loss
+from fullshard.on_torch.loss import LossFunction, called_loss, summed_loss
 from fullshard.on_torch.tied_parameters import parameter_names
-from fullshard.on_torch.tracing.trace_costs import costs, example_costs
+from fullshard.on_torch.tracing import trace_costs
+from fullshard.on_torch.tracing.outside_uses import OutsideUses, outside_uses
+from fullshard.on_torch.tracing.trace_batch import ExampleBatches, token_batch
 from fullshard.plan import DType, Split, SplitRules
 from fullshard.plan_parts import checked_splits
 
@@ -38,6 +40,7 @@ def describe(
     sequence: int = 0,
     example: Any = None,
     loss: LossFunction | None = None,
+    costs: bool = True,
     compute: DType = "bf16",
     tensor: Sequence[int] = (),
     expert: Sequence[int] = (),
@@ -48,7 +51,9 @@ def describe(
     axis splits modules, as in a plan.
 
     A model that is no causal language model is traced with `example`, a batch of any tensors, and `loss`, the function that
-    `train_step` will get. Only shapes matter, and the values of integers.
+    `train_step` will get. Only shapes matter, and the values of integers. A traced model also shows parameters that it uses
+    outside the forward of their modules: their unit is one that is gathered by then. With `costs=False` this is all that is
+    traced, and the description has no costs.
 
     By default each repeated block is a unit. Modules before the blocks form the unit `embed`, modules after them the unit
     `head`. With `experts`, the experts of each block are a unit of their own: they gather apart from the rest, and can be
@@ -61,21 +66,36 @@ def describe(
         raise FullshardError(f"{title or type(model).__name__} has no parameters; there is nothing to shard")
     apart = _find_experts(model, experts, title)
     rule: dict[str, Any] = {"classes": classes, "names": names, "min_params": min_params, "apart": apart, "small": small}
-    units, buffers = _list_tensors(model, group_modules(_tree(model, {}), parameter_names(model), **rule))
-    found = Description(title or type(model).__name__, tuple(units), buffers)
+    title = title or type(model).__name__
+    found = _described(model, title, {}, rule)
+    axes: dict[str, Any] = {"compute": compute, "tensor": tensor, "expert": expert, "rules": checked_splits(split)}
     if example is not None:
         _refuse_two_shapes(micro_batch, sequence)
-        axes: dict[str, Any] = {"tensor": tensor, "expert": expert, "rules": checked_splits(split)}
-        traced = example_costs(model, found, example, _example_loss(example, loss), compute=compute, **axes)
-        return replace(found, costs=traced)
+        function = _example_loss(example, loss)
+        batches = ExampleBatches(example)
+        rows = batches.of(batches.rows)
+        outside = outside_uses(model, found, rows, function, strict=not costs, real=batches.example)
+        found = _described(model, title, outside, rule)
+        return replace(found, costs=trace_costs.example_costs(model, found, example, function, **axes)) if costs else found
     if loss is not None:
         raise FullshardError("loss has no effect without an example; write describe(model, example=batch, loss=function)")
     if not micro_batch or not sequence:
+        if not costs:
+            raise FullshardError(
+                "costs = False has no effect without a batch; write describe(model, example=batch, loss=function)"
+            )
         return found
-    shape = {"micro_batch": micro_batch, "sequence": sequence}
-    return replace(
-        found, costs=costs(model, found, **shape, compute=compute, tensor=tensor, expert=expert, rules=checked_splits(split))
-    )
+    outside = outside_uses(model, found, token_batch(2, min(sequence, 64)), called_loss, strict=not costs)
+    found = _described(model, title, outside, rule)
+    axes |= {"micro_batch": micro_batch, "sequence": sequence}
+    return replace(found, costs=trace_costs.costs(model, found, **axes)) if costs else found
+
+
+def _described(model: nn.Module, title: str, outside: OutsideUses, rule: dict[str, Any]) -> Description:
+    """The model in units, without costs."""
+    tree = _tree(model, {}, outside)
+    units, buffers = _list_tensors(model, group_modules(tree, parameter_names(model), **rule), outside)
+    return Description(title, tuple(units), buffers)
 
 
 def _refuse_two_shapes(micro_batch: int, sequence: int) -> None:
@@ -100,17 +120,19 @@ def _find_experts(model: nn.Module, apart: bool, title: str) -> list[str]:
     return found
 
 
-def _tree(module: nn.Module, known: dict[nn.Module, ModuleNode]) -> ModuleNode:
+def _tree(module: nn.Module, known: dict[nn.Module, ModuleNode], outside: OutsideUses) -> ModuleNode:
     """The modules of a model as nodes. `known`: those made already."""
     if module not in known:
         own = {n: p for n, p in module._parameters.items() if p is not None}
+        runs = "forward" in vars(module) or type(module).forward is not nn.Module.forward
         known[module] = ModuleNode(
             cls=type(module),
             parameters={n: p.numel() for n, p in own.items()},
             identities={n: id(p) for n, p in own.items()},
-            children=[(n, _tree(child, known)) for n, child in module.named_children()],
+            children=[(n, _tree(child, known, outside)) for n, child in module.named_children()],
             is_container=isinstance(module, CONTAINERS),
-            has_forward=not isinstance(module, nn.ModuleList | nn.ModuleDict),
+            has_forward=runs,
+            outside=frozenset(outside.get(module, ()) if runs else map(id, module.parameters())),
             kind=_kind(module),
         )
     return known[module]
@@ -122,7 +144,9 @@ def _kind(module: nn.Module) -> UnitKind:
     return "experts" if expert_count(module) else "block"
 
 
-def _list_tensors(model: nn.Module, groups: list[UnitGroup]) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
+def _list_tensors(
+    model: nn.Module, groups: list[UnitGroup], outside: OutsideUses
+) -> tuple[list[UnitDescription], tuple[Tensor, ...]]:
     """The units with their tensors, and the buffers that are in no unit."""
     names = parameter_names(model)
     linear = linear_weights(model)
@@ -132,7 +156,8 @@ def _list_tensors(model: nn.Module, groups: list[UnitGroup]) -> tuple[list[UnitD
         assert group is not None, name
         others = tuple(n for n in names[id(p)] if n != name)
         kind = plan_dtype_name(name, p.dtype)
-        parameters[group.name].append(Tensor(name, tuple(p.shape), kind, p.requires_grad, others, name in linear))
+        early = any(id(p) in outside.get(model.get_submodule(n.rpartition(".")[0]), ()) for n in names[id(p)])
+        parameters[group.name].append(Tensor(name, tuple(p.shape), kind, p.requires_grad, others, name in linear, early))
     buffers: dict[str, list[Tensor]] = {"": [], **{g.name: [] for g in groups}}
     for name, b in model.named_buffers():
         group = owner_of(name, groups)

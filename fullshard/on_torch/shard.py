@@ -22,7 +22,8 @@ from fullshard.on_torch.dtypes import PLAN_DTYPES
 from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.float8 import apply_float8, compile_options, float8_gathers, gather_in_float8, refuse_float8_device
-from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
+from fullshard.on_torch.forward_errors import early_notes, explain_forward
+from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_for_each_backward, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
@@ -113,6 +114,7 @@ def shard(
     if plan.precision.buffers:
         _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
     scales = gather_in_float8(model, gathers, meshes)
+    explain_forward(model, plan)
     lockstep_generate(model)
     refuse_deepcopies(model)
     if memory:
@@ -126,7 +128,7 @@ def shard(
     model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
-    state.notes = (*notes, *initialized.notes)
+    state.notes = (*notes, *initialized.notes, *early_notes(model, plan))
     if scales is not None:
         state.copies.on_change.append(scales.outdate)
     if activations is not None:
@@ -200,6 +202,7 @@ def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[
         arguments = {"mesh": meshes.data(unit.layout), "reshard_after_forward": unit.reshard, "mp_policy": policy}
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)  # type: ignore[call-overload]
         units[unit.name] = [m for m in modules if isinstance(m, FSDPModule)]
+        gather_for_each_backward(units[unit.name])
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy)
     several = [modules[0] for modules in units.values() if len(modules) > 1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fullshard as fs
 from fullshard import on_torch
+from tests.cpu import odd_models
 
 ROWS, STEPS, LR = 8, 4, 0.05
 IGNORED = -100
@@ -111,13 +112,14 @@ def hugging_face(kind: str) -> nn.Module:
 
 
 OWN = {"mlp": MLP, "cnn": ConvNet, "unet": UNet}
+ODD = {"borrowing": Borrowing, **odd_models.PLAIN, **odd_models.SHOWN, "mixed_buffer": odd_models.MixedBuffer}
 HUGGING_FACE = ("vit", "bert", "t5", "mamba", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = (*OWN, *HUGGING_FACE)
 
 
 def build(kind: str) -> nn.Module:
     with torch.device("meta"):
-        return (OWN | {"borrowing": Borrowing})[kind]() if kind in (*OWN, "borrowing") else hugging_face(kind)
+        return (OWN | ODD)[kind]() if kind in OWN | ODD else hugging_face(kind)
 
 
 # -- batches and losses --------------------------------------------------------------------------------------
@@ -200,12 +202,13 @@ def unsharded(kind: str, count: int) -> tuple[list[float], list[float], dict[str
 
 
 def sharded(
-    kind: str, strategy: str, accumulate: int, own: bool, small: int = 0, keep: str = "", **common: Any
+    kind: str, strategy: str, accumulate: int, own: bool, small: int = 0, keep: str = "", shown: bool = False, **common: Any
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, world = build(kind), dist.get_world_size()
     arguments = {"replicate": world, "shard": 1} if strategy == "hybrid" else {"devices": world}
     shape = fs.Batch(ROWS // (world // common.get("tensor", 1)) // accumulate, 16, accumulate)
-    plan = fs.strategy(strategy, on_torch.describe(model, small=small), **arguments, batch=shape, **common)
+    batch: dict[str, Any] = {"example": global_batch(kind, 0), "loss": loss, "costs": False} if shown else {}
+    plan = fs.strategy(strategy, on_torch.describe(model, small=small, **batch), **arguments, batch=shape, **common)
     plan = plan.change(keep, reshard=False) if keep else plan
     state = on_torch.shard(model, plan, fs.SGD(lr=LR, momentum=0.9, decay_all=True), seed=7)
     losses, accuracies = [], []
@@ -300,9 +303,10 @@ def refused(kind: str, split: dict[str, str]) -> str:
     return "sharded"
 
 
-def borrowed() -> str:
+def refusal(kind: str, own: bool, **common: Any) -> str:
+    """What training says of a model that it cannot compute."""
     try:
-        sharded("borrowing", "zero3", 1, False)
+        sharded(kind, "zero3", 1, own, **common)
     except fs.FullshardError as error:
         return str(error)
     return "trained"

@@ -289,6 +289,21 @@ class Branching(ConvNet):
         return super().forward(image)
 
 
+class Looking(Tagger):
+    """Looks at some tokens, as models of transformers do to warn of padding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert 51 not in ids[:, [-1, 0]]
+        return super().forward(ids)
+
+
+def test_a_model_may_read_tokens_at_listed_positions():
+    with torch.device("meta"):
+        model = Looking()
+    found = on_torch.describe(model, example=tags(2), loss=tag_loss)
+    assert found.costs.shape is None
+
+
 class WithNumpy(ConvNet):
     def forward(self, image: Tensor) -> Tensor:
         return super().forward(image) * float(image.detach().numpy().sum())
@@ -316,6 +331,7 @@ def test_a_model_that_reads_values_is_refused_with_its_line(kind, line):
         ({"example": {}, "loss": rows_loss}, "an example is a batch as train_step takes it, not a dict"),
         ({"example": images(2), "loss": rows_loss, "sequence": 8}, "an example has a shape of its own"),
         ({"loss": rows_loss}, "loss has no effect without an example"),
+        ({"costs": False}, "costs = False has no effect without a batch"),
         ({"example": images(2, 1), "loss": rows_loss}, "ConvNet does not run on this example with parameters in bf16: "),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from tests.cpu import any_model
+from tests.cpu import any_model, odd_models
 from tests.cpu.any_model import KINDS
 
 
@@ -53,13 +53,41 @@ def test_small_tensors_of_a_block_stay_whole(ranks):
 
 
 def test_a_parameter_that_another_module_computes_with(ranks):
-    for sentence in ranks(2).run(any_model.borrowed):
-        assert "`return SimpleNamespace(logits=x @ self.embed.weight.T)` computes with embed.weight outside" in sentence
-        assert "plan.change('embed', reshard=False), or strategy zero2" in sentence
-    for strategy, keep in (("zero3", "embed"), ("zero2", "")):
-        for found in ranks(2).run(any_model.compared, "borrowing", strategy, keep=keep):
+    for own in (False, True):
+        for sentence in ranks(2).run(any_model.refusal, "borrowing", own):
+            assert "`return SimpleNamespace(logits=x @ self.embed.weight.T)` computes with embed.weight outside" in sentence
+            assert "on_torch.describe(model, example=batch, loss=loss, costs=False)" in sentence
+            assert "plan.change('embed', reshard=False), or strategy zero2" in sentence
+    for strategy, how in (("zero3", {"keep": "embed"}), ("zero2", {}), ("zero3", {"shown": True})):
+        for found in ranks(2).run(any_model.compared, "borrowing", strategy, **how):
             assert found["loss"] < 1e-6
             assert found["weights"] < 1e-6
+
+
+@pytest.mark.parametrize("kind", [*odd_models.PLAIN, *odd_models.SHOWN])
+def test_parameters_that_are_used_where_fsdp_does_not_expect_it(ranks, kind):
+    """Containers, weights that other modules read, modules that are called past their hooks, frozen modules."""
+    for found in ranks(2).run(any_model.compared, kind, "zero3", shown=kind in odd_models.SHOWN):
+        assert found["loss"] < 1e-6
+        assert found["weights"] < 1e-6
+        assert found["moved"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", odd_models.SHOWN)
+def test_a_plan_that_saw_no_batch_is_told_to_look_at_one(ranks, kind):
+    for own in (False, True):
+        for sentence in ranks(2).run(any_model.refusal, kind, own):
+            assert "outside the forward of its module, when it is sharded; let a batch show it to the plan" in sentence
+
+
+def test_a_buffer_in_another_dtype_than_the_plan_computes_in(ranks):
+    half = fs.Precision(compute="bf16")
+    for own in (False, True):
+        for sentence in ranks(2).run(any_model.refusal, "mixed_buffer", own, precision=half):
+            assert "`return super().body(x @ self.rotation)` computes with two dtypes" in sentence
+            assert "buffers such as rotation keep their own; cast them: Precision(buffers='bf16')" in sentence
+    half = fs.Precision(compute="bf16", buffers="bf16")
+    assert ranks(2).run(any_model.refusal, "mixed_buffer", True, precision=half) == ["trained", "trained"]
 
 
 BERT = {

@@ -2,10 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import FullshardError, zero3
+from fullshard import FullshardError, on_torch, zero3
 from fullshard.model.description import Description
 from fullshard.on_torch import describe
+from fullshard.on_torch.forward_errors import early_notes
 from fullshard.on_torch.refuse import refuse
+from tests.cpu import odd_models
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +16,14 @@ def on_meta():
         yield
 
 
-class Layer(nn.Module):
+class Toy(nn.Module):
+    """Has a forward, so that it can be a unit."""
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class Layer(Toy):
     """20 parameters in parts."""
 
     def __init__(self):
@@ -22,13 +31,13 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(2, 4, bias=False), nn.Linear(4, 3, bias=False)
 
 
-class Experts(nn.Module):
+class Experts(Toy):
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(Layer() for _ in range(3))
 
 
-class Model(nn.Module):
+class Model(Toy):
     """Whatever children and parameters it is given, in that order."""
 
     def __init__(self, **parts):
@@ -163,6 +172,94 @@ def test_a_block_used_twice_can_be_sharded():
 def test_a_list_is_no_unit(rule):
     with pytest.raises(FullshardError, match=r"no module (is called|of class)"):
         describe(decoder(), **rule)
+
+
+# -- modules that do not run, and parameters that are used while theirs do not -------------------------
+
+
+def test_a_list_among_the_blocks_is_its_blocks():
+    model = Model(layers=nn.ModuleList([stack(), stack()]))
+    assert blocks(describe(model)) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+
+
+def test_a_list_of_parameters_is_the_modules_around_it():
+    model = Model(tables=Model(own=nn.ParameterList([parameter(3)])), layers=stack())
+    assert seen(describe(model))[0] == ("embed", "embed", ("tables",))
+    description = describe(decoder(own=nn.ParameterList([parameter(3)])))
+    assert seen(description)[-1] == ("root", "root", ("",))
+    assert names(description, "root") == ["own.0"]
+
+
+def shown(model: nn.Module, **rule) -> Description:
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "labels": torch.zeros(2, 6, dtype=torch.int64)}
+    loss = lambda model, batch: on_torch.Loss(model(batch["input_ids"]).logits.sum(), 1)
+    return describe(model, example=batch, loss=loss, costs=False, **rule)
+
+
+def test_a_weight_that_another_module_reads_is_the_roots():
+    model = odd_models.UncalledTable()
+    assert [u.name for u in describe(model).units][-1] == "head"
+    description = shown(model)
+    assert seen(description)[-1] == ("root", "root", ("",))
+    assert names(description, "root") == ["positions.weight"]
+    assert str(description).endswith("\n\nused outside its module: positions.weight, gathered by unit root")
+    assert_each_once(model, description)
+    note = "positions.weight: used outside the forward of its module, so gathered with the root for the whole forward"
+    assert early_notes(model, zero3(description, 1)) == (note,)
+    assert early_notes(model, zero3(describe(model), 1)) == ()
+    assert early_notes(decoder(), zero3(describe(decoder()), 1)) == ()
+
+
+def test_a_part_that_is_called_alone_is_a_unit():
+    description = shown(odd_models.PartCalledAlone())
+    assert seen(description)[1:3] == [
+        ("blocks.0", "block", ("blocks.0",)),
+        ("blocks.0.scale", "middle", ("blocks.0.scale",)),
+    ]
+    assert blocks(description) == [f"blocks.{i}" for i in range(5)]
+
+
+def test_a_block_that_is_called_past_its_hooks_is_its_parts():
+    model = odd_models.WithoutHooks()
+    assert blocks(shown(model)) == [f"blocks.{i}.{part}" for i in range(5) for part in ("scale", "mix")]
+
+
+@pytest.mark.parametrize("kind", odd_models.PLAIN)
+def test_a_batch_changes_nothing_where_modules_run(kind):
+    model = odd_models.PLAIN[kind]()
+    assert seen(shown(model)) == seen(describe(model))
+    assert shown(model).costs is None
+
+
+def test_a_tied_weight_is_used_by_both_modules():
+    model = odd_models.Stages()
+    model.head.weight = model.embed.weight
+    assert seen(shown(model))[0] == ("embed", "embed", ("embed", "head"))
+
+
+class Reading(odd_models.UncalledTable):
+    def body(self, x):
+        return super().body(x) if x.sum().item() else x
+
+
+def test_a_model_that_reads_values_is_run_if_it_has_some():
+    with pytest.raises(FullshardError, match=r"Reading cannot be traced on this batch: .*if x.sum\(\).item\(\)"):
+        shown(Reading())
+    with torch.device("cpu"):
+        model = Reading()
+        model.register_buffer("seen", torch.zeros(1))
+        model.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
+        before = torch.get_rng_state()
+        assert names(shown(model), "root") == ["positions.weight"]
+        assert model.seen == 0
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused():
+    model = odd_models.UncalledTable()
+    model.positions = nn.Embedding(2, odd_models.WIDTH)
+    with pytest.raises(FullshardError, match=r"UncalledTable cannot be traced on this batch: .* \(odd_models.py line \d+"):
+        shown(model)
 
 
 # -- tensors ------------------------------------------------------------------------------------------

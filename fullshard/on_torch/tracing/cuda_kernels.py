@@ -16,6 +16,7 @@ from fullshard.model.costs import OpKind
 from fullshard.on_torch.private import run_backward
 from fullshard.on_torch.tracing.attention_kernels import attention
 from fullshard.on_torch.tracing.meta_outputs import tensors_in
+from fullshard.on_torch.tracing.meta_values import with_index_values
 
 aten = torch.ops.aten
 KernelWork = tuple[OpKind, int, int, tuple[int, ...]]  # kind, flops, bytes moved, (m, n, k)
@@ -33,6 +34,8 @@ class FusedKernels(TorchFunctionMode):
         if func is torch.Tensor.backward:
             with self:  # a mode is off while it handles a call, but remat runs the model again in backward
                 return run_backward(args[0])
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], with_index_values(args[1]))
         fused = FUSED_KERNELS.get(func)
         return func(*args, **kwargs) if fused is None else fused(*args, **kwargs)
 

@@ -37,12 +37,13 @@ class MetaValues:
     def _are_known(self, tensors: list[Tensor]) -> bool:
         for tensor in tensors:
             found = getattr(tensor, VALUE, None)
-            if found is None or found[0] is not self:
+            if tensor.is_meta and (found is None or found[0] is not self):
                 return False
-        return True
+        return not tensors or any(tensor.is_meta for tensor in tensors)
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Call `func` on meta tensors. If all `tensors` of its arguments have values, also compute those of the result."""
+        """Call `func` on meta tensors. If all `tensors` of its arguments have values, also compute those of the result. Some
+        may be on the CPU, such as the positions of `ids[:, [-1, 0]]`."""
         known = self._are_known(tensors)
         if func is LOCAL_SCALAR and known:
             return self._value(args[0]).item()
@@ -74,7 +75,7 @@ class MetaValues:
         return func(*tree_map(self._value, args), **tree_map(self._value, on_cpu))
 
     def _value(self, leaf: Any) -> Any:
-        return self.get(leaf) if isinstance(leaf, Tensor) else leaf
+        return self.get(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
 
     def _set_result(self, func: Any, args: Any, kwargs: Any, out: Any, constant: bool) -> None:
         """Compute and keep the values of `out`, if they are discrete and small. `constant`: they depend on no tensor; floats are
@@ -96,6 +97,13 @@ class MetaValues:
             return index
         found = value.nonzero(as_tuple=True)
         return torch.empty(found[0].shape, dtype=torch.int64, device="meta") if len(found) == 1 else index
+
+
+def with_index_values(index: Any) -> Any:
+    """An index whose lists are tensors on the CPU. Torch would make tensors on meta of them, without values."""
+    if isinstance(index, tuple):
+        return tuple(map(with_index_values, index))
+    return torch.tensor(index) if isinstance(index, list) and all(isinstance(i, int) for i in index) else index
 
 
 def _to_meta(leaf: Any) -> Any:

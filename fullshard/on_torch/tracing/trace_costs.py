@@ -26,12 +26,10 @@ from fullshard.on_torch.tracing.tensor_names import named_trace
 from fullshard.on_torch.tracing.tensor_split import part_shapes, split, spread
 from fullshard.on_torch.tracing.trace import trace
 from fullshard.on_torch.tracing.trace_batch import ROWS, ExampleBatches, token_batch
-from fullshard.on_torch.tracing.trace_errors import model_line, reads_values
+from fullshard.on_torch.tracing.trace_errors import MODEL_ERRORS, model_line, reads_values
 from fullshard.plan import DType, Remat, SplitRules
 from fullshard.status import say
 
-# What a model may raise for a batch shape that it does not support.
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, NameError, ArithmeticError, AssertionError, AttributeError)
 LOSSES: dict[str, LossFunction] = {"plain": called_loss, "chunked": chunked_loss}
 LONGEST_LOOP = 256  # tokens of a model that loops over them in Python
 _CACHE: dict[object, Costs] = {}

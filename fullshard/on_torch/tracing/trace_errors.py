@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))  # torch and this package
+# What a model may raise for a batch shape that it does not support.
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, NameError, ArithmeticError, AssertionError, AttributeError)
 # What torch says when code asks a meta tensor for its values.
 NO_VALUES = ("meta tensor", "item()", "Cannot copy out of meta", "numpy", "data-dependent", "aten::_local_scalar_dense")
 

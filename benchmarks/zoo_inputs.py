@@ -1,0 +1,176 @@
+"""Inputs for any model: guessed from the names of its forward's arguments, and from what it says of wrong ones."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, TOKENS, TARGETS = 2, 12, 7
+ASKED = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
+NAMED = re.compile(r"`?\b([a-z]+_(?:ids|values|features|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
+FEATURES = re.compile(r"features?:?\s*(?:torch\.Size\(\[)?(\d+)")
+TOKEN_COUNT = re.compile(r"tokens:?\s*(\d+)")
+
+
+class Guess:
+    """Inputs of one model. `side`: pixels of an image; `channels`, `frames`, `audio`: sizes to try."""
+
+    def __init__(self, model: nn.Module, config: Any, **sizes: Any):
+        self.model, self.config, self.sizes = model, config, sizes
+        self.parameters = inspect.signature(type(model).forward).parameters
+
+    def of(self, names: list[str], seed: int) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(seed)
+        return {name: self._value(name, draw) for name in names}
+
+    def _value(self, name: str, draw: torch.Generator) -> Any:
+        rows = ROWS
+        vocabulary = min(_sizes(self.config, r"vocab_size$") or [100])
+        ids = lambda n: torch.randint(3, max(4, min(vocabulary, 99)), (rows, n), generator=draw)
+        width = self.sizes.get("width") or next(iter(_sizes(self.config, r"^(hidden_size|d_model|n_embd)$")), 32)
+        if name in ("input_ids", "sequence_ids"):
+            return self._with_images(ids(TOKENS))
+        if name.endswith("decoder_input_ids"):
+            return ids(TARGETS)
+        if name == "state":
+            return torch.randn(rows, 4, generator=draw)
+        if name in ("bbox", "boxes"):
+            corner = torch.randint(0, 40, (rows, TOKENS, 2), generator=draw)
+            return torch.cat([corner, corner + torch.randint(1, 20, (rows, TOKENS, 2), generator=draw)], -1)
+        if re.search(r"pixel_values|^image$|^images$|^x$", name):
+            return self._pixels(draw)
+        if name == "pixel_mask":
+            side = self.sizes["side"]
+            return torch.ones(rows, side, side, dtype=torch.int64)
+        if re.search(r"input_values|audio_values|raw_audio|waveform", name):
+            return self._audio(draw)
+        if re.search(r"input_features|spectrogram|decoder_input_values", name):
+            return self._features(draw)
+        if re.search(r"attention_mask$|observed_mask$", name):
+            return torch.ones(rows, TOKENS, dtype=torch.int64)
+        if "past_values" in name or "past_observed" in name or "time_features" in name:
+            return self._series(name, draw)
+        if name in ("timestep", "timesteps", "t"):
+            return torch.randint(0, 100, (rows,), generator=draw).float() if self.sizes.get("float_time") else torch.tensor(3)
+        if name == "class_labels":
+            return torch.randint(0, 4, (rows,), generator=draw)
+        if re.search(r"labels$", name):
+            return torch.randint(0, 2, (rows,), generator=draw)
+        if "ids" in name:
+            return ids(TOKENS)
+        return torch.randn(rows, TOKENS, width, generator=draw)
+
+    def _with_images(self, ids: Tensor) -> Tensor:
+        """The tokens, with so many of an image (or sound) as the model asked for, in every row."""
+        count = self.sizes.get("places", 0)
+        token = next(iter(_sizes(self.config, self.sizes.get("token", r"(image|audio|video)_token_(id|index)$"))), None)
+        if not count or token is None:
+            return ids
+        return torch.cat([ids[:, :2], torch.full((len(ids), count), token), ids[:, 2:]], 1)
+
+    def _pixels(self, draw: torch.Generator) -> Tensor:
+        side, channels = self.sizes["side"], self.sizes.get("channels") or next(iter(_sizes(self.config, r"num_channels$")), 3)
+        frames = self.sizes.get("frames")
+        return torch.randn(ROWS, *([frames] if frames else []), channels, side, side, generator=draw)
+
+    def _audio(self, draw: torch.Generator) -> Tensor:
+        if self.sizes.get("audio") == "spectrogram":
+            return torch.randn(ROWS, self.sizes["length"], next(iter(_sizes(self.config, r"num_mel_bins$")), 80), generator=draw)
+        if self.sizes.get("audio") == "channel":
+            return torch.randn(ROWS, 1, 2000, generator=draw)
+        return torch.randn(ROWS, 2000, generator=draw)
+
+    def _features(self, draw: torch.Generator) -> Tensor:
+        bins = next(iter(_sizes(self.config, r"num_mel_bins$|feature_size|input_feat_per_channel|n_mels|input_channels")), 80)
+        source = next(iter(_sizes(self.config, r"max_source_positions$")), 32)
+        if self.sizes.get("audio") == "spectrogram":
+            return torch.randn(ROWS, self.sizes["length"], self.sizes.get("width") or bins, generator=draw)
+        return torch.randn(ROWS, bins, 2 * source, generator=draw)
+
+    def _series(self, name: str, draw: torch.Generator) -> Tensor:
+        config = self.config
+        context = getattr(config, "context_length", 32) or 32
+        if "future" in name:
+            context = getattr(config, "prediction_length", 8) or 8
+        else:
+            context += max(getattr(config, "lags_sequence", None) or [0]) if self.sizes.get("lags", True) else 0
+        if "time_features" in name:
+            return torch.randn(ROWS, context, max(1, getattr(config, "num_time_features", 1)), generator=draw)
+        channels = getattr(config, "num_input_channels", 0) or getattr(config, "input_size", 1)
+        shape = (ROWS, context, channels) if channels > 1 or hasattr(config, "num_input_channels") else (ROWS, context)
+        return torch.ones(shape) if "mask" in name else torch.randn(shape, generator=draw)
+
+
+def _sizes(config: Any, pattern: str, depth: int = 0) -> list[int]:
+    """The whole numbers of a configuration and those inside whose name matches, outer ones first."""
+    if config is None or depth > 3:
+        return []
+    values = vars(config) if hasattr(config, "__dict__") else dict(config)
+    found = [v for k, v in values.items() if isinstance(v, int) and not isinstance(v, bool) and re.search(pattern, k)]
+    inner = [v for k, v in values.items() if k.endswith("config") and hasattr(v, "to_dict")]
+    return found + [v for c in inner for v in _sizes(c, pattern, depth + 1)]
+
+
+def find(model: nn.Module, config: Any, call: Any, tries: int = 24) -> tuple[Guess, list[str]]:
+    """Inputs that the model takes. `call(values)` runs it and raises. The error of the first guess, if none fits."""
+    first: Exception | None = None
+    for names, sizes in _guesses(model, config):
+        guess, names, sizes = Guess(model, config, **sizes), list(names), dict(sizes)
+        for _ in range(5):
+            tries -= 1
+            try:
+                call(guess.of(names, 0))
+                return guess, names
+            except Exception as error:  # the next guess
+                first = first or error
+                if tries <= 0 or not _learn(error, guess, names):
+                    break
+        if tries <= 0:
+            break
+    assert first is not None
+    raise first
+
+
+def _learn(error: Exception, guess: Guess, names: list[str]) -> bool:
+    """Add what the error asks for. False if it asks for nothing new."""
+    text = str(error)
+    if asked := ASKED.search(text):
+        new = [n for n in re.findall(r"'(\w+)'", asked[1]) if n not in names]
+        names += new
+        return bool(new)
+    if "token" in text and "feature" in text and (count := FEATURES.search(text)) and not guess.sizes.get("places"):
+        guess.sizes["places"] = max(1, int(count[1]) // ROWS)
+        return True
+    new = [n for n in NAMED.findall(text) if n in guess.parameters and n not in names and not n.endswith("embeds")]
+    names += new[:1]
+    return bool(new)
+
+
+def _guesses(model: nn.Module, config: Any) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    parameters = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
+    main = getattr(model, "main_input_name", parameters[0])
+    sides = [*dict.fromkeys([*_sizes(config, r"image_size$|img_size$")[:2], 32, 64, 224])]
+    if "pixel_values" in parameters:
+        text = ["input_ids"] if "input_ids" in parameters else []
+        for side in sides:
+            yield [*text, "pixel_values"], {"side": side}
+        yield [*text, "pixel_values"], {"side": sides[0], "frames": next(iter(_sizes(config, r"num_frames$")), 4)}
+    if "pixel_values_videos" in parameters and "pixel_values" not in parameters:
+        yield ["pixel_values_videos"], {"side": sides[0], "frames": next(iter(_sizes(config, r"frames")), 4)}
+    for name in ("input_values", "input_features", "audio_values"):
+        if name in parameters:
+            text = ["input_ids"] if "input_ids" in parameters else []
+            yield [*text, name], {"side": sides[0]}
+            yield [*text, name], {"side": sides[0], "audio": "channel"}
+            for length in (*_sizes(config, r"max_length$")[:1], 40, 128):
+                yield [*text, name], {"side": sides[0], "audio": "spectrogram", "length": length}
+    if "past_values" in parameters:
+        yield ["past_values"], {}
+        yield ["past_values"], {"lags": False}
+    if "input_ids" in parameters:
+        yield ["input_ids"], {"side": sides[0]}
+    for side in sides:
+        yield [main if main in parameters else parameters[0]], {"side": side}
