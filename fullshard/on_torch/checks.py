@@ -23,6 +23,7 @@ from fullshard.on_torch.loss_chunks import chunked_loss
 from fullshard.on_torch.objectives import CAUSAL_LOSSES
 from fullshard.on_torch.shard_ranges import local_tensor
 from fullshard.on_torch.state import State
+from fullshard.on_torch.unit_order import same_units
 from fullshard.plan import Unit
 
 
@@ -172,7 +173,7 @@ def check_loss_is_a_sum(state: State, batches: list[Any], loss: LossFunction) ->
     if alone or size is None:
         return
     parts = [batches[0], rows(batches[0], slice(0, size // 2)), rows(batches[0], slice(size // 2, size))]
-    with inference(state.model):
+    with inference(state.model), same_units(state):
         found = [as_loss(loss(state.model, b), b, state.device) for b in parts]
     (whole, first, second), counts = [float(f.sum) for f in found], [float(f.count) for f in found]
     refuse_anywhere(None if found[0].across_rows else _not_a_sum(whole, first, second) or _not_a_count(*counts))
@@ -200,7 +201,7 @@ def _not_a_count(whole: float, first: float, second: float) -> str | None:
 def check_chunked(state: State, batch: TensorBatch) -> None:
     """Check that the model returns the head's output unchanged, without capping or scaling the logits."""
     row = {k: v[:1] for k, v in batch.items()}
-    with inference(state.model):
+    with inference(state.model), same_units(state):
         plain, chunked = float(summed_loss(state.model, row)), float(chunked_loss(state.model, row))
     if any(_gather(abs(plain - chunked) > 0.02 * abs(plain) + 1e-6)):
         raise CheckError(

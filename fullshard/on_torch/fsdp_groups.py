@@ -63,6 +63,26 @@ class GatherGroup:
 
         group.unshard, group.wait_for_unshard = issue, copy_out
 
+    def before_use(self, call: Callable[..., None]) -> Callable[[], None]:
+        """Call `call(backward=…)` before the unit's forward and its backward. Returns a function that ends this."""
+        group, before = self.group, dict(vars(self.group))
+        plain = {name: getattr(group, name) for name in ("pre_forward", "pre_backward")}
+
+        def first(name: str, *arguments: Any, **more: Any) -> Any:
+            call(backward=name == "pre_backward")
+            return plain[name](*arguments, **more)
+
+        def end() -> None:
+            for name in plain:
+                if name in before:
+                    setattr(group, name, before[name])
+                else:
+                    delattr(group, name)
+
+        for name in plain:
+            setattr(group, name, partial(first, name))
+        return end
+
     def copy_once(self, computed: "ComputedGradients") -> None:
         """If the shard is the whole, gather by one cast, and take gradients as they are; FSDP makes two passes for each. With
         copies on other ranks, reduce them in place."""

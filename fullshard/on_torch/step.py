@@ -29,6 +29,7 @@ from fullshard.on_torch.sharded_optimizer import gradients, square_norm, step_un
 from fullshard.on_torch.state import State
 from fullshard.on_torch.transaction import Transaction
 from fullshard.on_torch.unit_norms import trained_units, unit_squares
+from fullshard.on_torch.unit_order import same_units
 
 OutOfMemory = torch.OutOfMemoryError
 
@@ -264,7 +265,8 @@ def _forward_backward(state: State, batches: list[Any], loss: LossFunction, know
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
         _set_sync(state, last=last)
-        value = loss(state.model, batch)
+        with same_units(state):
+            value = loss(state.model, batch)
         value = as_loss(value, batch, state.device) if known is None else Loss(value, found.count)
         clock.mark("forward")
         if divisor is None:
@@ -273,7 +275,8 @@ def _forward_backward(state: State, batches: list[Any], loss: LossFunction, know
             state.offload.loss_known(found.loss + value.sum.detach(), last=last)
         # FSDP averages over ranks: the factor makes that average the gradient of the mean over all that counts.
         factor = state.plan.mesh.data / divisor * (state.loss_scale.value if state.loss_scale else 1.0)
-        (value.sum * factor.to(value.sum.dtype)).backward()
+        with same_units(state):
+            (value.sum * factor.to(value.sum.dtype)).backward()
         clock.mark("backward")
         found.loss += value.sum.detach()
         if known is None:

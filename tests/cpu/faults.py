@@ -25,6 +25,32 @@ def run(fault: str, *, micro_batch: int = 2, checks: bool = True) -> str:
     return "trained"
 
 
+def _skip(index: int):
+    """Rank 1 leaves a block out."""
+
+    class Fewer(nn.ModuleList):
+        def __iter__(self):
+            return iter([layer for i, layer in enumerate(super().__iter__()) if i != index])
+
+    def plant(state) -> None:
+        if dist.get_rank() == 1:
+            state.model.model.layers.__class__ = Fewer
+
+    return plant
+
+
+def _skip_by_own_sum(state):
+    """In the forwards of the checks already, and for a loss that counts by itself."""
+    _skip(1)(state)
+    return _summed_loss_of_ones_own(state)
+
+
+def _detach_on_one_rank(state) -> None:
+    """Rank 1 computes a block and does not train it."""
+    if dist.get_rank() == 1:
+        state.model.model.layers[1].register_forward_hook(lambda module, given, output: given[0] + 0 * output.detach())
+
+
 def _replace_parameter(state) -> None:
     layer = state.model.model.layers[1].mlp.up_proj
     layer._parameters["weight"] = nn.Parameter(torch.randn(42, 24))
@@ -96,6 +122,10 @@ PLANTED = {
     "tiny learning rate": _tiny_learning_rate,
     "zero learning rate": _zero_learning_rate,
     "zero gradients": _detach,
+    "skipped on one rank": _skip(1),
+    "last skipped on one rank": _skip(2),
+    "skipped by own loss": _skip_by_own_sum,
+    "detached on one rank": _detach_on_one_rank,
     "mean loss": _mean_loss,
     "own sum": _summed_loss_of_ones_own,
 }

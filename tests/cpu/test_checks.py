@@ -15,6 +15,10 @@ SENTENCES = {
     "tiny learning rate": "unit embed did not change in the first optimizer step",
     "equal data": "ranks 0 and 1 see the same first batch",
     "zero gradients": "unit embed received no gradient",
+    "skipped on one rank": "rank 1 skipped unit model.layers.1 in forward, and went on to unit model.layers.2",
+    "last skipped on one rank": "rank 1 skipped unit model.layers.2 in forward, and went on to unit head",
+    "skipped by own loss": "rank 1 skipped unit model.layers.1 in forward, and went on to unit model.layers.2",
+    "detached on one rank": "rank 1 skipped unit model.layers.1 in backward, and went on to unit model.layers.0",
     "mean loss": "is not the sum of the losses of its halves",
 }
 

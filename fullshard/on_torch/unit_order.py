@@ -1,0 +1,76 @@
+"""In the first step, ranks compare which unit comes next before any of them gathers it.
+
+A unit that one rank skips would pair its gather with another unit's on the other ranks: gloo ends the process where sizes differ,
+NCCL waits, and where sizes are equal weights are mixed without a word.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import FullshardError
+from fullshard.on_torch.fsdp_groups import gather_group
+from fullshard.on_torch.state import State
+
+
+@contextmanager
+def same_units(state: State) -> Iterator[None]:
+    """Inside is one forward or backward, or several forwards. In the first step, raise on all ranks if one skips a unit that
+    another one computes. Collective then."""
+    if not state.checks or dist.get_world_size() == 1:
+        yield
+        return
+    names = [name for name, modules in state.unit_modules.items() if modules and gather_group(modules[0])]
+    groups = [group for name in names if (group := gather_group(state.unit_modules[name][0]))]
+    order = _Order(names, state.device)
+    undo = [group.before_use(partial(order.come, index)) for index, group in enumerate(groups)]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+    order.agree(order.end)
+
+
+class _Order:
+    """Where this rank is. A place is twice the index of a unit, and one more in backward; `end` is behind all units."""
+
+    def __init__(self, names: list[str], device: torch.device):
+        self.names, self.device, self.end, self.last = names, device, 2 * len(names), -1
+
+    def come(self, unit: int, *, backward: bool) -> None:
+        """This rank is about to use a unit."""
+        if not backward and unit < self.last:  # another forward begins
+            self.agree(self.end)
+        self.last = -1 if backward else unit
+        self.agree(2 * unit + backward)
+
+    def agree(self, place: int) -> None:
+        """Raise, on all ranks alike, unless all are at this place. Collective."""
+        found = torch.tensor([place, -place], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        most, least = found.tolist()
+        if most == -least:
+            return
+        places: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(places, place)
+        raise FullshardError(explain(places, self.names))
+
+
+def explain(places: list[int], names: list[str]) -> str:
+    """Which ranks skip which unit. In forward the first unit of those that ranks are at is the one that others have skipped, in
+    backward the last."""
+    end = 2 * len(names)
+    forward, backward = ([p for p in places if p < end and p % 2 == odd] for odd in (0, 1))
+    skipped = min(forward) if forward else max(backward)
+    ranks = [rank for rank, place in enumerate(places) if place != skipped]
+    at = places[ranks[0]]
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{' …' * (len(ranks) > 8)}"
+    return (
+        f"{who} skipped unit {names[skipped // 2]} in {'forward' if forward else 'backward'}, and went on to "
+        f"{'the end' if at == end else f'unit {names[at // 2]}'}, where rank {places.index(skipped)} computes it; call the same "
+        "units in the same order on every rank, and multiply by 0 what shall not count"
+    )
