@@ -86,7 +86,8 @@ def train_step(
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
     program = _program(state, loss, units)
     if loss not in state.checked:
-        state.notes += check_traced(state, program.trace(*args))  # the call traces no second time
+        notes = check_traced(state, program.trace(*args))  # the call traces no second time
+        state.notes = tuple(dict.fromkeys((*state.notes, *notes)))
         state.checked.add(loss)
     state.params, state.moments, state.rest, found = program(*args)
     if state.step == 0:

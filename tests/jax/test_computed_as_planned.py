@@ -296,16 +296,15 @@ def counted_loss(model, batch):
 
 
 def test_a_loss_that_tells_its_count_may_be_accumulated():
-    """All tensors equal those of the unsharded model, but biases of keys: their gradients are zero in fp64, and Adam makes
-    steps of what rounding leaves of them in fp32."""
+    """One step of SGD shows that all gradients are those of the unsharded model. Under Adam, biases of keys differ all the same:
+    what rounding leaves of a gradient of zero is 1e-10, and Adam divides it by itself and 1e-8."""
     draw = np.random.default_rng(0)
     rows = {"input_ids": draw.integers(0, VOCABULARY, (24, 8)), "labels": draw.integers(0, VOCABULARY, (24, 8))}
     shape = fs.Batch(1, 8, 3)
     plan = fs.zero3(on_jax.describe(Attending), devices=8, batch=shape, precision=fs.Precision(compute="fp32"))
-    state = on_jax.shard(Attending, plan, fs.AdamW(lr=LR, weight_decay=0.0))
+    state = on_jax.shard(Attending, plan, fs.SGD(lr=1.0))
     parts = [{k: v[i : i + 8] for k, v in rows.items()} for i in (0, 8, 16)]
-    for _ in range(3):
-        on_jax.train_step(state, parts, loss=counted_loss)
+    on_jax.train_step(state, parts, loss=counted_loss)
 
     graph, params, rest = nnx.split(Attending(nnx.Rngs(jax.random.key(0))), nnx.Param, ...)
 
@@ -313,19 +312,9 @@ def test_a_loss_that_tells_its_count_may_be_accumulated():
         found = counted_loss(nnx.merge(graph, params, rest), rows)
         return found.sum / found.count
 
-    with jax.enable_x64(True):
-        exact = jax.tree.map(lambda p: np.abs(p).max(), jax.grad(mean)(jax.tree.map(lambda p: p.astype(np.float64), params)))
-    transformation, trained = optax.adamw(LR, weight_decay=0.0), params
-    moments, gradient = transformation.init(params), jax.jit(jax.grad(mean))
-    for _ in range(3):
-        updates, moments = transformation.update(gradient(trained), moments, trained)
-        trained = optax.apply_updates(trained, updates)
-    values, gradients = (dict(nnx.to_flat_state(tree)) for tree in (trained, exact))
+    before, gradients = (dict(nnx.to_flat_state(tree)) for tree in (params, jax.jit(jax.grad(mean))(params)))
     for name, path in state.paths.items():
-        off = np.abs(np.asarray(state.params[name]) - np.asarray(values[path].get_value())).max()
-        if name.endswith("key.bias"):
-            assert gradients[path].get_value() < 1e-9
-            assert off < 3 * LR
-        else:
-            assert gradients[path].get_value() > 1e-5, name
-            assert off < 1e-5, name
+        gradient = np.asarray(gradients[path].get_value())
+        wanted = np.asarray(before[path].get_value()) - gradient
+        np.testing.assert_allclose(state.params[name], wanted, atol=1e-5, err_msg=name)
+        assert (np.abs(gradient).max() < 1e-8) == name.endswith("key.bias"), name
