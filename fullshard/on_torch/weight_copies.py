@@ -123,6 +123,13 @@ class WeightCopies:
         for p in self._model().parameters():
             p.grad = None
 
+    def clear_up(self) -> None:
+        """After a forward or backward that failed, unless one runs: a loop of one's own calls nothing else after a backward."""
+        model = self._model()
+        if unfinished(model) and not in_backward() and not runs_now(model):
+            self._reset(model)
+            self._show_shards()
+
     def drop_unreduced(self) -> None:
         for unit in self.units:
             unit.drop_unreduced()
@@ -168,6 +175,7 @@ def clear_all_gradients(copies: WeightCopies, optimizer: torch.optim.Optimizer) 
 def _zero_grad(
     own: Callable[..., None], found: "weakref.ref[torch.optim.Optimizer]", copies: WeightCopies, *args: Any, **kwargs: Any
 ) -> None:
+    copies.clear_up()
     copies.drop_unreduced()
     optimizer = found()
     assert optimizer is not None
