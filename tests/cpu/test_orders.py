@@ -25,3 +25,12 @@ def test_a_write_that_the_oracle_does_not_know_of_is_found_and_nothing_else_is_l
     assert "norm.weight is" in found
     short, _ = shrink(case, found, ranks)
     assert short.legs == (Leg(2, replace(plan, accumulate=1), (tamper,)),)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_parameters_are_masters_after_a_backward_of_ones_own_that_raised(ranks, strategy):
+    look = Action(0, "read_twice", {"reader": "values"})
+    fails = {"loop": "own", "place": "block 0", "backward": True, "error": "fault", "micro": 0, "loss": "summed"}
+    actions = (look, Action(1, "failing_step", fails, look="parameters"))
+    case = replace(draw_case(0), compute="bf16", attached=False, legs=(Leg(2, PlanChoice(strategy), actions),))
+    assert play(case, ranks).wrong is None
