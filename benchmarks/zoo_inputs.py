@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 ROWS, TOKENS, TARGETS = 2, 12, 7
 ASKED = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
-NAMED = re.compile(r"`?\b([a-z]+_(?:ids|values|features|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
+NAMED = re.compile(r"`?\b([a-z_]+_(?:ids|values|features|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
 FEATURES = re.compile(r"features?:?\s*(?:torch\.Size\(\[)?(\d+)")
 TOKEN_COUNT = re.compile(r"tokens:?\s*(\d+)")
 
@@ -32,6 +32,8 @@ class Guess:
         ids = lambda n: torch.randint(3, max(4, min(vocabulary, 99)), (rows, n), generator=draw)
         width = self.sizes.get("width") or next(iter(_sizes(self.config, r"^(hidden_size|d_model|n_embd)$")), 32)
         if name in ("input_ids", "sequence_ids"):
+            if "MultipleChoice" in type(self.model).__name__:
+                return ids(2 * TOKENS).view(rows, 2, TOKENS)
             return self._with_images(ids(TOKENS))
         if name.endswith("decoder_input_ids"):
             return ids(TARGETS)
