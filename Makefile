@@ -7,6 +7,7 @@ EXTRAS_demo := torch
 EXTRAS_install := data,hf,page,plot,migrate
 EXTRAS_dev := dev,jax
 EXTRAS_docs := docs
+EXTRAS_versions := torch,jax,data,hf
 HOLDS_demo := demo
 HOLDS_install := demo install
 HOLDS_dev := demo install dev
@@ -22,7 +23,7 @@ JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_ru
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-torch test-jax-first test-float8 test-all test-jax lint style types bench docs clean
+.PHONY: install demo test test-torch test-jax-first test-float8 test-all test-jax test-versions lint style types bench docs clean
 
 # What a user needs: training, Hugging Face models, data preparation, benchmark plots, the page, migration.
 install: $(VENV)/.install
@@ -52,6 +53,18 @@ test-all: lint $(VENV)/.float8
 # All that is quick of the JAX engine. By itself: a process that has used JAX must not fork, as loaders of torch do.
 test-jax: $(VENV)/.dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/jax
+
+# The lowest versions that pyproject.toml declares, all at once, and the newest that pip finds. Each end has an environment.
+test-versions: build/versions/lowest/.made build/versions/newest/.made
+	build/versions/lowest/bin/python -m pytest tests/versions
+	build/versions/newest/bin/python -m pytest tests/versions
+
+build/versions/%/.made: pyproject.toml constraints.txt tests/versions/bounds.py
+	mkdir -p build/versions
+	$(PYTHON) tests/versions/bounds.py $* $(EXTRAS_versions) > build/versions/$*.txt
+	$(PYTHON) -m venv --clear build/versions/$*
+	build/versions/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint build/versions/$*.txt --editable '.[$(EXTRAS_versions)]' pytest
+	touch $@
 
 lint: style types
 

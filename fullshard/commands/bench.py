@@ -28,19 +28,25 @@ def bench(
     ] = None,
     over: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE …", help="Keys of the recipe and the values to try; all combinations run."),
+        typer.Option(
+            "--over", metavar="KEY=VALUE,VALUE …", help="Keys of the recipe and the values to try; all combinations run."
+        ),
     ] = None,
     peers: Annotated[
-        str | None, typer.Option(metavar="NAMES|auto", help="Other systems to measure beside; auto: those installed.")
+        str | None, typer.Option("--peers", metavar="NAMES|auto", help="Other systems to measure beside; auto: those installed.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks of a case.  [default: the GPUs, or 2]")] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of a case.")] = 8,
-    warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Steps before them.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks of a case.  [default: the GPUs, or 2]")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Timed steps of a case.")] = 8,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=1, help="Steps before them.")] = 3,
     seconds: Annotated[
         float,
         typer.Option("--case-seconds", metavar="SECONDS", min=1, help="The longest that a case may take, start-up included."),
     ] = 300.0,
-    limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Device memory that a rank may use, such as 24GiB.")] = None,
+    limit: Annotated[
+        str | None, typer.Option("--limit", metavar="BYTES", help="Device memory that a rank may use, such as 24GiB.")
+    ] = None,
     engine: EngineName = "torch",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For results, one file a case.")] = Path(
         "bench/latest"

@@ -69,7 +69,9 @@ def _about(checkpoint_dir: Any, name: str) -> dict[str, Any]:
 @app.command("show")
 def show(
     path: Where,
-    tensors: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors of this name (wildcards).")] = "model.*",
+    tensors: Annotated[
+        str, typer.Option("--tensors", metavar="PATTERN", help="Only tensors of this name (wildcards).")
+    ] = "model.*",
     values: Annotated[bool, typer.Option("--values/--no-values", help="Read them: mean, deviation, range, NaN.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +151,8 @@ def diff(
 def gc(
     path: CheckpointDir,
     keep: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Also remove all but the newest N whole ones.", show_default="all stay")
+        int,
+        typer.Option("--keep", metavar="N", min=0, help="Also remove all but the newest N whole ones.", show_default="all stay"),
     ] = 0,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
@@ -267,10 +270,12 @@ def export(
     ] = Format.hf,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where config and tokenizer are copied from.", show_default="the run's model"),
+        typer.Option(
+            "--config", metavar="DIR", help="Where config and tokenizer are copied from.", show_default="the run's model"
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32.", show_default="as the original, or fp32")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32.", show_default="as the original, or fp32")
     ] = None,
 ) -> None:
     """Turn a checkpoint's weights into what other programs read, a tensor at a time.
@@ -286,8 +291,10 @@ def export(
 def import_(
     source: Annotated[str, typer.Argument(metavar="PATH", help="A DCP directory, .pt file(s), DeepSpeed, Hugging Face, Orbax.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to put the checkpoint into.")],
-    step: Annotated[int, typer.Option(metavar="N", min=0, help="The step to note down.")] = 0,
-    prefix: Annotated[str, typer.Option(metavar="TEXT", help="What the weights' names begin with there; it is cut off.")] = "",
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step to note down.")] = 0,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="TEXT", help="What the weights' names begin with there; it is cut off.")
+    ] = "",
 ) -> None:
     """Make a checkpoint of somebody else's weights. Nothing in them is executed.
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -19,11 +20,12 @@ from fullshard.status import say, shown
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
 EngineName = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="What carries the plan out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-Classes = Annotated[list[str] | None, typer.Option("--class", metavar="NAME", help="Each module of this class is a unit.")]
+unit_option = partial(typer.Option, rich_help_panel="Units by hand")
+Classes = Annotated[list[str] | None, unit_option("--class", metavar="NAME", help="Each module of this class is a unit.")]
 Names = Annotated[
-    list[str] | None, typer.Option("--names", metavar="PATTERN", help="Each module of this path is a unit (wildcards).")
+    list[str] | None, unit_option("--names", metavar="PATTERN", help="Each module of this path is a unit (wildcards).")
 ]
-MinParams = Annotated[int, typer.Option(metavar="N", help="Each module with at least N parameters is a unit.")]
+MinParams = Annotated[int, unit_option("--min-params", metavar="N", help="Each module with at least N parameters is a unit.")]
 
 
 def describe_model(

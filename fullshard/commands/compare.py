@@ -24,29 +24,38 @@ def compare(
         str,
         typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable."),
     ],
-    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="8xh100, or a file of `measure`.")],
-    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
+    cluster: Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help="8xh100, or a file of `measure`.")],
+    sequence: Annotated[int, typer.Option("--sequence", metavar="N", help="Tokens in a sequence.")] = 1024,
     global_batch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Sequences in a step, over all devices.", show_default="a micro-batch a device"),
+        typer.Option(
+            "--global-batch", metavar="N", help="Sequences in a step, over all devices.", show_default="a micro-batch a device"
+        ),
     ] = None,
-    micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences a rank computes at a time.")] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", help="Sequences a rank computes at a time.")] = 1,
     sync: Annotated[
-        Sync, typer.Option(help="Reduce gradients after every micro-batch, or the last only; zero1 always the last.")
+        Sync, typer.Option("--sync", help="Reduce gradients after every micro-batch, or the last only; zero1 always the last.")
     ] = Sync.every,  # type: ignore[attr-defined]
-    remat: Annotated[Remat, typer.Option(help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
+    remat: Annotated[Remat, typer.Option("--remat", help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
     compute: Annotated[
         DType | None,
-        typer.Option(help="Dtype of gathered parameters and activations.", show_default="bf16; fp32 on CPUs"),
+        typer.Option("--compute", help="Dtype of gathered parameters and activations.", show_default="bf16; fp32 on CPUs"),
     ] = None,
-    reduce: Annotated[DType, typer.Option(help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
-    master: Annotated[Master, typer.Option(help="Dtype of parameters and optimizer state at rest.")] = Master.fp32,  # type: ignore[attr-defined]
+    reduce: Annotated[DType, typer.Option("--reduce", help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
+    master: Annotated[Master, typer.Option("--master", help="Dtype of parameters and optimizer state at rest.")] = Master.fp32,  # type: ignore[attr-defined]
     replicate: Annotated[
         int | None,
-        typer.Option(metavar="N", help="hybrid: copies of the sharded model.", show_default="one a node, if there are several"),
+        typer.Option(
+            "--replicate",
+            metavar="N",
+            help="hybrid: copies of the sharded model.",
+            show_default="one a node, if there are several",
+        ),
     ] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Do not compile blocks.")] = False,
-    limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of a device to use, such as 24GiB.")] = None,
+    limit: Annotated[
+        str | None, typer.Option("--limit", metavar="BYTES", help="Memory of a device to use, such as 24GiB.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare DDP, ZeRO-1, ZeRO-2, ZeRO-3, hybrid and offload for MODEL on a cluster; nothing runs.

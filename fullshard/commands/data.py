@@ -24,25 +24,30 @@ def pack(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A Hugging Face dataset: a name on the hub, a save_to_disk directory, or files."),
+        typer.Option(
+            "--dataset", metavar="NAME", help="A Hugging Face dataset: a name on the hub, a save_to_disk directory, or files."
+        ),
     ] = None,
-    subset: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its configuration.")] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="--dataset: its split.", show_default="train")] = None,
+    subset: Annotated[str | None, typer.Option("--subset", metavar="NAME", help="--dataset: its configuration.")] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", metavar="NAME", help="--dataset: its split.", show_default="train")
+    ] = None,
     tokenizer: Annotated[
-        str, typer.Option(metavar="PATH", help="A Hugging Face tokenizer.json, a directory with one, or bytes.")
+        str, typer.Option("--tokenizer", metavar="PATH", help="A Hugging Face tokenizer.json, a directory with one, or bytes.")
     ] = "bytes",
     end: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="The token that ends a document; found by itself if common.")
+        str | None, typer.Option("--end", metavar="TOKEN", help="The token that ends a document; found by itself if common.")
     ] = None,
     field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What holds the text, or the messages.", show_default="text, or found")
+        str | None,
+        typer.Option("--field", metavar="NAME", help="What holds the text, or the messages.", show_default="text, or found"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Records are conversations; only answers are to be predicted.")] = False,
     template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="--chat: a Jinja template.", show_default="the tokenizer's")
+        Path | None, typer.Option("--template", metavar="FILE", help="--chat: a Jinja template.", show_default="the tokenizer's")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes that tokenise.", show_default="all cores")
+        int | None, typer.Option("--workers", metavar="N", min=1, help="Processes that tokenise.", show_default="all cores")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,7 +16,8 @@ def measure(
         "cluster.json"
     ),
     disk: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The directory whose disk is timed.", show_default="temporary files")
+        Path | None,
+        typer.Option("--disk", metavar="DIR", help="The directory whose disk is timed.", show_default="temporary files"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A rougher look, in seconds.")] = False,
     engine: EngineName = "torch",

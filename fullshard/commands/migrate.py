@@ -17,9 +17,11 @@ def migrate(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to FILE.  [default: print it]")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(metavar="deepspeed|accelerate|torchtitan|fsdp", help="What FILE is.  [default: found]")
+        str | None, typer.Option("--kind", metavar="deepspeed|accelerate|torchtitan|fsdp", help="What FILE is.  [default: found]")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks that FILE is for, where it does not say.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Ranks that FILE is for, where it does not say.")
+    ] = None,
 ) -> None:
     """Make a recipe from another system's configuration. What is not carried over is listed; no code of FILE runs.
 

@@ -1,4 +1,4 @@
-"""Options of a command in groups: a frozen dataclass each, a panel of its own in the command's help."""
+"""Options of a command in groups: a frozen dataclass each."""
 
 import dataclasses
 import functools
@@ -7,14 +7,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-import typer.models
-
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer wants it: each parameter that is a dataclass becomes an option for each of its fields.
-
-    The first line of a dataclass's docstring is the title of its panel.
-    """
+    """The command as typer wants it: each parameter that is a dataclass becomes an option for each of its fields."""
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
     groups = {name: hints[name] for name in parameters if dataclasses.is_dataclass(hints[name])}
@@ -35,13 +30,6 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(group: Any) -> list[inspect.Parameter]:
-    """An option for each field of a dataclass, all in the panel of its name."""
-    hints, title = typing.get_type_hints(group, include_extras=True), (group.__doc__ or "").splitlines()[0]
-    found = []
-    for field in dataclasses.fields(group):
-        for option in typing.get_args(hints[field.name])[1:]:
-            if isinstance(option, typer.models.OptionInfo):
-                option.rich_help_panel = title
-        annotation, kind = hints[field.name], inspect.Parameter.KEYWORD_ONLY
-        found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
-    return found
+    """A keyword for each field of a dataclass."""
+    hints, kind = typing.get_type_hints(group, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in dataclasses.fields(group)]

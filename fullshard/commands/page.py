@@ -19,13 +19,15 @@ def page(
         list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs to show; several are drawn together.")
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="The Plan view begins with it: a preset, or a Hugging Face directory.")
+        str, typer.Option("--model", metavar="MODEL", help="The Plan view begins with it: a preset, or a Hugging Face directory.")
     ] = "llama3-8b",
-    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="The same: 64xh100, or a file of `measure`.")] = "8xh100",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="CLUSTER", help="The same: 64xh100, or a file of `measure`.")
+    ] = "8xh100",
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="An address of this machine that no other can reach.")
+        str, typer.Option("--host", metavar="ADDRESS", help="An address of this machine that no other can reach.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0: any that is free.")] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Only print the address; open no browser.")] = False,
 ) -> None:
     """Show plans and runs in the browser: what a plan costs as you change it, and how runs go.

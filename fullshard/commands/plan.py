@@ -54,10 +54,12 @@ def plan(
     search_options: SearchOptions,
     strategy_options: StrategyOptions,
     unit_options: UnitOptions,
-    sequence: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 1024,
+    sequence: Annotated[int, typer.Option("--sequence", metavar="N", help="Tokens in a sequence.")] = 1024,
     engine: Annotated[
         str | None,
-        typer.Option(metavar="|".join(ENGINES), help="What shall carry the plan out.", show_default="torch; jax for TPUs"),
+        typer.Option(
+            "--engine", metavar="|".join(ENGINES), help="What shall carry the plan out.", show_default="torch; jax for TPUs"
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan as JSON to FILE.")] = None,
     as_json: AsJson = False,
@@ -100,7 +102,9 @@ def _with_extra_fixes(options: SearchOptions, extra: list[str]) -> SearchOptions
 
 def explain(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    diff: Annotated[Path | None, typer.Option(metavar="OTHER", help="Say what differs from PLAN to OTHER instead.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option("--diff", metavar="OTHER", help="Say what differs from PLAN to OTHER instead.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan file as a table, or say in words how another one differs from it."""

@@ -18,11 +18,13 @@ def profile(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps to profile.  [default: 3]")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Steps to profile.  [default: 3]")] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="DIR", help="The directory for the profiled run.  [default: runs/profile-N]")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")
+    ] = None,
     engine: EngineName = "torch",
     traces: Annotated[bool, typer.Option("--traces", help="Of a RUN: read its traces again, not its breakdown.json.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the breakdown as JSON.")] = False,

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fullshard.planner.search.search import SearchResult
 
 Loss = StrEnum("Loss", {name: name for name in ("chunked", "plain")})  # type: ignore[misc]
+option = partial(typer.Option, rich_help_panel="Search for the best plan")
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,35 @@ class SearchOptions:
     """Search for the best plan"""
 
     cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="Find the best plan for it: 64xh100, or a file of `measure`.")
+        str | None, option("--cluster", metavar="CLUSTER", help="Find the best plan for it: 64xh100, or a file of `measure`.")
     ] = None
     global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences in a step, over all devices.", show_default="1 a device")
+        int | None,
+        option("--global-batch", metavar="N", help="Sequences in a step, over all devices.", show_default="1 a device"),
     ] = None
     fix: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE …", help="Choices that the search keeps (remat=full home.optimizer=host …)."),
+        option("--fix", metavar="KEY=VALUE …", help="Choices that the search keeps (remat=full home.optimizer=host …)."),
     ] = None
-    limit: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of a device to use, such as 24GiB.")] = None
+    limit: Annotated[str | None, option("--limit", metavar="BYTES", help="Memory of a device to use, such as 24GiB.")] = None
     mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="A device fails every 50000h, 400d, 5y: say how often to save.")
+        str | None, option("--mtbf", metavar="TIME", help="A device fails every 50000h, 400d, 5y: say how often to save.")
     ] = None
     price: Annotated[
-        float | None, typer.Option(metavar="N", help="Of one device for an hour: say what a million tokens cost.")
+        float | None, option("--price", metavar="N", help="Of one device for an hour: say what a million tokens cost.")
     ] = None
-    no_clip: Annotated[
-        bool, typer.Option("--no-clip", help="Gradients are not clipped, so that no update waits for their norm.")
-    ] = False
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace the model again, although its costs are kept on disk.")] = (
+    no_clip: Annotated[bool, option("--no-clip", help="Gradients are not clipped, so that no update waits for their norm.")] = (
         False
     )
-    loss: Annotated[Loss | None, typer.Option(help="How the loss is computed.", show_default="chunked; plain with --call")] = None
+    no_cache: Annotated[bool, option("--no-cache", help="Trace the model again, although its costs are kept on disk.")] = False
+    loss: Annotated[
+        Loss | None, option("--loss", help="How the loss is computed.", show_default="chunked; plain with --call")
+    ] = None
     call: Annotated[
         str | None,
-        typer.Option(metavar="FILE.PY:CALLABLE", help="A function (model, batch) -> logits that the model is called through."),
+        option(
+            "--call", metavar="FILE.PY:CALLABLE", help="A function (model, batch) -> logits that the model is called through."
+        ),
     ] = None
 
     def given(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -24,57 +25,70 @@ Attention = StrEnum("Attention", {name: name for name in ("auto", "cudnn", "flas
 Kernel = StrEnum("Kernel", {name: name for name in ("auto", "fused", "torch")})  # type: ignore[misc]
 WireMemory = StrEnum("WireMemory", {name: name for name in ("torch", "nccl", "symmetric")})  # type: ignore[misc]
 WireFormat = StrEnum("WireFormat", {name: name for name in ("plain", "int8", "fp8")})  # type: ignore[misc]
+option = partial(typer.Option, rich_help_panel="Write down the plan of a strategy")
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
     """Write down the plan of a strategy"""
 
-    devices: Annotated[int | None, typer.Option(metavar="N", help="How many devices the plan is for.")] = None
+    devices: Annotated[int | None, option("--devices", metavar="N", help="How many devices the plan is for.")] = None
     strategy: Annotated[
-        Strategy | None, typer.Option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
+        Strategy | None, option("--strategy", help="What is sharded, and when it is gathered.", show_default="zero3")
     ] = None
-    replicate: Annotated[int, typer.Option(metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")] = 1
-    reshard: Annotated[int | None, typer.Option(metavar="N", help="hpz: ranks that keep the parameters after forward.")] = None
-    replicate_below: Annotated[int, typer.Option(metavar="N", help="mixed: units with fewer parameters stay whole.")] = 0
-    keep_whole: Annotated[list[str] | None, typer.Option(metavar="UNIT", help="mixed: units that stay whole.")] = None
-    tensor: Annotated[int, typer.Option(metavar="N", help="Devices each layer is split over.")] = 1
-    expert: Annotated[int, typer.Option(metavar="N", help="Devices the experts of a mixture are spread over.")] = 1
-    compute: Annotated[DType | None, typer.Option(help="Dtype of gathered parameters and activations.", show_default="fp32")] = (
+    replicate: Annotated[
+        int, option("--replicate", metavar="N", help="hybrid: copies of the sharded model (nodes, usually).")
+    ] = 1
+    reshard: Annotated[
+        int | None, option("--reshard", metavar="N", help="hpz: ranks that keep the parameters after forward.")
+    ] = None
+    replicate_below: Annotated[
+        int, option("--replicate-below", metavar="N", help="mixed: units with fewer parameters stay whole.")
+    ] = 0
+    keep_whole: Annotated[list[str] | None, option("--keep-whole", metavar="UNIT", help="mixed: units that stay whole.")] = None
+    tensor: Annotated[int, option("--tensor", metavar="N", help="Devices each layer is split over.")] = 1
+    expert: Annotated[int, option("--expert", metavar="N", help="Devices the experts of a mixture are spread over.")] = 1
+    compute: Annotated[
+        DType | None, option("--compute", help="Dtype of gathered parameters and activations.", show_default="fp32")
+    ] = None
+    reduce: Annotated[DType | None, option("--reduce", help="Dtype of gradients on the wire.", show_default="fp32")] = None
+    remat: Annotated[Remat | None, option("--remat", help="What blocks recompute in backward.", show_default="none")] = None
+    remat_every: Annotated[int, option("--remat-every", metavar="K", help="Recompute every K-th block only.")] = 1
+    micro_batch: Annotated[
+        int | None, option("--micro-batch", metavar="N", help="Sequences a rank computes at a time.", show_default="1")
+    ] = None
+    accumulate: Annotated[int | None, option("--accumulate", metavar="N", help="Micro-batches in a step.", show_default="1")] = (
         None
     )
-    reduce: Annotated[DType | None, typer.Option(help="Dtype of gradients on the wire.", show_default="fp32")] = None
-    remat: Annotated[Remat | None, typer.Option(help="What blocks recompute in backward.", show_default="none")] = None
-    remat_every: Annotated[int, typer.Option(metavar="K", help="Recompute every K-th block only.")] = 1
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences a rank computes at a time.", show_default="1")
-    ] = None
-    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.", show_default="1")] = None
     sync: Annotated[
-        Sync | None, typer.Option(help="Reduce gradients after every micro-batch, or the last only.", show_default="every")
+        Sync | None, option("--sync", help="Reduce gradients after every micro-batch, or the last only.", show_default="every")
     ] = None
     prefetch: Annotated[
-        int | None, typer.Option(metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
+        int | None, option("--prefetch", metavar="N", help="Units gathered ahead, forward and backward.", show_default="1")
     ] = None
     prefetch_forward: Annotated[
-        int | None, typer.Option(metavar="N", help="Units gathered ahead in forward.", show_default="as --prefetch")
+        int | None,
+        option("--prefetch-forward", metavar="N", help="Units gathered ahead in forward.", show_default="as --prefetch"),
     ] = None
     prefetch_backward: Annotated[
-        int | None, typer.Option(metavar="N", help="Units gathered ahead in backward.", show_default="as --prefetch")
+        int | None,
+        option("--prefetch-backward", metavar="N", help="Units gathered ahead in backward.", show_default="as --prefetch"),
     ] = None
-    compile: Annotated[bool, typer.Option("--compile", help="Compile each block.")] = False
-    output_dtype: Annotated[DType | None, typer.Option(help="Dtype that units cast their outputs to.")] = None
-    buffers: Annotated[DType | None, typer.Option(help="Dtype of floating-point buffers.")] = None
-    float8: Annotated[Float8 | None, typer.Option(help="Linear layers of blocks multiply in float8.")] = None
-    moments: Annotated[Moments | None, typer.Option(help="Low-bit moments of Adam.", show_default="the master's")] = None
-    wire_gather: Annotated[WireFormat | None, typer.Option(help="How parameters travel.", show_default="plain")] = None
-    wire_reduce: Annotated[WireFormat | None, typer.Option(help="How gradients travel.", show_default="plain")] = None
-    wire_block: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
-    wire_memory: Annotated[WireMemory | None, typer.Option(help="Memory of collectives.", show_default="torch")] = None
-    error_feedback: Annotated[bool, typer.Option("--error-feedback", help="Add what rounding took to later gradients.")] = False
-    attention_kernel: Annotated[Attention | None, typer.Option(help="Backend of attention.", show_default="auto")] = None
-    loss_kernel: Annotated[Kernel | None, typer.Option(help="Of the chunked loss.", show_default="auto")] = None
-    update_kernel: Annotated[Kernel | None, typer.Option(help="Of clipping and Adam.", show_default="auto")] = None
+    compile: Annotated[bool, option("--compile", help="Compile each block.")] = False
+    output_dtype: Annotated[DType | None, option("--output-dtype", help="Dtype that units cast their outputs to.")] = None
+    buffers: Annotated[DType | None, option("--buffers", help="Dtype of floating-point buffers.")] = None
+    float8: Annotated[Float8 | None, option("--float8", help="Linear layers of blocks multiply in float8.")] = None
+    moments: Annotated[Moments | None, option("--moments", help="Low-bit moments of Adam.", show_default="the master's")] = None
+    wire_gather: Annotated[WireFormat | None, option("--wire-gather", help="How parameters travel.", show_default="plain")] = None
+    wire_reduce: Annotated[WireFormat | None, option("--wire-reduce", help="How gradients travel.", show_default="plain")] = None
+    wire_block: Annotated[int, option("--wire-block", metavar="N", help="Elements that share a scale on the wire.")] = BLOCK
+    wire_memory: Annotated[WireMemory | None, option("--wire-memory", help="Memory of collectives.", show_default="torch")] = None
+    error_feedback: Annotated[bool, option("--error-feedback", help="Add what rounding took to later gradients.")] = False
+    attention_kernel: Annotated[
+        Attention | None, option("--attention-kernel", help="Backend of attention.", show_default="auto")
+    ] = None
+    loss_kernel: Annotated[Kernel | None, option("--loss-kernel", help="Of the chunked loss.", show_default="auto")] = None
+    update_kernel: Annotated[Kernel | None, option("--update-kernel", help="Of clipping and Adam.", show_default="auto")] = None
 
     def given(self) -> dict[str, object]:
         """The options that are set, by the names of their fields."""

@@ -30,15 +30,18 @@ def train(
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
     run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The run's directory.")] = Path("runs/latest"),
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")
+    ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="auto|PATH", help="Go on from the run's newest whole checkpoint, or from PATH.")
+        str | None,
+        typer.Option("--resume", metavar="auto|PATH", help="Go on from the run's newest whole checkpoint, or from PATH."),
     ] = None,
     accept: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although the recipe changes how training goes on.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Start the ranks again, up to N times, when some fail.")
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="Start the ranks again, up to N times, when some fail.")
     ] = 0,
     engine: EngineName = "torch",
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and stop.")] = False,

@@ -69,17 +69,24 @@ class Verdict:
             self.numbers |= {"host_share": share, "predicted_with_this_host": predicted}
             if abs(predicted / e.step_seconds - 1) > HOST:
                 words += f", {seconds_text(predicted)} with the host as it is, at {1 / share:.2f} of the cluster's pace"
-        wrong = abs(predicted / seconds - 1) > TIME
-        if on_gpu:  # a CPU's allocator keeps no count
+        slow, large = abs(predicted / seconds - 1) > TIME, False  # a CPU's allocator keeps no count
+        if on_gpu:
             self.numbers |= {"predicted_allocated": e.device.allocated_bytes, "measured_allocated": self.peak}
             words += f"; peak {bytes_text(self.peak)}, predicted {bytes_text(e.device.allocated_bytes)}"
-            wrong = wrong or abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
-        if not wrong:
+            large = abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
+        if not slow and not large:
             return words
         if not self.of_torch:
             return f"{words}: the prediction is of torch's kernels and allocator, and XLA has its own"
+        return f"{words}: {self._advice(slow=slow, large=large)}"
+
+    def _advice(self, *, slow: bool, large: bool) -> str:
+        """What to do about a wrong prediction. A measurement of this machine changes the predicted seconds, not the bytes."""
         again = "times this machine anew" if self.host.measured else "makes a cluster file of this machine"
-        return f"{words}: the prediction is off; `fullshard measure` {again} for plan.cluster"
+        timed = f"the predicted time is off; `fullshard measure` {again} for plan.cluster"
+        share = self.expected.device.allocated_bytes / self.peak - 1 if large else 0.0
+        held = f"the predicted memory is {abs(share):.0%} too {'low' if share < 0 else 'high'}, whatever the cluster file"
+        return "; ".join(said for said, wanted in ((timed, slow), (held, large)) if wanted)
 
 
 @dataclass

@@ -70,16 +70,24 @@ def test_a_step_that_is_slow_because_the_host_is_is_no_wrong_prediction(prepared
 def test_a_step_that_neither_explains_is_one(prepared):
     predicted = prepared.estimate.step_seconds
     words, _ = said(prepared, 2 * predicted, Told(*[1.1] * 6, seconds=predicted), on_gpu(prepared))
-    assert words.endswith("the prediction is off; `fullshard measure` makes a cluster file of this machine for plan.cluster")
+    assert words.endswith("the predicted time is off; `fullshard measure` makes a cluster file of this machine for plan.cluster")
     timed = Told(*[1.1] * 6, seconds=predicted)
     timed.measured = True
     words, _ = said(prepared, 2 * predicted, timed, on_gpu(prepared))
-    assert words.endswith("the prediction is off; `fullshard measure` times this machine anew for plan.cluster")
-    words, _ = said(
-        prepared, predicted, Told(*[1.02] * 6, seconds=0.98 * predicted), on_gpu(prepared) | {"memory_allocated": 1 << 40}
-    )
+    assert words.endswith("the predicted time is off; `fullshard measure` times this machine anew for plan.cluster")
+
+
+def test_memory_that_is_off_asks_for_no_measurement_of_the_machine(prepared):
+    """A cluster file holds seconds: it cannot change the bytes that are predicted."""
+    predicted, fitting = prepared.estimate.step_seconds, on_gpu(prepared)
+    more = fitting | {"memory_allocated": round(fitting["memory_allocated"] * 1.25)}
+    words, _ = said(prepared, predicted, Told(*[1.02] * 6, seconds=0.98 * predicted), more)
     assert "host" not in words
-    assert "the prediction is off" in words
+    assert "fullshard measure" not in words
+    assert "the predicted memory is 20% too low" in words
+    words, _ = said(prepared, 2 * predicted, Told(*[1.0] * 6, seconds=predicted), more)
+    assert "`fullshard measure` makes a cluster file" in words
+    assert "the predicted memory is 20% too low" in words
 
 
 def test_a_host_that_changes_is_looked_at_between_the_steps(prepared):

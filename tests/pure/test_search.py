@@ -574,3 +574,14 @@ def test_a_plan_that_does_not_fit_stays_as_it_is():
     description, where = presets.describe("llama3-8b"), Cluster.load("1xh200")
     plan = fs.zero3(description, devices=1, batch=fs.Batch(2, 4096), precision=fs.Precision(compute="bf16"))
     assert fs.tune_updates(plan, description, where) == (plan, None)
+
+
+def test_a_chosen_kernel_of_updates_keeps_state_on_the_device_and_the_rest_may_leave():
+    """The plan of a model that does not fit has an update that the kernel is for."""
+    found = find_plan(presets.describe("llama3-8b"), Cluster.named("1xh100"), sequence=4096, fix={"update_kernel": "torch"})
+    assert found.plan.kernels.update == "torch"
+    assert found.plan.offloads_state
+    assert "device" in {unit.home.optimizer for unit in found.plan.units}
+    whole = {"update_kernel": "torch", "home.optimizer": "host", "home.params": "host"}
+    with pytest.raises(FullshardError, match="the state of every unit rests off the device"):
+        find_plan(presets.describe("llama3-8b"), Cluster.named("1xh100"), sequence=4096, fix=whole)

@@ -77,8 +77,11 @@ class OffloadLevels:
         last = self._last_units(level - below) if below < self.top else set()
         blocks = {u.name for u in self.description.units if u.kind == "block"}
 
+        # A chosen kernel of updates needs state on the device: the first unit's, which would leave last.
+        kept = self.plan.units[0].name if self.plan.kernels.update != "auto" else None
+
         def home(unit: Unit) -> Home:
-            found = self.levels[below + (unit.name in last)]
+            found = self.levels[0 if unit.name == kept else below + (unit.name in last)]
             return found if unit.name in blocks else replace(found, activations=self.levels[0].activations)
 
         units = tuple(replace(u, home=home(u)) for u in self.plan.units)
