@@ -40,14 +40,14 @@ def kept_choices(plan: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def settled(recipe: Recipe, cluster: Cluster, kept: dict[str, Any]) -> tuple[Recipe, set[str]]:
+def settled(recipe: Recipe, cluster: Cluster, kept: dict[str, Any], engine: str) -> tuple[Recipe, set[str]]:
     """The recipe with its compute dtype, and with what it leaves open and a checkpoint keeps; the keys of the latter."""
     plan, train = recipe.plan, recipe.train
     own: dict[str, Any] = {key: kept[key] for key in ("compute", "compile") if key in kept and getattr(plan, key) is None}
     rows = train.micro_batch or kept.get("micro_batch", 0)
     accumulate, rest = divmod(train.global_batch, cluster.devices // plan.tensor * rows or 1)
     cut_as_before = rows > 0 and not rest  # another number of ranks may not allow it
-    if cut_as_before and plan.sync is None and "sync" in kept and (accumulate > 1 or kept["sync"] == "every"):
+    if cut_as_before and accumulate > 1 and plan.sync is None and "sync" in kept and engine == "torch":
         own["sync"] = kept["sync"]
     used, update = set(own), {"micro_batch": train.micro_batch}
     if train.micro_batch is None and cut_as_before:

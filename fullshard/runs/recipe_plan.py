@@ -56,7 +56,7 @@ def find_recipe_plan(
     `data`: opens the training data, of which a batch is traced if the objective is not causal. `kept`: choices of the run that
     this one goes on with, see `plan_choices`.
     """
-    asked, used = settled(recipe, cluster, kept or {})
+    asked, used = settled(recipe, cluster, kept or {}, engine.name)
     if recipe.plan.file is not None:
         plan = _plan_of_file(recipe, recipe.plan.file, cluster.devices)
         known, strategy = _shipped(asked, plan.precision.compute), "file"

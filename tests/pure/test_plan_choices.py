@@ -198,3 +198,10 @@ def test_utilisation_counts_against_the_fastest_dtype_of_training():
     assert slow.mfu / fast.mfu == pytest.approx(slow.tokens_per_second / fast.tokens_per_second, rel=0.02)
     peak = replace(where.device.peak, bf16=1e12)
     assert (peak.fastest, peak.training) == ("fp32", where.device.peak.fp32)
+
+
+def test_a_run_of_torch_goes_on_with_jax():
+    """JAX has no late reductions."""
+    plan = fs.zero3(fs.presets.describe("llama-nano"), devices=2, batch=fs.Batch(2, 4096, 4, "last"))
+    found_there = found(recipe("llama-nano", 16), "2xcpu", kept_choices(plan.to_dict()), engine=Describes("jax"))
+    assert (found_there.plan.batch.micro_batch, found_there.plan.batch.sync) == (2, "every")
