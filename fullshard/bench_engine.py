@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from fullshard.engine import refuse_engine
 from fullshard.errors import FullshardError, nearest
 from fullshard.optimizer import Optimizer
-from fullshard.plan import DType, Plan
+from fullshard.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class BenchEngine(Protocol):
     def make_contestant(self, state: Any, loss: Any, clip: float | None) -> Contestant:
         """The steps of a state that the engine's `shard` returned."""
 
-    def flops(self, model: Any, sequence: int, compute: DType) -> tuple[float, float | None]:
-        """Of a token in a training step, and the most that this rank's device does in a second by its maker; None if unknown."""
+    def flops(self, model: Any, sequence: int) -> tuple[float, float | None]:
+        """Of a token in a training step, and the most that this rank's device does in a second of training by its maker; None
+        if unknown."""
 
     def limit_memory(self, nbytes: int | None) -> None:
         """Let this rank's device have no more than `nbytes`; None lifts the limit."""

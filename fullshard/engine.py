@@ -365,7 +365,7 @@ class Engine(Protocol[ModelT, StateT]):
         """Of a training step, without what is computed again. `model`: a state's."""
 
     def peak_flops(self, state: StateT) -> float | None:
-        """Of this rank's device in the compute dtype, by its maker; None if unknown."""
+        """Of this rank's device in its fastest dtype of training, by its maker; None if unknown."""
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:
     unknown, missing or of another version."""
     if not isinstance(data, dict):
         raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
-    data = dict(data)
+    data = {key: value for key, value in data.items() if key != "choices"}  # of a run: who made them, which is no part of it
     version = data.pop("version", None)
     if type(version) is not int or version != VERSION:
         raise PlanError(f"plan version {version!r} is not known here; this fullshard reads version {VERSION}")

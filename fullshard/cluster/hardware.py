@@ -37,6 +37,16 @@ class PeakFlops:
     def __post_init__(self) -> None:
         check_positive(self, "peak")
 
+    @property
+    def fastest(self) -> Literal["bf16", "fp32"]:
+        """The dtype that training computes in the fastest. Float8 is none of them: it is approximate, and for products alone."""
+        return "bf16" if self.bf16 > (self.fp32 or 0.0) else "fp32"
+
+    @property
+    def training(self) -> float:
+        """Dense flops a second in the fastest dtype of training, which utilisation counts against."""
+        return max(self.bf16, self.fp32 or 0.0)
+
 
 @dataclass(frozen=True)
 class Device:

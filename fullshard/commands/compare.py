@@ -71,7 +71,7 @@ def compare(
     from fullshard.text import parse_bytes
 
     where = Cluster.load(cluster)
-    dtype = str(compute or ("fp32" if where.device.kind == "cpu" else "bf16"))
+    dtype = str(compute or where.device.peak.fastest)
     shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch, "micro_batch": micro_batch, "sync": str(sync)}
     batch = comparison.cut_batch(where, **shape)
     choices: dict[str, Any] = {

@@ -87,7 +87,7 @@ def search(
     failing = parse_mtbf(options.mtbf) if options.mtbf else None
     where, fixed = _priced(options.cluster, options.price), dict(_pin(text) for text in options.fix or [])
     limit = parse_bytes(options.limit) if options.limit else None
-    compute: Any = fixed.get("compute", "fp32" if where.device.kind == "cpu" else "bf16")
+    compute: Any = fixed.get("compute", where.device.peak.fastest)
     tensor = fixed.get("tensor", 1)
     loss, ranks = options.planned_loss, tensor if isinstance(tensor, int) else 1
     description = describe_costs(model, sequence, compute, ranks, fresh=options.no_cache, call=options.call)

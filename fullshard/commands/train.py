@@ -6,12 +6,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.commands.common import EngineName
-from fullshard.engine import load_engine
+from fullshard.engine import Engine, load_engine
 from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks, launched
 from fullshard.slurm import adopt_slurm
@@ -19,6 +19,7 @@ from fullshard.status import phases, say, tell, unsaid
 
 if TYPE_CHECKING:
     from fullshard.runs.prepare import Prepared
+    from fullshard.runs.recipe import Recipe
     from fullshard.runs.watchdog import Watchdog
 
 HANG_SECONDS = 300.0  # until the recipe is read, which has its own
@@ -147,27 +148,42 @@ def _prepare_together(given: Given, watchdog: "Watchdog") -> "Prepared":
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog))
+    kept = _kept_by_all(given, engine) if given.resume else None
+    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog, kept))
     from fullshard.runs.agreement import identity, refuse_disagreement
 
     refuse_disagreement(engine.all_or_none(lambda: identity(prepared, given.run, given.resume)), engine)
     return prepared
 
 
-def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog") -> "Prepared":
-    """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
-    they start."""
+def _kept_by_all(given: Given, engine: Engine[Any, Any]) -> dict[str, Any]:
+    """What the run keeps of its checkpoint: the first rank looks, and the others hear of it. Collective."""
+    from fullshard.runs.resuming import kept_of
+
+    board = engine.messages()
+    engine.first_decides(lambda: board.put("kept", kept_of(_recipe(given), given.run, given.resume)))
+    found: dict[str, Any] = board.get("kept")
+    return found
+
+
+def _recipe(given: Given) -> "Recipe":
     from fullshard.runs.profile_recipe import profile_recipe
     from fullshard.runs.recipe import load_recipe
 
-    recipe = load_recipe(given.recipe, given.overrides)  # a wrong one is told before the seconds that imports take
-    recipe = profile_recipe(recipe, given.profile) if given.profile else recipe
+    recipe = load_recipe(given.recipe, given.overrides)
+    return profile_recipe(recipe, given.profile) if given.profile else recipe
+
+
+def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog", kept: dict[str, Any] | None = None) -> "Prepared":
+    """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
+    they start. `kept`: what is kept of a checkpoint, if it is known."""
+    recipe = _recipe(given)  # a wrong one is told before the seconds that imports take
     watchdog.seconds = recipe.train.hang_seconds
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
     from fullshard.runs.prepare import prepare
-    from fullshard.runs.resuming import refuse_resume
+    from fullshard.runs.resuming import kept_of, refuse_resume
     from fullshard.runs.run_directory import refuse_path, refuse_run
 
     refuse_sinks(recipe)
@@ -177,7 +193,7 @@ def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog") -> "Prepared
     if ranks is None:
         here = engine.local_devices()  # asked in any case: from then on this process takes none of them
         ranks = here if given.ranks is None else given.ranks
-    prepared = prepare(recipe, ranks, engine)
+    prepared = prepare(recipe, ranks, engine, kept_of(recipe, given.run, given.resume) if kept is None else kept)
     if given.resume is None:
         refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later
     elif given.resume != "auto" or os.environ.get("RANK", "0") == "0":  # one rank looks for the newest: the others hear of it

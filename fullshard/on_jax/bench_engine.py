@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from fullshard.bench_engine import CountedCollective, PeerRequest, refuse_peer
-from fullshard.cluster.hardware import DEVICES
 from fullshard.errors import FullshardError
 from fullshard.on_jax.describe import Factory
 from fullshard.on_jax.flops import flops_per_token
 from fullshard.on_jax.hlo_collectives import collectives_of
-from fullshard.on_jax.jax_devices import preset_of
+from fullshard.on_jax.jax_devices import known_device
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction
 from fullshard.on_jax.model_loading import built
 from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
 from fullshard.on_jax.step import lowered_step, train_step
-from fullshard.plan import DType, Mesh
+from fullshard.plan import Mesh
 
 PEERS: tuple[str, ...] = ("plain",)
 KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all_reduce", "other": "all_to_all"}
@@ -101,12 +100,9 @@ def make_peer(name: str, request: PeerRequest) -> JaxPeer:
     return JaxPeer(plain_step(request))
 
 
-def flops(model: Factory, sequence: int, compute: DType) -> tuple[float, float | None]:
-    device = jax.local_devices()[0]
-    known = None if device.platform == "cpu" else preset_of(device.device_kind)
-    peaks = DEVICES[known].peak if known else None
-    peak = None if peaks is None else peaks.fp32 if compute == "fp32" else peaks.bf16
-    return flops_per_token(built(model), sequence), peak
+def flops(model: Factory, sequence: int) -> tuple[float, float | None]:
+    known = known_device(jax.local_devices()[0])
+    return flops_per_token(built(model), sequence), known.peak.training if known else None
 
 
 def limit_memory(nbytes: int | None) -> None:

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from fullshard.cluster.cluster import Cluster
-from fullshard.cluster.hardware import DEVICES
+from fullshard.cluster.hardware import DEVICES, Device
 from fullshard.errors import FullshardError
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.private import devices_are_taken
@@ -64,13 +65,16 @@ def local_cluster(devices: int) -> Cluster:
     return Cluster.named(f"{devices}x{preset_of(_seen()[2]) or 'h100'}")
 
 
-def peak_flops(state: JaxState) -> float | None:
-    """The nominal flops per second of a device in the plan's compute dtype; None for a CPU or an unknown device."""
-    device = state.shardings.mesh.devices.flat[0]
+def known_device(device: Any) -> Device | None:
+    """The published numbers of an accelerator; None for an unknown one, and for a CPU, of which there are none."""
     found = None if device.platform == "cpu" else preset_of(device.device_kind)
-    if found is None:
-        return None
-    return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16
+    return DEVICES[found] if found else None
+
+
+def peak_flops(state: JaxState) -> float | None:
+    """The nominal flops per second of a device in its fastest dtype of training; None for a CPU or an unknown device."""
+    found = known_device(state.shardings.mesh.devices.flat[0])
+    return found.peak.training if found else None
 
 
 def memory(state: JaxState) -> dict[str, int]:

@@ -12,6 +12,7 @@ from fullshard.errors import FullshardError
 from fullshard.model.description import ITEM_BYTES
 from fullshard.on_jax.describe import Factory, abstract
 from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
+from fullshard.on_jax.jax_devices import known_device
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.layer_dtypes import refuse_other_dtypes, set_dtypes
@@ -26,7 +27,9 @@ from fullshard.on_jax.unit_calls import loop_call, wrap_units
 from fullshard.on_jax.unit_updates import parameter_of
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
+from fullshard.planner.device_limits import slow_precision
 from fullshard.planner.jax_limits import refuse_on_jax
+from fullshard.status import tell
 from fullshard.text import bytes_text
 
 
@@ -71,6 +74,8 @@ def shard(
     found = JaxState(plan, optimizer, graph, paths, shardings, params, (), rest, stacks=stacks)
     platform = shardings.mesh.devices.flat[0].platform
     found.notes = (*shardings.notes(), *_variable_notes(plan, rest), *_reduce_notes(plan, platform))
+    if (slow := slow_precision(plan.precision, known_device(shardings.mesh.devices.flat[0]))) and jax.process_index() == 0:
+        tell(slow)
     if optimizer is not None:
         _add_moments(found, optimizer)
     found.check()

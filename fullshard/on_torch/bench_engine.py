@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from fullshard.bench_engine import CountedCollective, PeerRequest, refuse_peer
-from fullshard.cluster.hardware import DEVICES
 from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.measuring.device_presets import device_preset
+from fullshard.on_torch.measuring.device_presets import known_device
 from fullshard.on_torch.peers import other_libraries, torch_wrappers
 from fullshard.on_torch.peers.peer import TorchPeer, counted, peak_bytes, reset_peak
 from fullshard.on_torch.state import State
 from fullshard.on_torch.step import train_step
 from fullshard.on_torch.tracing.flops import flops_per_token
-from fullshard.plan import DType
 
 MAKERS: dict[str, Callable[[PeerRequest], TorchPeer]] = {
     "fully_shard": torch_wrappers.bare_fully_shard,
@@ -75,11 +73,9 @@ def make_peer(name: str, request: PeerRequest) -> TorchPeer:
     return MAKERS[name](request)
 
 
-def flops(model: nn.Module, sequence: int, compute: DType) -> tuple[float, float | None]:
-    known = device_preset(torch.device("cuda")) if torch.cuda.is_available() else None
-    peaks = DEVICES[known].peak if known else None
-    peak = None if peaks is None else peaks.fp32 if compute == "fp32" else peaks.bf16
-    return flops_per_token(model, sequence), peak
+def flops(model: nn.Module, sequence: int) -> tuple[float, float | None]:
+    known = known_device(torch.device("cuda")) if torch.cuda.is_available() else None
+    return flops_per_token(model, sequence), known.peak.training if known else None
 
 
 def limit_memory(nbytes: int | None) -> None:

@@ -28,6 +28,7 @@ from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
 from fullshard.on_torch.kernels.plan_kernels import refuse_kernels, use_backend
+from fullshard.on_torch.measuring.device_presets import known_device
 from fullshard.on_torch.model_copies import refuse_deepcopies
 from fullshard.on_torch.offload.activations.hooks import spill_activations
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
@@ -36,7 +37,7 @@ from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.weak_hooks import weakly
 from fullshard.on_torch.quantized_collectives import quantize_collectives
-from fullshard.on_torch.ranks import Meshes, make_meshes, start
+from fullshard.on_torch.ranks import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.running_statistics import compute_in_fp32
@@ -47,6 +48,8 @@ from fullshard.on_torch.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
+from fullshard.planner.device_limits import slow_precision
+from fullshard.status import tell
 
 CALL = "shard(model, plan, optimizer=fullshard.AdamW(lr=1e-3))"
 
@@ -136,6 +139,8 @@ def shard(
     if offload is not None:
         state.copies.on_reset.append(weakly(offload.reset))
         state.copies.on_backward.append(weakly(offload.backward_ran))
+    if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
+        tell(slow)
     checks.remember_random_frozen(state, drawn)
     save_together(state)
     return state

@@ -138,13 +138,6 @@ class WeightCopies:
         for p in self._model().parameters():
             p.grad = None
 
-    def clear_up(self) -> None:
-        """After a forward or backward that failed, unless one runs: a loop of one's own calls nothing else after a backward."""
-        model = self._model()
-        if unfinished(model) and not in_backward() and not runs_now(model):
-            self._reset(model)
-            self._show_shards()
-
     def drop_unreduced(self) -> None:
         for unit in self.units:
             unit.drop_unreduced()

@@ -130,7 +130,7 @@ def compare(
     `replicate`: copies of `hybrid`, by default one for each node. `limit`: bytes of a device to use.
     """
     on_cpu, blocks = cluster.device.kind == "cpu", any(u.kind == "block" for u in description.units)
-    chosen = precision or Precision(compute="fp32" if on_cpu else "bf16")
+    chosen = precision or Precision(compute=cluster.device.peak.fastest)
     compiled = (blocks and not on_cpu) if compile is None else compile
     engine = engine_for(cluster, None)
     made = []

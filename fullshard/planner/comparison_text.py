@@ -40,7 +40,7 @@ def _table(found: Comparison) -> str:
         [
             ("step time", lambda p: seconds_text(p.estimate.step_seconds)),
             (f"{plans[0].estimate.counted}/s", lambda p: count_text(p.estimate.tokens_per_second)),
-            ("MFU", lambda p: "–" if p.estimate.mfu is None else f"{p.estimate.mfu:.1%}"),
+            ("MFU", lambda p: f"{p.estimate.mfu:.1%}"),
         ],
     ]
     rows: list[list[str]] = []

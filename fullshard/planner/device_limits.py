@@ -1,6 +1,7 @@
-"""What of a plan a kind of device cannot carry out. Knows no engine."""
+"""What of a plan a kind of device cannot carry out, or carries out slowly. Knows no engine."""
 
 from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.hardware import Device
 from fullshard.errors import FullshardError
 from fullshard.plan import Plan
 from fullshard.plan_parts import Kernels, Precision
@@ -14,6 +15,15 @@ def refuse_on_devices(plan: Plan, cluster: Cluster) -> None:
     refuse_on_cpu(plan.kernels)
     if plan.wire.memory != "torch":
         raise FullshardError(f"wire.memory = {plan.wire.memory!r} is for NCCL, and these devices are CPUs; leave it out")
+
+
+def slow_precision(precision: Precision, device: Device | None) -> str | None:
+    """What a compute dtype leaves on the table, in a sentence; None if the device computes in none faster, by its maker."""
+    if device is None or precision.compute != "fp32" or device.peak.fastest == "fp32" or device.peak.fp32 is None:
+        return None
+    faster = device.peak.training / device.peak.fp32
+    text = f"{faster:.0f}" if faster >= 10 else f"{faster:.1f}"
+    return f"the plan computes in fp32; {device.peak.fastest} would be up to {text}× faster here (precision=Precision('bf16'))"
 
 
 def refuse_float8_device(precision: Precision, cluster: Cluster) -> None:

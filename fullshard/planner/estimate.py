@@ -55,7 +55,7 @@ class Estimate:
     exposed: dict[str, float]
     compute: dict[str, float]
     tokens_per_second: float
-    mfu: float | None
+    mfu: float
     price: float | None  # of a million tokens
     bottleneck: str
     calibration: str  # name of the fitted numbers that were used
@@ -189,20 +189,18 @@ def cores_share(plan: Plan, cluster: Cluster, optimizer: Optimizer | None = None
     return balance(cluster, plan, slots_of(optimizer or AdamW()))
 
 
-def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float | None:
-    """Model flops a second over the devices' peak. Recomputation does not count; attention counts in full, not half."""
+def mfu(plan: Plan, description: Description, cluster: Cluster, loss: str, seconds: float) -> float:
+    """Model flops a second over the devices' peak in their fastest dtype of training, whatever the plan computes in.
+    Recomputation does not count; attention counts in full, not half."""
     assert description.costs is not None
     costs = description.costs.on(plan.mesh)
     trace = costs.trace(plan.precision.compute, loss, "none")
-    peak = getattr(cluster.device.peak, "fp32" if plan.precision.compute == "fp32" else "bf16")
-    if peak is None:
-        return None
     shape = (plan.batch.micro_batch, plan.batch.sequence)
     flops = 0
     for phase, _, section in trace:
         at = (1, shape[0] * shape[1]) if phase == "chunk" else shape
         flops += sum(evaluate(op.flops, *at) for op in section.ops if op.kind != "pointwise")
-    return plan.batch.accumulate * flops / seconds / peak
+    return plan.batch.accumulate * flops / seconds / cluster.device.peak.training
 
 
 # -- in words ------------------------------------------------------------------------------------------------
@@ -277,9 +275,7 @@ def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def _summary(e: Estimate) -> str:
-    words = [f"{count_text(e.tokens_per_second)} {e.counted}/s"]
-    if e.mfu is not None:
-        words.append(f"MFU {e.mfu:.1%}")
+    words = [f"{count_text(e.tokens_per_second)} {e.counted}/s", f"MFU {e.mfu:.1%}"]
     if e.price is not None:
         words.append(f"{e.price:.2f} a million {e.counted}")
     other = "" if e.calibrated_for_device else "; this device has no calibration of its own, so step times can be further off"

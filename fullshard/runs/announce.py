@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.plan_text import plan_summary
+from fullshard.runs.plan_choices import choice_lines
 from fullshard.runs.prepare import Prepared
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_sections import OWN, OptimSection, RecipeSection
@@ -17,20 +18,21 @@ LONGEST = 48  # characters of a value
 
 def announcement(prepared: Prepared, run: Path, resume: str | None) -> str:
     """What a run will do, in some ten lines. Its directory gets the whole recipe and plan."""
-    recipe = "\n".join(recipe_lines(prepared.recipe))
-    return f"{recipe}\n\n{plan_summary(prepared.plan)}\n\n{_task(prepared, run, resume)}"
+    recipe, choices = "\n".join(recipe_lines(prepared.recipe)), "\n".join(choice_lines(prepared.choices))
+    return f"{recipe}\n\n{plan_summary(prepared.plan)}\n{choices}\n\n{_task(prepared, run, resume)}"
 
 
 def dry_run_text(prepared: Prepared, run: Path, resume: str | None) -> str:
     """The whole recipe and plan, and what a run would do."""
-    about = f"{prepared.recipe.model_dump_json(indent=1)}\n\n{prepared.plan}"
+    choices = "\n".join(choice_lines(prepared.choices))
+    about = f"{prepared.recipe.model_dump_json(indent=1)}\n\n{prepared.plan}\n\n{choices}"
     return f"{about}\n\ndry run, nothing is started or written; it would be: {_task(prepared, run, resume)}"
 
 
 def _task(prepared: Prepared, run: Path, resume: str | None) -> str:
     """How many steps into which directory, and what they begin with."""
     recipe = prepared.recipe
-    if found := resumed_from(prepared, run, resume) if resume else None:
+    if found := resumed_from(prepared.recipe, run, resume) if resume else None:
         place, manifest = found
         if manifest.step >= recipe.steps:
             return f"no steps: all {recipe.steps} are done in {place}"

@@ -277,7 +277,7 @@ def largest_batch(recipe: Recipe, data: TrainingData) -> Any:
     """The first micro-batch, of the largest shape that the data's rules allow: texts are padded to the full length."""
     if isinstance(data, SampleData) and isinstance(data.rules.collate, PadRows):
         data = replace(data, rules=replace(data.rules, collate=replace(data.rules.collate, pad="full")))
-    return next(iter(data.batches(Share(recipe.train.micro_batch), seed=recipe.train.seed, shuffle=recipe.data.shuffle)))[0]
+    return next(iter(data.batches(Share(recipe.train.micro_batch or 1), seed=recipe.train.seed, shuffle=recipe.data.shuffle)))[0]
 
 
 def batches(

@@ -8,15 +8,18 @@ from fullshard.plan import DType, Float8, Kernels, Precision, Prefetch, Remat, S
 from fullshard.plan_parts import BLOCK, AttentionKernel, Kernel, MomentKind, Rounding
 from fullshard.runs.recipe_sections import RecipeSection, changed
 
+# Choices that only named strategies have.
+NAMED_ONLY = ("expert", "reshard", "replicate_below", "keep_whole", "remat_every", "classes", "names", "min_params", "output")
+
 
 class PlanSection(RecipeSection):
-    """The plan: a `file`, a strategy with its choices, or `auto`, the best that the planner finds within `limit`; other keys
-    are then pinned. `classes`, `names` and `min_params` say which modules are units. `cluster` (by default the devices that are
-    there) is what it is found and predicted for. `plan = "zero3"`, `plan = "auto"` and `plan = "plan.json"` are short for a
-    table with that one key."""
+    """The plan: a `file`, or a strategy with its choices. The planner makes the choices that are None; with the strategy
+    `auto`, all that are not given, within `limit`. `classes`, `names` and `min_params` say which modules are units. `cluster`
+    (by default the devices that are there) is what the plan is found and predicted for. `plan = "zero3"`, `plan = "auto"` and
+    `plan = "plan.json"` are short for a table with that one key."""
 
     file: str | None = None
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] = "zero3"
+    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] | None = None
     cluster: str | None = None
     limit: str | None = None
     replicate: int = Field(1, gt=0)
@@ -28,7 +31,7 @@ class PlanSection(RecipeSection):
     classes: tuple[str, ...] = Field((), strict=False)
     names: tuple[str, ...] = Field((), strict=False)
     min_params: int = Field(0, ge=0)
-    compute: DType = "fp32"
+    compute: DType | None = None
     reduce: DType = "fp32"
     master: Literal["fp32", "bf16"] = "fp32"
     output: DType | None = None
@@ -36,13 +39,13 @@ class PlanSection(RecipeSection):
     float8: Float8 | None = None
     moments: MomentKind | None = None
     rounding: Rounding = "nearest"
-    remat: Remat = "none"
+    remat: Remat | None = None
     remat_every: int = Field(1, gt=0)
-    prefetch: int = Field(1, gt=0)
+    prefetch: int | None = Field(None, gt=0)
     prefetch_forward: int | None = Field(None, gt=0)
     prefetch_backward: int | None = Field(None, gt=0)
-    sync: Sync = "every"
-    compile: bool = False
+    sync: Sync | None = None
+    compile: bool | None = None
     wire_gather: WireFormat = "plain"
     wire_reduce: WireFormat = "plain"
     wire_block: int = Field(BLOCK, ge=16)
@@ -61,17 +64,16 @@ class PlanSection(RecipeSection):
     def _file_or_strategy(self) -> Self:
         if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
             raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
-        if self.limit is not None and self.strategy != "auto":
-            raise ValueError(f"limit has no effect with strategy = '{self.strategy}'; write strategy = 'auto', or leave it out")
-        alone = ("expert", "reshard", "replicate_below", "keep_whole", "remat_every", "classes", "names", "min_params", "output")
-        for key in alone:
-            if self.strategy == "auto" and key in changed(self):
+        if self.limit is not None and self.wanted != "auto":
+            raise ValueError(f"limit has no effect with strategy = '{self.wanted}'; write strategy = 'auto', or leave it out")
+        for key in NAMED_ONLY:
+            if self.wanted == "auto" and key in changed(self):
                 raise ValueError(f"{key} has no effect with strategy = 'auto'; name the strategy, or leave it out")
         return self
 
     @model_validator(mode="after")
     def _what_has_an_effect(self) -> Self:
-        if self.prefetch != 1 and self.prefetch_forward is not None and self.prefetch_backward is not None:
+        if self.prefetch is not None and self.prefetch_forward is not None and self.prefetch_backward is not None:
             raise ValueError("prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out")
         if self.error_feedback and self.wire_reduce == "plain":
             raise ValueError(
@@ -84,14 +86,20 @@ class PlanSection(RecipeSection):
         return self
 
     @property
+    def wanted(self) -> str:
+        """The strategy that the keys ask for: where none is named `auto`, or zero3 beside keys that only named ones have."""
+        return self.strategy or ("zero3" if changed(self) & set(NAMED_ONLY) else "auto")
+
+    @property
     def precision(self) -> Precision:
-        kinds = ("compute", "reduce", "master", "output", "buffers", "float8", "moments", "rounding")
-        return Precision(**{kind: getattr(self, kind) for kind in kinds})
+        kinds = ("reduce", "master", "output", "buffers", "float8", "moments", "rounding")
+        return Precision(self.compute or "fp32", **{kind: getattr(self, kind) for kind in kinds})
 
     @property
     def depths(self) -> Prefetch:
         """How far ahead units are gathered: each direction's own depth, or that of both."""
-        return Prefetch(self.prefetch_forward or self.prefetch, self.prefetch_backward or self.prefetch)
+        both = self.prefetch or 1
+        return Prefetch(self.prefetch_forward or both, self.prefetch_backward or both)
 
     @property
     def wire(self) -> Wire:

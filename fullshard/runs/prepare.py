@@ -1,6 +1,6 @@
 """From a recipe to everything that a run needs. All errors that can be found before ranks start are found here."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fullshard.planner.estimate import Estimate, refuse_idle_loss_kernel
 from fullshard.reading import is_plain_file, parse_json, read_text
 from fullshard.runs.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.runs.open_data import open_data, refuse_first_batch
+from fullshard.runs.plan_choices import PlanChoice
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_plan import described_units, find_recipe_plan, make_optimizer, run_loss, seconds_without_disk
 from fullshard.status import say
@@ -40,11 +41,14 @@ class Prepared:
     description: Description | None  # the model's, where its costs are known
     estimate: Estimate | None  # what the planner expects of it
     rest_seconds: float | None = None  # of a step, if its disk cost nothing
+    choices: dict[str, PlanChoice] = field(default_factory=dict)  # of the plan, with who made each
 
 
-def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None = None) -> Prepared:
+def prepare(
+    recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None = None, kept: dict[str, Any] | None = None
+) -> Prepared:
     """Check the recipe against its model, its data and this many ranks. `ranks`: by default all GPUs, or 2. `engine`: by
-    default torch's."""
+    default torch's. `kept`: what is left open as a checkpoint has it, see `plan_choices`."""
     engine = engine or load_engine("torch")
     ranks = ranks if ranks is not None else engine.local_devices()
     if ranks < 1:
@@ -65,11 +69,11 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
     cluster = _cluster(recipe, ranks, engine)
     opened = cache(lambda: _open_data(recipe, model, engine))
     say("planning")
-    plan, expected, known = find_recipe_plan(recipe, model, cluster, engine, lambda: opened()[0])
+    found = find_recipe_plan(recipe, model, cluster, engine, lambda: opened()[0], kept)
+    plan, expected, known = found.plan, found.estimate, found.description
     if recipe.plan.cluster and expected is None:
         raise FullshardError(
-            f"plan.cluster has no effect: a step of {recipe.model.name} is predicted with plan.strategy = 'auto' alone; "
-            "write that, or leave it out"
+            f"plan.cluster has no effect: what a step of {recipe.model.name} costs with this plan is not known; leave it out"
         )
     engine.refuse(model, plan, make_optimizer(recipe), disk_of(recipe, plan))
     refuse_on_devices(plan, cluster)
@@ -81,7 +85,9 @@ def prepare(recipe: Recipe, ranks: int | None, engine: Engine[Any, Any] | None =
         batch = refuse_first_batch(recipe, plan, part)
         engine.refuse_batch(model, engine.named_loss(run_loss(recipe)), batch)
     rest = seconds_without_disk(recipe, plan, known, cluster) if known and expected else None
-    return Prepared(engine, recipe, plan, model, weights, data, valid, tokenizer_of(recipe, data), cluster, known, expected, rest)
+    shown = tokenizer_of(recipe, data)
+    about = (cluster, known, expected, rest, found.choices)
+    return Prepared(engine, recipe, plan, model, weights, data, valid, shown, *about)
 
 
 def _open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TrainingData, TrainingData | None]:

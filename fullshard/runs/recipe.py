@@ -124,12 +124,12 @@ class Recipe(RecipeSection):
         on_disk = [kind for kind in ("params", "optimizer", "activations") if getattr(self.home, kind) == "disk"]
         if on_disk and self.disk.path is None:
             raise ValueError(f"home.{on_disk[0]} = 'disk' needs disk.path, a directory on the disk that is to hold it")
-        if self.home.params == "disk" and self.home.optimizer == "device" and self.plan.strategy != "auto":
+        if self.home.params == "disk" and self.home.optimizer in (None, "device") and self.plan.wanted != "auto":
             raise ValueError(
                 "home.params = 'disk' saves nothing while the optimizer's own copy of them is on the device; "
                 "write home.optimizer = 'disk' or 'host'"
             )
-        if self.disk.path is not None and not on_disk and self.plan.strategy != "auto":
+        if self.disk.path is not None and not on_disk and self.plan.wanted != "auto":
             raise ValueError("disk.path has no effect: nothing rests on disk; write home.optimizer = 'disk', or leave it out")
         return self
 

@@ -1,7 +1,7 @@
-"""The plan of a recipe: of its file, of its strategy, or found by a search; and what the planner expects of it."""
+"""The plan of a recipe: of its file, or the best one with what the recipe gives; and what the planner expects of it."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fullshard import optimizer
@@ -13,14 +13,14 @@ from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
 from fullshard.model.presets import PRESETS
-from fullshard.plan import Batch, Home, Plan
+from fullshard.plan import Batch, DType, Home, Plan
 from fullshard.planner.estimate import Estimate, estimate
+from fullshard.planner.search.explain import NothingFitsError
 from fullshard.planner.search.search import find_plan
-from fullshard.planner.search.space import FIXABLE
-from fullshard.planner.search.staging_slots import tune_updates
-from fullshard.planner.step.offload_bytes import waits_for_norm
+from fullshard.planner.search.space import FIXABLE, REMATS
 from fullshard.planner.time.timeline import timeline
 from fullshard.runs.open_data import largest_batch
+from fullshard.runs.plan_choices import PlanChoice, plan_choices, settled
 from fullshard.runs.recipe import Recipe
 from fullshard.runs.recipe_sections import OWN, changed
 from fullshard.status import say
@@ -28,31 +28,94 @@ from fullshard.strategies import choose
 from fullshard.text import parse_bytes
 from fullshard.update_pieces import STAGING
 
+UNSEARCHED = {"expert", "remat_every", "output"}  # keys of plans that a search does not make
+HOMES = (Home(), Home(optimizer="host"), Home("host", "host"), Home("host", "host", "host"))  # less and less on the device
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """`choices`: the plan's, by key, with who made each. `estimate`: what the planner expects, if costs are known.
+    `description`: of the model with those costs."""
+
+    plan: Plan
+    choices: dict[str, PlanChoice]
+    estimate: Estimate | None
+    description: Description | None
+
 
 def find_recipe_plan(
+    recipe: Recipe,
+    model: Any,
+    cluster: Cluster,
+    engine: Engine[Any, Any],
+    data: Callable[[], TrainingData],
+    kept: dict[str, Any] | None = None,
+) -> RecipePlan:
+    """The plan of a recipe, with what it leaves open chosen for the cluster's devices.
+
+    `data`: opens the training data, of which a batch is traced if the objective is not causal. `kept`: choices of the run that
+    this one goes on with, see `plan_choices`.
+    """
+    asked, used = settled(recipe, cluster, kept or {}, engine.name)
+    if recipe.plan.file is not None:
+        plan = _plan_of_file(recipe, recipe.plan.file, cluster.devices)
+        known, strategy = _shipped(asked, plan.precision.compute), "file"
+    elif (strategy := recipe.plan.wanted) == "auto":
+        plan, known, strategy = _searched_plan(asked, model, cluster, engine, data, required=recipe.plan.strategy is not None)
+    else:
+        plan, known = _named_plan(asked, model, cluster, engine, data)
+    fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
+    expected = expected_of(asked, replace(plan, compile=True) if fused else plan, known, cluster, engine.name)
+    return RecipePlan(plan, plan_choices(recipe, plan, strategy, used, engine.name), expected, known)
+
+
+def _searched_plan(
+    recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any], data: Callable[[], TrainingData], *, required: bool
+) -> tuple[Plan, Description | None, str]:
+    """The best plan of any strategy, the description with its costs, and the strategy. `required`: raise where the model cannot
+    be traced; otherwise zero3 is taken."""
+    try:
+        known = _with_costs(recipe, model, engine, data)
+    except FullshardError as error:
+        if required:
+            raise
+        say(f"{error}. The strategy is zero3")
+        return make_plan(recipe, described_units(recipe, model, engine), cluster.devices, "zero3"), None, "zero3"
+    plan, strategy = _search(recipe, known, cluster, engine, _pinned(recipe))
+    return plan, known, strategy
+
+
+def _named_plan(
     recipe: Recipe, model: Any, cluster: Cluster, engine: Engine[Any, Any], data: Callable[[], TrainingData]
-) -> tuple[Plan, Estimate | None, Description | None]:
-    """The plan; its estimate, if costs are known; and the description with those costs. `data`: opens the training data, of
-    which a batch is traced if the objective is not causal."""
-    causal = recipe.data.objective == "causal"
-    own = recipe.lora or any(recipe.plan.unit_rules.values())  # other parameters or units than the preset's
-    shipped = presets.describe(recipe.model.name) if recipe.model.name in PRESETS and not own and causal else None
-    if recipe.plan.strategy != "auto" or recipe.plan.file is not None:
-        plan = make_plan(recipe, described_units(recipe, model, engine, experts=recipe.plan.expert > 1), cluster.devices)
-        fused = engine.name == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
-        if engine.name == "torch" and cluster.device.kind == "cuda" and _leaves_updates_open(recipe, plan):
-            shipped = shipped or (_costs_or_none(recipe, model, engine) if causal else None)
-            plan = _tuned(recipe, plan, shipped, cluster)
-        expected = expected_of(recipe, replace(plan, compile=True) if fused else plan, shipped, cluster, engine.name)
-        return plan, expected, shipped
-    if shipped is None or not _traced(shipped, recipe.plan.compute):
-        shipped = describe_costs(recipe, model, engine) if causal else _describe_example(recipe, model, engine, data())
+) -> tuple[Plan, Description | None]:
+    """The plan of the named strategy, with the rest chosen as far as the model's costs are known; the description with those."""
+    units = described_units(recipe, model, engine, experts=recipe.plan.expert > 1)
+    plan = make_plan(recipe, units, cluster.devices)
+    known = _shipped(recipe, plan.precision.compute)
+    # A CPU leaves little to choose: tracing would take longer than it saves.
+    if known is None and plan.mesh.tensor == 1 and (cluster.device.kind != "cpu" or recipe.plan.cluster):
+        known = _costs_or_none(recipe, model, engine, data)
+    if known is None or plan.mesh.tensor > 1 or not _traced(known, plan.precision.compute):
+        return plan, known
+    if recipe.plan.wanted == "mixed" or changed(recipe.plan) & UNSEARCHED:
+        return _first_that_fits(recipe, units, known, cluster, engine), known
+    try:
+        return _search(recipe, known, cluster, engine, _pinned(recipe) | {"strategy": recipe.plan.wanted})[0], known
+    except NothingFitsError as error:
+        say(f"{error}. The plan is made as it is named")
+        return plan, known
+
+
+def _search(
+    recipe: Recipe, known: Description, cluster: Cluster, engine: Engine[Any, Any], fix: dict[str, Any]
+) -> tuple[Plan, str]:
+    """The best plan with the fixed choices, and its strategy."""
     found = find_plan(
-        shipped,
+        known,
         cluster,
-        sequence=recipe.sequence if causal else None,
+        sequence=recipe.sequence if recipe.data.objective == "causal" else None,
         global_batch=recipe.train.global_batch,
-        fix=_pinned(recipe) | _only_rows(recipe, shipped),
+        fix=fix | _only_rows(recipe, known),
         limit=parse_bytes(recipe.plan.limit) if recipe.plan.limit else None,
         loss=planned_loss(recipe),
         optimizer=make_optimizer(recipe),
@@ -60,24 +123,41 @@ def find_recipe_plan(
         disk=recipe.disk.path is not None,
         engine=engine.name,
     )
-    return found.plan, found.estimate, shipped
+    return found.plan, found.strategy
 
 
-def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
-    """The plan of the recipe's file or strategy, for this many ranks."""
-    wanted = recipe.plan
-    if wanted.file is not None:
-        return _plan_of_file(recipe, wanted.file, ranks)
+def _first_that_fits(recipe: Recipe, units: Description, known: Description, cluster: Cluster, engine: Engine[Any, Any]) -> Plan:
+    """The first of the recipe's plans that fits, from the fastest to the leanest; the first one, if none does."""
+    plans = list(_by_growing_seconds(recipe, units, cluster))
+    estimates = ((plan, expected_of(recipe, plan, known, cluster, engine.name)) for plan in plans)
+    return next((plan for plan, found in estimates if found is None or found.fits), plans[0])
+
+
+def _by_growing_seconds(recipe: Recipe, units: Description, cluster: Cluster) -> Iterator[Plan]:
+    """Plans of the named strategy with what is open of compile, remat and homes chosen, the fastest first."""
+    wanted, blocks = recipe.plan, any(u.kind == "block" for u in units.units)
+    compiled = wanted.compile if wanted.compile is not None else blocks and cluster.device.kind != "cpu" and wanted.expert == 1
+    given = {key: getattr(recipe.home, key) for key in changed(recipe.home)}
+    for home in HOMES[: 4 if blocks else 3]:
+        for remat in REMATS if blocks and wanted.remat is None else (wanted.remat or "none",):
+            plan = wanted.model_copy(update={"remat": remat, "compile": compiled})
+            homes = recipe.home.model_copy(update=vars(home) | given)
+            yield make_plan(recipe.model_copy(update={"plan": plan, "home": homes}), units, cluster.devices)
+
+
+def make_plan(recipe: Recipe, description: Any, ranks: int, strategy: str | None = None) -> Plan:
+    """The plan of the recipe's strategy, or of another one, for this many ranks. What is open is as in `fullshard.zero3`."""
+    wanted, micro_batch, home = recipe.plan, recipe.train.micro_batch or 1, recipe.home
     if ranks % (wanted.tensor * wanted.replicate):
         raise FullshardError(f"plan.tensor = {wanted.tensor} × plan.replicate = {wanted.replicate} must divide the {ranks} ranks")
-    rows = ranks // wanted.tensor * recipe.train.micro_batch
+    rows = ranks // wanted.tensor * micro_batch
     if recipe.train.global_batch % rows:
         raise FullshardError(
             f"train.global_batch = {recipe.train.global_batch} is not a multiple of {rows}: "
-            f"{ranks // wanted.tensor} data ranks × train.micro_batch = {recipe.train.micro_batch}"
+            f"{ranks // wanted.tensor} data ranks × train.micro_batch = {micro_batch}"
         )
     return choose(
-        wanted.strategy,
+        strategy or wanted.wanted,
         description,
         devices=ranks,
         tensor=wanted.tensor,
@@ -88,17 +168,17 @@ def make_plan(recipe: Recipe, description: Any, ranks: int) -> Plan:
         keep_whole=wanted.keep_whole,
         spell=_spell,
         precision=wanted.precision,
-        batch=Batch(recipe.train.micro_batch, recipe.sequence, recipe.train.global_batch // rows, wanted.sync),
+        batch=Batch(micro_batch, recipe.sequence, recipe.train.global_batch // rows, wanted.sync or "every"),
         prefetch=wanted.depths,
         wire=wanted.wire,
         kernels=wanted.kernels,
-        remat=wanted.remat,
+        remat=wanted.remat or "none",
         remat_every=wanted.remat_every,
-        compile=wanted.compile,
-        home=Home(recipe.home.params, recipe.home.optimizer, recipe.home.activations),
-        staging=recipe.home.staging or STAGING,
-        cpu_share=recipe.home.cpu_share,
-        backlog=recipe.home.backlog,
+        compile=bool(wanted.compile),
+        home=Home(home.params or "device", home.optimizer or "device", home.activations or "device"),
+        staging=home.staging or STAGING,
+        cpu_share=home.cpu_share,
+        backlog=home.backlog,
     )
 
 
@@ -126,9 +206,9 @@ def described_units(recipe: Recipe, model: Any, engine: Engine[Any, Any], *, exp
     return engine.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
 
 
-def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description:
+def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any], compute: DType) -> Description:
     """The model with its costs, which are kept on disk unless adapters or rules for units change the description."""
-    rules, name, sequence, compute = recipe.plan.unit_rules, recipe.model.name, recipe.sequence, recipe.plan.compute
+    rules, name, sequence = recipe.plan.unit_rules, recipe.model.name, recipe.sequence
 
     def trace() -> Description:
         return engine.describe(model, title=name, micro_batch=1, sequence=sequence, compute=compute, **rules)
@@ -137,50 +217,49 @@ def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Desc
     return trace() if own else cached_description(name, sequence=sequence, compute=compute, make=trace)
 
 
-def _describe_example(recipe: Recipe, model: Any, engine: Engine[Any, Any], data: TrainingData) -> Description:
-    """The model with the costs of computing batches of its data with its own loss."""
+def _shipped(recipe: Recipe, compute: str) -> Description | None:
+    """The preset's description, if that is what the recipe trains and its costs are known in this dtype."""
+    own = recipe.lora or any(recipe.plan.unit_rules.values())  # other parameters or units than the preset's
+    if own or recipe.data.objective != "causal" or recipe.model.name not in PRESETS:
+        return None
+    found = presets.describe(recipe.model.name)
+    return found if _traced(found, compute) else None
+
+
+def _with_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any], data: Callable[[], TrainingData]) -> Description:
+    """The model with its costs in the recipe's compute dtype: a preset's are known, another's are traced."""
+    compute = recipe.plan.precision.compute
+    if found := _shipped(recipe, compute):
+        return found
+    if recipe.data.objective == "causal":
+        return describe_costs(recipe, model, engine, compute)
     say("tracing a batch of the data")
-    example, loss = largest_batch(recipe, data), engine.named_loss(recipe.loss)
-    return engine.describe(model, title=recipe.model.name, example=example, loss=loss, compute=recipe.plan.compute)
+    example, loss = largest_batch(recipe, data()), engine.named_loss(recipe.loss)
+    return engine.describe(model, title=recipe.model.name, example=example, loss=loss, compute=compute)
+
+
+def _costs_or_none(recipe: Recipe, model: Any, engine: Engine[Any, Any], data: Callable[[], TrainingData]) -> Description | None:
+    """What the model costs; None if it cannot be traced, which a named strategy does not need."""
+    say("tracing the model, to choose what the recipe leaves open")
+    try:
+        return _with_costs(recipe, model, engine, data)
+    except FullshardError as error:
+        say(f"{error}. What the recipe leaves open is not chosen by costs")
+        return None
 
 
 def _only_rows(recipe: Recipe, description: Description) -> dict[str, Any]:
     """The micro-batch that a search must keep, if the model was traced for that one alone."""
     costs = description.costs
-    return {"micro_batch": recipe.train.micro_batch} if costs and costs.example and costs.shape else {}
+    return {"micro_batch": recipe.train.micro_batch or 1} if costs and costs.example and costs.shape else {}
 
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
-    """The choices of the recipe that a search must keep. The compute dtype is always one of them."""
+    """The choices of a settled recipe that a search must keep."""
     keys = changed(recipe.plan) & (set(FIXABLE) - {"strategy"})
-    pinned = {key: getattr(recipe.plan, key) for key in keys} | {"compute": recipe.plan.compute}
+    pinned = {key: getattr(recipe.plan, key) for key in keys}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}
-    return pinned | ({"micro_batch": recipe.train.micro_batch} if "micro_batch" in changed(recipe.train) else {})
-
-
-def _leaves_updates_open(recipe: Recipe, plan: Plan) -> bool:
-    """True if updates of offloaded state wait for the norm, and the recipe does not say how they pass the device."""
-    own = changed(recipe.home) & {"staging", "cpu_share"} or recipe.plan.file is not None
-    return plan.offloads_state and not own and waits_for_norm(plan, recipe.optim.clip is not None)
-
-
-def _costs_or_none(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> Description | None:
-    """What the model costs; None if it cannot be traced, which a named strategy does not need."""
-    say("tracing the model, to choose how its offloaded state is updated")
-    try:
-        return describe_costs(recipe, model, engine)
-    except FullshardError as error:
-        say(f"{error}. Offloaded state is updated in the default way")
-        return None
-
-
-def _tuned(recipe: Recipe, plan: Plan, description: Description | None, cluster: Cluster) -> Plan:
-    """The plan with the staging slots that make it fastest, where its costs are known."""
-    if description is None or plan.mesh.tensor > 1 or not _traced(description, plan.precision.compute):
-        return plan
-    clip, limit = recipe.optim.clip is not None, parse_bytes(recipe.plan.limit) if recipe.plan.limit else None
-    common: dict[str, Any] = {"loss": planned_loss(recipe), "optimizer": make_optimizer(recipe), "clip": clip}
-    return tune_updates(plan, description, cluster, limit=limit, **common)[0]
+    return pinned | ({"micro_batch": recipe.train.micro_batch} if recipe.train.micro_batch else {})
 
 
 def expected_of(

@@ -198,13 +198,13 @@ LOSSES = ("auto", "chunked", "plain")
 
 
 class TrainSection(RecipeSection):
-    """`steps` or `tokens`; `global_batch` counts samples over all ranks and micro-batches. `loss`: `auto` is the data's
-    objective's own."""
+    """`steps` or `tokens`; `global_batch` counts samples over all ranks and micro-batches. `micro_batch`: by default the
+    planner's choice. `loss`: `auto` is the data's objective's own."""
 
     steps: int | None = Field(None, gt=0)
     tokens: int | None = Field(None, gt=0)
     global_batch: int = Field(gt=0)
-    micro_batch: int = Field(1, gt=0)
+    micro_batch: int | None = Field(None, gt=0)
     loss: str = "auto"
     seed: int = 0
     hang_seconds: float = Field(300.0, ge=0)  # without progress until the run is called hung; 0: never
@@ -231,14 +231,14 @@ class TrainSection(RecipeSection):
 
 
 class HomeSection(RecipeSection):
-    """Where parameters, optimizer state and the blocks' activations rest; `staging`: pieces of state on the device at a time
-    while those that rest elsewhere are updated, by default 4, or with clipping the fastest number; `cpu_share`: how many of them
-    the host's cores update, by default measured; `backlog`: of how many the gradients may wait on the device while backward
-    runs, by default of any number."""
+    """Where parameters, optimizer state and the blocks' activations rest, by default on the device if they fit there;
+    `staging`: pieces of state on the device at a time while those that rest elsewhere are updated, by default 4, or with
+    clipping the fastest number; `cpu_share`: how many of them the host's cores update, by default measured; `backlog`: of how
+    many the gradients may wait on the device while backward runs, by default of any number."""
 
-    params: HomeName = "device"
-    optimizer: HomeName = "device"
-    activations: HomeName = "device"
+    params: HomeName | None = None
+    optimizer: HomeName | None = None
+    activations: HomeName | None = None
     staging: int | None = Field(None, gt=0)
     cpu_share: float | None = Field(None, ge=0, le=1)
     backlog: int | None = Field(None, gt=0)
@@ -246,7 +246,7 @@ class HomeSection(RecipeSection):
     @model_validator(mode="after")
     def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
         for key in sorted(changed(self) & {"staging", "cpu_share", "backlog"}):
-            if self.optimizer == "device":
+            if self.optimizer in (None, "device"):
                 raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
         return self
 

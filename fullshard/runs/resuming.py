@@ -20,6 +20,7 @@ from fullshard.plan import Plan, Precision, Wire
 from fullshard.reading import parse_json, read_text
 from fullshard.runs.agreement import flat
 from fullshard.runs.lr_schedule import factor
+from fullshard.runs.plan_choices import kept_choices
 from fullshard.runs.prepare import Prepared, checkpoint_dir_of, prepare
 from fullshard.runs.recipe import Recipe, make_recipe
 from fullshard.runs.run_directory import engine_of_run, holds_run
@@ -106,7 +107,7 @@ def refuse_changes(manifest: Manifest, prepared: Prepared, *, accept: bool) -> l
 
 def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: bool) -> None:
     """Raise, before ranks start, where a run cannot go on from its checkpoint."""
-    found = resumed_from(prepared, directory, resume)
+    found = resumed_from(prepared.recipe, directory, resume)
     if found is None:
         return
     place, manifest = found
@@ -119,13 +120,19 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
         raise FullshardError(f"{directory} holds another run already; give another directory with --run")
 
 
-def resumed_from(prepared: Prepared, directory: Path, resume: str) -> tuple[Place, Manifest] | None:
+def kept_of(recipe: Recipe, directory: Path, resume: str | None) -> dict[str, Any]:
+    """What a run keeps of the checkpoint that it goes on from, where its recipe leaves it open."""
+    found = resumed_from(recipe, directory, resume) if resume else None
+    return kept_choices(found[1].plan) if found else {}
+
+
+def resumed_from(recipe: Recipe, directory: Path, resume: str) -> tuple[Place, Manifest] | None:
     """The checkpoint that a run goes on from; None if `auto` finds none. If tensors of the newest are damaged, the ranks say so
     and take an older one."""
     if resume != "auto":
         place = commit.find(resume)
         return place, Checkpoint(place).manifest
-    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    checkpoint_dir = checkpoint_dir_of(recipe, directory)
     for name in reversed(commit.committed(checkpoint_dir)):
         try:
             return checkpoint_dir.child(name), commit.read_manifest(checkpoint_dir.child(name))
@@ -140,15 +147,15 @@ def resumable(directory: Path, ranks: int | None) -> str:
         tree = parse_json(read_text(directory / "recipe.json", "recipe"))
     except FullshardError:
         raise FullshardError(f"{directory} is no run: it has no readable recipe.json") from None
-    engine = load_engine(engine_of_run(directory))
-    prepared = prepare(make_recipe(tree, str(directory / "recipe.json")), ranks, engine)
-    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    engine, recipe = load_engine(engine_of_run(directory)), make_recipe(tree, str(directory / "recipe.json"))
+    checkpoint_dir = checkpoint_dir_of(recipe, directory)
     names = commit.committed(checkpoint_dir)
     whole = next((n for n in reversed(names) if not problems(checkpoint_dir.child(n))), None)
     if whole is None:
         why = problems(checkpoint_dir.child(names[-1]))[0] if names else f"{checkpoint_dir} has no checkpoint"
         raise FullshardError(f"{why}; the run would have to begin again")
     manifest = commit.read_manifest(checkpoint_dir.child(whole))
+    prepared = prepare(recipe, ranks, engine, kept_choices(manifest.plan))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
     refuse_mismatch(str(checkpoint_dir.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))

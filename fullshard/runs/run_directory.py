@@ -1,7 +1,7 @@
 """The directory of a run, and what is refused before one is written to.
 
 RUN/recipe.json     the resolved recipe
-RUN/plan.json       the plan
+RUN/plan.json       the plan, and who made each choice
 RUN/run.json        the engine, the number of devices and the versions
 RUN/classes.json    the names of the classes by number, if the data names them
 RUN/metrics.jsonl   a line a step, an evaluation and an event
@@ -14,6 +14,7 @@ RUN/hang/           the stacks of each rank, if the run was ended because it hun
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from fullshard.errors import FullshardError
@@ -62,10 +63,15 @@ def engine_of_run(directory: Path) -> str:
     return str(found.get("engine", "torch")) if isinstance(found, dict) else "torch"
 
 
+def _plan_text(prepared: Prepared) -> str:
+    choices = {key: asdict(choice) for key, choice in prepared.choices.items()}
+    return json.dumps(prepared.plan.to_dict() | {"choices": choices}, indent=1) + "\n"
+
+
 def write_run(directory: Path, prepared: Prepared) -> None:
     engine = prepared.engine
     about = {"engine": engine.name, "devices": prepared.plan.mesh.devices, "versions": versions_of(engine)}
-    texts = {"recipe.json": prepared.recipe.model_dump_json(indent=1) + "\n", "plan.json": prepared.plan.to_json()}
+    texts = {"recipe.json": prepared.recipe.model_dump_json(indent=1) + "\n", "plan.json": _plan_text(prepared)}
     texts["run.json"] = json.dumps(about, indent=1) + "\n"
     if classes := prepared.data.about().get("classes"):
         texts["classes.json"] = json.dumps(classes, indent=1, ensure_ascii=False) + "\n"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.commands.train import Given, _prepare_together
 from fullshard.observe.profile.profile_files import write_profile
 from fullshard.on_torch import engine
 from fullshard.on_torch.loss import summed_loss
@@ -200,3 +201,11 @@ def profiled(directory: str, overrides: list[str], name: str) -> str:
             os.close(kept)
         printed.seek(0)
         return printed.read()
+
+
+def plan_to_resume(directory: str, overrides: list[str], name: str) -> tuple[str, str]:
+    """The compute dtype that this rank would go on with by `fullshard train --resume auto`, and who chose it."""
+    os.chdir(directory)
+    run = Path("runs") / name
+    prepared = _prepare_together(Given(Path("recipe.toml"), overrides, run, None, "auto", False, False, 0, "torch"))
+    return prepared.plan.precision.compute, prepared.choices["compute"].origin

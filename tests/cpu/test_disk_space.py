@@ -20,6 +20,7 @@ def recipe(path: str, **plan):
         "optim": {"lr": 1e-3},
         "train": {"steps": 1, "global_batch": 2},
         "disk": {"path": path},
+        "plan": {"strategy": "zero3"},
         **plan,
     }
     return make_recipe(tree, "recipe.toml")

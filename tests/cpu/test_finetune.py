@@ -21,6 +21,7 @@ from tests.cpu.test_train import metrics, train
 
 SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 RECIPE = """
+plan = "zero3"
 [model]
 name = "model"
 [data]

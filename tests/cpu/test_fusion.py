@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard import on_torch
-from fullshard.model.costs import Op, evaluate
+from fullshard.model.costs import Costs, Op, evaluate
 from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.models.llama import Llama
 
@@ -42,6 +42,28 @@ def test_a_compiled_block_reads_and_writes_each_tensor_once_between_products(lla
     eager, before = pointwise(llama, "bf16", "none", "forward", "layers.1")
     assert moved < 0.5 * eager
     assert kernels == round(0.3 * before)
+
+
+def test_a_compiled_softmax_writes_over_its_product(llama):
+    """By hand, in fp32, where keys with fewer heads than queries have no fused attention: forward keeps the weights, and backward
+    has these and one gradient of their size. Eager kernels have the scores beside the weights; the gradients of both, and a
+    product, beside them."""
+    costs = on_torch.describe(llama, micro_batch=ROWS, sequence=TOKENS, compute="fp32").costs
+    assert costs is not None
+    assert [most_scores(costs, trace) for trace in ("compiled none", "none")] == [(1, 2), (2, 4)]
+
+
+def most_scores(costs: Costs, trace: str) -> tuple[int, int]:
+    """How many tensors of the size of all scores a block has at a time, in forward and in backward."""
+    alive, most = set[str](), {"forward": 0, "backward": 0}
+    for phase, unit, section in costs.trace("fp32", "chunked", trace):
+        for event in section.events if unit.endswith("layers.1") and phase in most else ():
+            if event.action == "free":
+                alive.discard(event.tensor)
+            elif event.action == "allocate" and 4 * ROWS * SIZE.heads * TOKENS * TOKENS in event.sizes(ROWS, TOKENS):
+                alive.add(event.tensor)
+                most[phase] = max(most[phase], len(alive))
+    return most["forward"], most["backward"]
 
 
 @pytest.mark.parametrize("phase", ["chunk", "done"])

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fullshard.cluster.cluster import Cluster, Measured
 from fullshard.cluster.measured import MeasuredGemm
 from fullshard.errors import FullshardError
 from fullshard.on_torch.measuring import timings
-from fullshard.on_torch.measuring.device_presets import device_preset, measured_cluster
+from fullshard.on_torch.measuring.device_presets import device_preset, local_cluster, measured_cluster
 from fullshard.on_torch.measuring.measure import fit
 
 TIMED_ON_CPU = (
@@ -173,3 +174,12 @@ def test_a_device_nobody_listed_stands_on_its_own_numbers(monkeypatch):
     assert cluster.peak("bf16") == pytest.approx(2 * 4096**3 / 4e-3)
     assert "no datasheet of NVIDIA GeForce RTX 3060 is known here" in cluster.measured.notes[0]
     assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize(("native", "fastest"), [(True, "bf16"), (False, "fp32")])
+def test_an_unknown_gpu_that_only_emulates_bf16_is_faster_in_fp32(monkeypatch, native, fastest):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 << 30))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    assert local_cluster(2).device.peak.fastest == fastest

@@ -210,7 +210,16 @@ def test_a_call_has_the_plain_loss():
 def here(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("files")
     pack(sorted(Path(json.__file__).parent.glob("*.py")), path / "tokens", workers=1)
-    lines = ["[data]", 'path = "tokens"', 'valid = "tokens"', f"sequence = {LENGTH}", "[optim]", 'name = "sgd"', "lr = 0.1"]
+    lines = [
+        'plan = "zero3"',
+        "[data]",
+        'path = "tokens"',
+        'valid = "tokens"',
+        f"sequence = {LENGTH}",
+        "[optim]",
+        'name = "sgd"',
+        "lr = 0.1",
+    ]
     lines += ["[schedule]", 'kind = "constant"']
     lines += ["[train]", "steps = 4", "global_batch = 8", "micro_batch = 2", "[checkpoint]", "every = 2"]
     (path / "recipe.toml").write_text("\n".join([*lines, "[eval]", "every = 2", "batches = 1", ""]))

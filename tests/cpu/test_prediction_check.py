@@ -17,7 +17,7 @@ model.name = "llama-125m"
 data = { path = "tokens", sequence = 128 }
 optim.lr = 1e-3
 train = { steps = 9, global_batch = 2 }
-plan = { strategy = "zero3", cluster = "2xh200" }
+plan = { strategy = "zero3", compute = "fp32", compile = false, cluster = "2xh200" }
 """
 
 

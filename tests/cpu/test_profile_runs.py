@@ -59,6 +59,7 @@ def loss(model, batch):
     return Loss(F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]), {})
 """
 RECIPE = """
+plan = "zero3"
 [model]
 name = "own.py:lagging"
 [data]

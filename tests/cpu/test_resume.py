@@ -67,6 +67,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(here, ranks, uninterr
     assert sorted(p.name for p in (here / "runs/again/checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
 
 
+def test_a_resumed_run_keeps_the_precision_that_its_recipe_leaves_open(here, ranks, monkeypatch):
+    """The first rank reads the checkpoint, and the others hear of it. On these devices fp32 would be chosen."""
+    options = ["checkpoint.every=1", "train.steps=1", "schedule.warmup=0"]
+    ranks(2).run(loop.run, str(here), [*options, "plan.compute=bf16"], "kept")
+    assert ranks(2).run(loop.plan_to_resume, str(here), options, "kept") == [("bf16", "kept")] * 2
+    assert ranks(2).run(loop.plan_to_resume, str(here), options, "none") == [("fp32", "chosen")] * 2
+    assert Plan.load(here / "runs/kept/plan.json").precision.compute == "bf16"
+    monkeypatch.chdir(here)
+    assert "step-00000001 on 4 ranks" in resumable(here / "runs/kept", 4)
+
+
 CHAIN = [(2, ["plan.strategy=ddp"], "2×1×1"), (1, [], "1×1×1"), (4, ["plan.strategy=hybrid", "plan.replicate=2"], "2×2×1")]
 
 

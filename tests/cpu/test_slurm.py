@@ -21,6 +21,7 @@ def make():
     return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=64))
 """
 RECIPE = """
+plan = "zero3"
 [model]
 name = "model.py:make"
 [data]

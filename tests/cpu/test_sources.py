@@ -88,6 +88,7 @@ def double(samples):
     return {"x": 2 * found["x"], "y": found["y"]}
 """
 RECIPE = """
+plan = "zero3"
 [model]
 name = "own.py:model"
 [data]

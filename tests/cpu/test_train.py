@@ -32,6 +32,7 @@ def make():
     return Llama(LlamaSize(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=256, sequence=64))
 """
 RECIPE = """
+plan = "zero3"
 [model]
 name = "model.py:make"
 [data]
@@ -235,15 +236,15 @@ BAD = {
     "model.name=llama-nano": "has a vocabulary of 256, the model one of 64; use the model's own tokenizer",
     "model.name=lama": "unknown model 'lama'",
     "plan.tensor=3": "plan.tensor = 3 × plan.replicate = 1 must divide the 2 ranks",
-    "plan.file=other.json": "unit embed: this model has no module 'tok_embeddings'",
-    "plan.file=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
-    "plan.file=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",
-    "plan.file=none.json": "cannot read plan none.json",
+    "plan=other.json": "unit embed: this model has no module 'tok_embeddings'",
+    "plan=eight.json": "eight.json is for 8 devices, but 2 ranks will run",
+    "plan=long.json": "long.json is for steps of 8 × 64 tokens, the recipe for 8 × 32",
+    "plan=none.json": "cannot read plan none.json",
     "plan.loss_kernel=fused": "kernels.loss = 'fused' is a kernel for GPUs, and this device is a CPU; leave it out",
     "plan.attention_kernel=cudnn": "kernels.attention = 'cudnn' is a backend for GPUs, and this device is a CPU; write 'flash'",
     "plan.wire_memory=nccl": "wire.memory = 'nccl' is for NCCL, and these devices are CPUs; leave it out",
     "plan.cluster=2xh10": "unknown device 'h10'; did you mean 'h100'?",
-    "plan.cluster=2xh100": "plan.cluster has no effect: a step of model.py:make is predicted with plan.strategy = 'auto' alone",
+    "plan.cluster=2xh100 plan.tensor=2": "plan.cluster has no effect: what a step of model.py:make costs with this plan is not",
 }
 
 
@@ -257,7 +258,7 @@ def test_bad_input_is_found_before_any_rank_starts(here, monkeypatch, override):
     zero3(describe(own), devices=8, batch=Batch(1, 32)).save("eight.json")
     zero3(describe(own), devices=2, batch=Batch(2, 64, 2)).save("long.json")
     with pytest.raises(FullshardError) as caught:
-        prepare(load_recipe("recipe.toml", [override]), 2)
+        prepare(load_recipe("recipe.toml", override.split()), 2)
     assert BAD[override] in str(caught.value)
 
 

@@ -112,7 +112,14 @@ MEANING = {
         "optim.clip": "none",
         "train.micro_batch": 4,
     },
-    "ddp.py": {"plan.strategy": "ddp", "optim.name": "sgd", "optim.lr": 1e-3, "optim.momentum": 0.9, "optim.weight_decay": 0.0},
+    "ddp.py": {
+        "plan.strategy": "ddp",
+        "plan.compute": "fp32",  # left out, it would be the device's fastest
+        "optim.name": "sgd",
+        "optim.lr": 1e-3,
+        "optim.momentum": 0.9,
+        "optim.weight_decay": 0.0,
+    },
 }
 # What must be told of each, with a word of the reason.
 LOST = {

@@ -14,6 +14,7 @@ from fullshard.runs.recipe import load_recipe
 from fullshard.runs.recipe_plan import make_plan
 
 SMALL = """
+plan = "zero3"
 [model]
 name = "llama-nano"
 [data]

@@ -62,12 +62,13 @@ def test_overrides_of_a_short_plan(tmp_path):
 
 def test_homes(tmp_path):
     assert load(tmp_path, SMALL, "home.activations=disk", "disk.path=/data").home.activations == "disk"
-    recipe = load(tmp_path, SMALL, "home.optimizer=disk", "disk.path=/data", "home.staging=2", "home.activations=host")
+    homes = ("home.params=device", "home.optimizer=disk", "home.activations=host")
+    recipe = load(tmp_path, SMALL, *homes, "disk.path=/data", "home.staging=2")
     assert (recipe.home.params, recipe.home.optimizer, recipe.home.activations) == ("device", "disk", "host")
     assert (recipe.home.staging, recipe.disk.path) == (2, "/data")
     assert Recipe.model_validate_json(recipe.model_dump_json(), strict=False) == recipe
     assert load(tmp_path, SMALL, "plan=auto", "disk.path=/data").disk.path == "/data"  # for what does not fit elsewhere
-    both = ("home.params=disk", "disk.path=/data")
+    both = ("plan=zero3", "home.params=disk", "disk.path=/data")
     assert load(tmp_path, SMALL, *both, "home.optimizer=host").home.params == "disk"
     with pytest.raises(FullshardError, match=r"home\.params = 'disk' saves nothing while the optimizer's own copy of them"):
         load(tmp_path, SMALL, *both)
@@ -151,7 +152,7 @@ WRONG = {
 @pytest.mark.parametrize("override", WRONG)
 def test_a_mistake_is_one_sentence_that_names_the_key(tmp_path, override):
     with pytest.raises(FullshardError) as caught:
-        load(tmp_path, SMALL, override)
+        load(tmp_path, 'plan = "zero3"\n' + SMALL, override)
     assert WRONG[override] in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -90,7 +90,8 @@ def _checked(key: str, value: Any) -> Any:
         TypeAdapter(kind).validate_python(value, strict=not isinstance(value, list))
     except ValidationError as error:
         message = error.errors()[0]["msg"]
-        words = [str(word) for word in get_args(field.annotation) if get_origin(field.annotation)]
+        kinds = (field.annotation, *get_args(field.annotation))  # a Literal may be one of several
+        words = [str(word) for one in kinds if get_origin(one) is Literal for word in get_args(one)]
         raise FullshardError(f"{key} = {value!r}: {message[0].lower()}{message[1:]}{nearest(str(value), words)}") from None
     return tuple(value) if isinstance(value, list) else value
 

@@ -45,15 +45,14 @@ def load_base(target: str, axes: list[Axis], ranks: int, engine: Engine[Any, Any
     if vocab is None:
         raise FullshardError(f"{target} does not tell its vocabulary, so no random tokens fit it; write a recipe with its data")
     rows = math.lcm(*next((a.values for a in axes if a.key == "train.micro_batch"), (1,)))
-    kind = engine.local_cluster(ranks).device.kind
     return Base(
         target,
         {
             "model": {"name": target, "weights": "draw"},
             "data": {"path": "", "sequence": min(SEQUENCE, longest or SEQUENCE)},
             "optim": {"lr": 1e-4},
-            "train": {"steps": 1, "global_batch": ranks * rows},
-            "plan": {"compute": "fp32" if kind == "cpu" else "bf16"},
+            "train": {"steps": 1, "global_batch": ranks * rows, "micro_batch": 1},
+            "plan": {"strategy": "zero3", "compute": engine.local_cluster(ranks).device.peak.fastest},
         },
         vocab,
     )

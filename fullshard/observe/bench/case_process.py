@@ -81,7 +81,7 @@ def measure(spec: Spec, engine: Engine[Any, Any]) -> dict[str, Any]:
     resident = Resident.begin()
     if spec.limit is not None:
         bench.limit_memory(spec.limit)
-    flops, peak = bench.flops(prepared.model, recipe.sequence, prepared.plan.precision.compute)
+    flops, peak = bench.flops(prepared.model, recipe.sequence)
     steps = iter(batches(recipe, prepared.plan, prepared.data, engine.data_share(prepared.plan.mesh), engine))
     began = time.perf_counter()
     try:

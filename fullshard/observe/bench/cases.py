@@ -157,7 +157,7 @@ def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
     """The planner's numbers; None for a model whose costs are not known."""
     recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
     if found is None and engine.name == "torch" and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
-        description = describe_costs(recipe, prepared.model, engine)
+        description = describe_costs(recipe, prepared.model, engine, plan.precision.compute)
         found = expected_of(recipe, plan, description, prepared.cluster)
     if found is None or description is None:
         return None

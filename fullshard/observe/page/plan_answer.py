@@ -30,7 +30,7 @@ def plan_answer(question: PlanQuestion, describe: Describe, check: Callable[[], 
     refuse_model(question.model)
     refuse_cluster(question.cluster)
     cluster, fix = _cluster(question), dict(question.fix)
-    compute = fix.get("compute", "fp32" if cluster.device.kind == "cpu" else "bf16")
+    compute = fix.get("compute", cluster.device.peak.fastest)
     if compute not in ("fp32", "bf16", "fp16"):
         raise FullshardError(f"compute must be one of fp32, bf16, fp16, not {compute!r}")
     description = describe(question.model, question.sequence, compute, fix.get("tensor", 1))

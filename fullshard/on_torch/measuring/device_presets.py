@@ -5,8 +5,10 @@ from dataclasses import replace
 import torch
 
 from fullshard.cluster.cluster import Cluster, Measured
-from fullshard.cluster.hardware import DEVICES, Node
+from fullshard.cluster.hardware import DEVICES, Device, Node, PeakFlops
 from fullshard.on_torch.ranks import local_world_size, world_size
+
+EMULATED = 0.5  # of the rate in fp32: bf16 products of GPUs that have none, through casts
 
 
 def device_preset(device: torch.device) -> str | None:
@@ -17,14 +19,23 @@ def device_preset(device: torch.device) -> str | None:
     return max((d for d in DEVICES if d in name and DEVICES[d].kind == "cuda"), key=len, default=None)
 
 
+def known_device(device: torch.device) -> Device | None:
+    """The published numbers of a GPU; None for an unknown one, and for a CPU, of which there are none."""
+    known = device_preset(device) if device.type == "cuda" else None
+    return DEVICES[known] if known else None
+
+
 def local_cluster(devices: int) -> Cluster:
     """A cluster of `devices` devices of this machine's kind, with nominal numbers. An unknown GPU counts as an H100 with the
-    memory that it has."""
+    memory that it has, and without fast bf16 if it only emulates that."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if known := device_preset(device):
         return Cluster.named(f"{devices}x{known}")
     like = Cluster.named(f"{devices}xh100")
-    return replace(like, device=replace(like.device, memory=torch.cuda.get_device_properties(device).total_memory))
+    found = replace(like.device, memory=torch.cuda.get_device_properties(device).total_memory)
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        found = replace(found, peak=PeakFlops(bf16=EMULATED * (found.peak.fp32 or found.peak.bf16), fp32=found.peak.fp32))
+    return replace(like, device=found)
 
 
 def measured_cluster(device: torch.device, measured: Measured) -> Cluster:

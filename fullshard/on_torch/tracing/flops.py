@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from fullshard.cluster.hardware import DEVICES
-from fullshard.on_torch.measuring.device_presets import device_preset
+from fullshard.on_torch.measuring.device_presets import known_device
 from fullshard.on_torch.state import State
 
 
@@ -41,10 +40,7 @@ def _first(config: object, *names: str) -> float:
 
 
 def peak_flops(state: State) -> float | None:
-    """The nominal flops per second of this rank's device in the plan's compute dtype; None for an unknown device."""
-    if state.device.type != "cuda":
-        return None
-    found = device_preset(state.device)
-    if found is None:
-        return None
-    return DEVICES[found].peak.fp32 if state.plan.precision.compute == "fp32" else DEVICES[found].peak.bf16
+    """The nominal flops per second of this rank's device in its fastest dtype of training; None for a CPU or an unknown
+    device."""
+    found = known_device(state.device)
+    return found.peak.training if found else None

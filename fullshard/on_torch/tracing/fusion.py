@@ -2,7 +2,8 @@
 
 Compared to eager mode, inductor does not store tensors that only pass from one pointwise kernel to the next. It does not
 save for backward what pointwise kernels can recompute from saved tensors, nor what backward never reads. Between two
-matrix products, fused kernels read and write each stored tensor once.
+matrix products, fused kernels read and write each stored tensor once. A softmax and its gradient are fused kernels too: they
+have no workspace, and write over the product that they read.
 """
 
 from collections import Counter
@@ -14,13 +15,17 @@ from fullshard.on_torch.tracing.recorder import KernelUse
 
 INSIDE = ("forward", "backward")  # phases after which a block's own code runs
 FUSED_SHARE = 0.3  # pointwise kernels after fusion, as a share of those before
+SOFTMAXES = ("safe_softmax", "softmax_backward")  # rules of workspaces that only eager kernels have
 
 
 def compiled(fitted: FittedTrace, blocks: set[str]) -> list[FittedSection]:
     """The sections of a trace as they would be if the units `blocks` were compiled."""
     uses = [u for u in fitted.uses if _inside(fitted, u.section, blocks)]
     fused = _fused_tensors(fitted, uses)
+    softmaxes = [u for u in uses if _is_softmax(fitted, u)]
+    unused = {fitted.sections[u.section].events[u.events - 1][1] for u in softmaxes}  # workspaces
     moved_frees = {t: at for t, at in _early_frees(fitted, uses).items() if t not in fused} | _late_frees(fitted, uses, fused)
+    moved_frees |= _overwritten(fitted, uses, softmaxes, fused)
     freed_at: dict[tuple[int, int], list[int]] = {}
     for tensor, at in moved_frees.items():
         freed_at.setdefault(at, []).append(tensor)
@@ -30,7 +35,9 @@ def compiled(fitted: FittedTrace, blocks: set[str]) -> list[FittedSection]:
         events: list[FittedEvent] = []
         for j, event in enumerate([*section.events, None]):
             events += [("free", t, "", ()) for t in freed_at.get((i, j), ())]
-            if event is not None and event[1] not in fused and not (event[0] == "free" and event[1] in moved_frees):
+            if event is None or event[1] in fused or event[1] in unused:
+                continue
+            if event[0] != "free" or event[1] not in moved_frees:
                 events.append(event)
         calls = Counter[str]() if section.unit in blocks else section.calls  # compiled code runs no Python for remat
         ops = _fuse(section.ops, moved.get(i, ZERO)) if _inside(fitted, i, blocks) else section.ops
@@ -91,6 +98,31 @@ def _fused_tensors(fitted: FittedTrace, uses: list[KernelUse]) -> set[int]:
         recomputable = all(i < 0 or i in found or _saved(fitted, use.section, freed.get(i, use.section)) for i in use.read)
         if not saved or recomputable:
             found.add(tensor)
+    return found
+
+
+def _is_softmax(fitted: FittedTrace, use: KernelUse) -> bool:
+    """True if the kernel is a softmax or its gradient: its workspace is the last that came and went before its end."""
+    events = fitted.sections[use.section].events[: use.events]
+    return len(events) > 1 and events[-2][2] in SOFTMAXES
+
+
+def _overwritten(
+    fitted: FittedTrace, uses: list[KernelUse], softmaxes: list[KernelUse], fused: set[int]
+) -> dict[int, tuple[int, int]]:
+    """Tensors that a softmax writes its result over: of the result's size, read by nothing else after it. Each is freed where
+    the result is allocated: at (section, event)."""
+    last = {t: use for use in uses for t in use.read}
+    found: dict[int, tuple[int, int]] = {}
+    for use in softmaxes:
+        events = fitted.sections[use.section].events
+        sizes = {t: (at, size) for at, (action, t, _, size) in enumerate(events) if action == "allocate"}
+        gone = {t for action, t, *_ in events if action == "free"}
+        at, size = sizes[min(use.made)]
+        for t in sorted(use.read - fused - set(fitted.roles)):
+            if t in sizes and t in gone and sizes[t][1] == size and last[t] is use and not use.made & fused:
+                found[t] = (use.section, at)
+                break
     return found
 
 

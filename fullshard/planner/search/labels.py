@@ -18,6 +18,11 @@ def plan_label(strategy: str, choices: dict[str, Any], plan: Plan) -> str:
     return f"{strategy}{mesh}, {rows}, remat {remat}{f', {homes}' if homes else ''}"
 
 
+def strategy_of(label: str) -> str:
+    """The strategy of a plan's label."""
+    return label.partition(",")[0].partition(" ")[0]
+
+
 def home_words(plan: Plan) -> str:
     """What rests on host and disk, such as `optimizer of the last 12 units on host`; empty if nothing does.
 

@@ -17,6 +17,7 @@ from fullshard.plan import Plan
 from fullshard.planner.device_limits import refuse_float8_device
 from fullshard.planner.estimate import Estimate, available, refuse_uncosted
 from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
+from fullshard.planner.search.labels import strategy_of
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
 from fullshard.planner.search.space import (
     engine_for,
@@ -39,6 +40,7 @@ class SearchResult:
     search_seconds: float
     considered: int
     engine: str = "torch"  # which carries the plan out
+    strategy: str = ""  # the plan's, by name
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.plan, self.estimate))
@@ -90,7 +92,8 @@ def find_plan(
         raise nothing_fits(request, reduced, [*pool.all, *offloaded], room)
     best, exact = with_staging(request, reduced, *final) if chosen == "torch" else final
     others = alternatives(best, pool, offloaded, room)
-    return SearchResult(best.plan, exact, others, time.perf_counter() - began, len(pool.all) + len(offloaded), chosen)
+    seconds, considered = time.perf_counter() - began, len(pool.all) + len(offloaded)
+    return SearchResult(best.plan, exact, others, seconds, considered, chosen, strategy_of(best.label))
 
 
 def summary(found: SearchResult) -> str:

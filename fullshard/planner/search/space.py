@@ -290,8 +290,7 @@ def _least_offload(fixed: dict[str, Any]) -> Home:
 
 
 def precision_of(request: PlanRequest) -> Precision:
-    """The pinned precision; compute is bf16 by default, fp32 on CPUs."""
-    gpu = request.cluster.device.kind != "cpu"
+    """The pinned precision; by default what the devices compute the fastest in, and fp32 for all else."""
     kinds = ("compute", "reduce", "master", "buffers", "float8", "moments", "rounding")
     given = {k: request.fix[k] for k in kinds if k in request.fix}
-    return Precision(**{"compute": "bf16" if gpu else "fp32", **given})
+    return Precision(**{"compute": request.cluster.device.peak.fastest, **given})

@@ -143,6 +143,7 @@ def finish(draft: Draft) -> None:
     draft.assume("model.name", FILL_IN, "a preset, a Hugging Face directory, or file.py:callable")
     draft.assume("data.path", FILL_IN, "a directory that `fullshard data pack` made")
     draft.assume("data.sequence", 1024, "tokens in a sample")
+    draft.default("plan.compute", "fp32")
     draft.assume("optim.name", "adamw", "the optimizer")
     draft.assume("optim.lr", 1e-4, "the learning rate")
     draft.assume("schedule.kind", "cosine", "how the learning rate falls")
