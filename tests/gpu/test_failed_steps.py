@@ -24,7 +24,6 @@ if torch.cuda.is_available():
         Case((Home("host", "host"),), compute="bf16", reduce="bf16"),
         Case((Home("device", "host"),), compute="bf16"),
         Case((Home("disk", "disk"),), compute="bf16"),
-        Case((Home("device", "device", "host"),), compute="bf16", remat="selective"),
     ]
 
 
