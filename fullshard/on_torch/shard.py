@@ -137,6 +137,7 @@ def shard(
     if activations is not None:
         state.copies.on_reset.append(activations.reset)
     if offload is not None:
+        state.copies.on_forward.append(weakly(offload.before_forward))
         state.copies.on_reset.append(weakly(offload.reset))
         state.copies.on_backward.append(weakly(offload.backward_ran))
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():

@@ -27,6 +27,7 @@ class WeightCopies:
         self.torn = ""  # why the weights are of no use, after a step that failed in the middle of its updates
         self.keeping = False  # forwards without gradients leave weights gathered for the next
         self.on_change: list[Callable[[], None]] = []  # called when weights have changed
+        self.on_forward: list[Callable[[], None]] = []  # called before each forward
         self.on_backward: list[Callable[[], None]] = []  # called after each backward
         self.on_reset: list[Callable[[], None]] = []  # called after a forward or backward that failed
         self.units: list[UnitCopies] = unit_copies(model, self._now, self._backward_ended)
@@ -43,6 +44,8 @@ class WeightCopies:
         if in_backward():  # a recomputation of the whole model
             return
         self.refuse_torn()
+        for call in self.on_forward:
+            call()
         if unfinished(model):
             self._reset(model)
         if not self.keeping:

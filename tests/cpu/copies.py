@@ -239,6 +239,26 @@ def _no_room(_: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
+def bad_gradients(case: Case) -> list[str]:
+    """Without clipping, units are updated before it is known that a gradient is not finite: what follows says so until a load."""
+    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory() as shared:
+        directory = [shared]
+        torch.distributed.broadcast_object_list(directory)
+        state = homes.make(case, disk)
+        on_torch.train_step(state, homes.batches(state, 0))
+        fs.checkpoint.save(directory[0], state)
+        head = state.model.get_submodule("lm_head")
+        hook = head.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: g * float("inf")) and None)
+        on_torch.train_step(state, homes.batches(state, 1))
+        hook.remove()
+        after = [said(lambda: forward_without_gradients(state)), said(lambda: forward(state)), said(lambda: step(state, 1))]
+        fs.checkpoint.load(directory[0], state)
+        with torch.no_grad():
+            finite = state.model(homes.batches(state, 1)[0]["input_ids"]).isfinite().all()
+        torch.distributed.barrier()
+        return [*after, str(bool(finite))]
+
+
 def said(call: Callable[[], Any]) -> str:
     try:
         call()

@@ -52,6 +52,12 @@ def test_updates_during_a_backward_that_fails_are_said(ranks):
     assert apart == "0e+00"
 
 
+def test_weights_of_bad_gradients_are_refused_until_a_load(ranks):
+    *after, finite = ranks(2).run(copies.bad_gradients, Case((Home("host", "host"),), accumulate=1))[0]
+    assert all("a gradient of the last step was not finite" in sentence for sentence in after)
+    assert finite == "True"
+
+
 @pytest.mark.parametrize("home", [Home(), Home("host", "host"), Home("disk", "disk"), Home("device", "host")], ids=str)
 def test_units_that_steps_leave_out_equal_the_unsharded_model(ranks, home):
     for apart, steps in ranks(2).run(copies.skipped_units, "zero3", home):

@@ -13,7 +13,7 @@ from fullshard.on_torch.offload.units import OffloadedUnit
 def shown(offload: TieredOptimizer, *, changed: bool, at_rest: bool = False) -> Iterator[dict[str, Tensor]]:
     """By name, the masters of all offloaded parameters; torch's optimizer shows the moments as its own. `changed`: both
     are written to inside, and the shards follow. `at_rest`: what is on disk is not read, but shown on meta."""
-    offload.flush()
+    offload.flush(confirm=not changed)  # whoever loads a checkpoint writes
     found: dict[str, Tensor] = {}
     for unit in offload.units:
         tensors = offload.memory.tensors(unit, at_rest=at_rest)

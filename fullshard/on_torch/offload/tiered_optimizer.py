@@ -118,7 +118,8 @@ class TieredOptimizer:
             unit.next_update, unit.norms = None, {}
         self.eager, self.draining, self.decision = eager, draining, StepDecision()
         groups = self.optimizer.param_groups if self.optimizer else []
-        self.settings = [{k: _number(v) for k, v in g.items() if k != "params"} for g in groups]
+        number = lambda v: v.item() if isinstance(v, Tensor) else v  # some schedulers keep theirs in tensors
+        self.settings = [{k: number(v) for k, v in g.items() if k != "params"} for g in groups]
 
     def end(self) -> None:
         """After a step, also one that was given up: gradients belong to the caller from here on."""
@@ -332,14 +333,19 @@ class TieredOptimizer:
 
     # -- between steps -----------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Wait until every update is done and its results are in their homes."""
+    def before_forward(self) -> None:
+        """Before a forward. The engine's own step has confirmed the last one."""
+        return None if self.in_step else self._confirm(wait=True)
+
+    def flush(self, *, confirm: bool = True) -> None:
+        """Wait until every update is done and its results are in their homes. `confirm`: raise if one used bad gradients."""
         for unit in self.units:
             for event in self._finished(unit):
                 event.wait()
         self.gpu.settle()
         self.memory.settle()
-        self._confirm(wait=True)
+        if confirm:
+            self._confirm(wait=True)
         self._raise()
         for unit in self.units:
             self._publish_steps(unit)
@@ -381,17 +387,12 @@ class TieredOptimizer:
         decision = self.unconfirmed
         if decision is None or not (wait or decision.event.done()):
             return
-        self.unconfirmed = None
-        if decision.wait()[1] and not self.decision.wait()[1]:
+        if decision.wait()[1] and not self.decision.wait()[1]:  # for good, until a checkpoint is loaded
             raise FullshardError(
                 "a gradient of the last step was not finite, and without clipping units are updated before that is known: "
                 "go on from the last checkpoint, with optim.clip set so that such steps are skipped"
             )
-
-
-def _number(value: Any) -> Any:
-    """A setting of a group; some schedulers keep theirs in tensors."""
-    return value.item() if isinstance(value, Tensor) else value
+        self.unconfirmed = None
 
 
 def _end(*threads: UpdateLane | WorkerThreads) -> None:
