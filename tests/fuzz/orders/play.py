@@ -20,7 +20,7 @@ from tests.fuzz.orders.toy import build, global_batch
 
 T = TypeVar("T")
 Saved = tuple[str, Values | None, set[str], Kept]
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}  # of elements of size 1
+TOLERANCE = {"fp32": 2e-5, "bf16": 6e-2}  # of elements of size 1; two updates of lr 0.02 may differ in sign in bf16
 MOMENTS = {"fp32": 1e-3, "bf16": 0.3}
 OUTPUT = {"fp32": 1e-4, "bf16": 0.3}
 # Sentences after which a state is of no use until a checkpoint is loaded: both say so.
