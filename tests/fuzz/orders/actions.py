@@ -3,6 +3,7 @@
 An action that must leave the state as it was says nothing; one that changes it calls `play.changes()`.
 """
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -175,7 +176,8 @@ def keep_optimizer(play: Play) -> None:
 def put_optimizer(play: Play) -> None:
     if "optimizer" in play.kept:
         shown, kept = play.kept["optimizer"]
-        play.subject(lambda: play.state.optimizer.load_state_dict(shown))
+        own = copy.deepcopy(shown)  # torch takes the tensors of a state dict that fit as they are
+        play.subject(lambda: play.state.optimizer.load_state_dict(own))
         play.changes()
         play.oracle.put(kept)
 
