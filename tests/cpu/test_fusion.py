@@ -130,3 +130,61 @@ def test_it_is_near_what_inductor_counts(counting, make):
     for ours, inductors, plain in zip(expected, counted, eager, strict=True):
         assert 0.7 < ours / inductors < 1.05
         assert inductors < 0.55 * plain
+
+
+class CastNorm(nn.Module):
+    """A norm that computes in fp32, as in transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32)
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class CastBlock(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = CastNorm(), nn.Dropout(dropout)
+        self.q, self.o, self.up, self.down = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.o(self.norm(self.q(self.norm(x)))))
+        return x + self.down(self.up(self.norm(x)))
+
+
+class CastModel(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, DIM), nn.ModuleList(CastBlock(dropout) for _ in range(4))
+        self.head = nn.Linear(DIM, 64, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What the second block allocates in forward and keeps until backward, with its input, for its output."""
+    costs = on_torch.describe(model, micro_batch=ROWS, sequence=TOKENS, compute="bf16").costs
+    assert costs is not None
+    alive: dict[str, int] = {}
+    for phase, unit, section in costs.trace("bf16", "plain", "compiled none"):
+        for event in section.events if (phase, unit) == ("forward", "layers.1") else ():
+            if event.action == "allocate":
+                alive[event.tensor] = event.sizes(ROWS, TOKENS)[0]
+            elif event.action == "free" and event.tensor in alive:
+                del alive[event.tensor]
+    return sum(alive.values())
+
+
+def test_compiled_code_saves_the_fewest_bytes_from_which_kernels_compute_the_rest():
+    """Norms in fp32 save products in bf16, also behind sums that are not saved. Seven tensors by hand: the
+    block's input, the inputs of its four products, and the results of q and o."""
+    one = 2 * ROWS * TOKENS * DIM
+    assert saved_bytes(CastModel(0.0)) == 7 * one
+
+
+def test_compiled_code_saves_the_numbers_that_dropout_drew():
+    one = 2 * ROWS * TOKENS * DIM
+    assert saved_bytes(CastModel(0.1)) == 7 * one + one // 2

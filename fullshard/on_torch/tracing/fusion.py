@@ -9,23 +9,25 @@ have no workspace, and write over the product that they read.
 from collections import Counter
 from dataclasses import replace
 
-from fullshard.model.costs import OpKind, Polynomial
+from fullshard.model.costs import OpKind, Polynomial, evaluate
 from fullshard.on_torch.tracing.polynomials import ZERO, FittedEvent, FittedSection, FittedTrace, FittedWork, total
 from fullshard.on_torch.tracing.recorder import KernelUse
+from fullshard.on_torch.tracing.saved_cut import fewest_bytes
 
 INSIDE = ("forward", "backward")  # phases after which a block's own code runs
 FUSED_SHARE = 0.3  # pointwise kernels after fusion, as a share of those before
+NOMINAL = (4, 1024)  # the batch shape at which sizes are compared
 SOFTMAXES = ("safe_softmax", "softmax_backward")  # rules of workspaces that only eager kernels have
 
 
 def compiled(fitted: FittedTrace, blocks: set[str]) -> list[FittedSection]:
     """The sections of a trace as they would be if the units `blocks` were compiled."""
     uses = [u for u in fitted.uses if _inside(fitted, u.section, blocks)]
-    fused = _fused_tensors(fitted, uses)
+    fused, kept = _fused_tensors(fitted, uses)
     softmaxes = [u for u in uses if _is_softmax(fitted, u)]
     unused = {fitted.sections[u.section].events[u.events - 1][1] for u in softmaxes}  # workspaces
     moved_frees = {t: at for t, at in _early_frees(fitted, uses).items() if t not in fused} | _late_frees(fitted, uses, fused)
-    moved_frees |= _overwritten(fitted, uses, softmaxes, fused)
+    moved_frees |= _overwritten(fitted, uses, softmaxes, fused) | kept
     freed_at: dict[tuple[int, int], list[int]] = {}
     for tensor, at in moved_frees.items():
         freed_at.setdefault(at, []).append(tensor)
@@ -81,23 +83,65 @@ def _inside(fitted: FittedTrace, section: int, blocks: set[str]) -> bool:
     return fitted.sections[section].unit in blocks and fitted.sections[section].phase in INSIDE
 
 
-def _fused_tensors(fitted: FittedTrace, uses: list[KernelUse]) -> set[int]:
-    """The tensors that compiled code never stores."""
+def _fused_tensors(fitted: FittedTrace, uses: list[KernelUse]) -> tuple[set[int], dict[int, tuple[int, int]]]:
+    """The tensors that compiled code never stores, and those that it saves for backward in place of such, with the
+    (section, event) where it frees each."""
     made: dict[int, KernelUse] = {}
     readers: dict[int, set[OpKind]] = {}
     for use in uses:
         made |= dict.fromkeys(use.made, use)
         for tensor in use.read:
             readers.setdefault(tensor, set()).add(use.kind)
-    freed = _last_sections(fitted)
-    found: set[int] = set()
-    for tensor, use in made.items():  # in the order they are made, so inputs are decided before results
-        if use.kind != "pointwise" or tensor in fitted.roles or readers.get(tensor, set()) - {"pointwise"}:
-            continue
-        saved = _saved(fitted, use.section, freed.get(tensor, use.section))
-        recomputable = all(i < 0 or i in found or _saved(fitted, use.section, freed.get(i, use.section)) for i in use.read)
-        if not saved or recomputable:
-            found.add(tensor)
+    passing = {
+        t
+        for t, use in made.items()
+        if use.kind == "pointwise" and t not in fitted.roles and readers.get(t, set()) <= {"pointwise"}
+    }
+    freed = {t: (i, j) for i, s in enumerate(fitted.sections) for j, (action, t, *_) in enumerate(s.events) if action == "free"}
+    saved = {t for use in uses for t in use.made | use.read if t < 0 or (t in freed and _saved(fitted, use.section, freed[t][0]))}
+    sizes = _nominal_sizes(fitted)
+    sources = _sources(made, sizes)
+    wanted = {t for t in passing & saved if t in sources}
+    stored = fewest_bytes(sources, sizes, wanted, saved - wanted)
+    fused = {t for t in passing if t not in stored and (t in sources or t not in saved)}
+    late: dict[int, tuple[int, int]] = {}
+    for tensor in wanted & fused:
+        for source in _stored_sources(tensor, sources, fused) & stored - saved:
+            late[source] = max(late.get(source, (0, 0)), freed[tensor])
+    return fused, late
+
+
+def _nominal_sizes(fitted: FittedTrace) -> dict[int, float]:
+    """The bytes of each tensor, to compare them by."""
+    return {
+        t: evaluate(total(sizes), *NOMINAL)
+        for section in fitted.sections
+        for action, t, rule, sizes in section.events
+        if action == "allocate" and not rule
+    }
+
+
+def _sources(made: dict[int, KernelUse], sizes: dict[int, float]) -> dict[int, frozenset[int]]:
+    """What pointwise kernels compute each of their results from. Drawn numbers are no result: of a dropout, the mask."""
+    found: dict[int, frozenset[int]] = {}
+    for tensor, use in made.items():
+        drawn = {min(use.made, key=lambda t: sizes.get(t, 0))} if use.random else set[int]()
+        if use.kind == "pointwise" and tensor not in drawn:
+            found[tensor] = use.read | drawn
+    return found
+
+
+def _stored_sources(tensor: int, sources: dict[int, frozenset[int]], fused: set[int]) -> set[int]:
+    """The stored tensors that a fused one is computed again from."""
+    found, left = set[int](), [tensor]
+    seen = {tensor}
+    while left:
+        for source in sources[left.pop()] - seen:
+            seen.add(source)
+            if source in fused:
+                left.append(source)
+            else:
+                found.add(source)
     return found
 
 

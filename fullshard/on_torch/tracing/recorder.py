@@ -37,13 +37,15 @@ class RawSection:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The tensors that one kernel read and made. `events`: the number of events in its section after the kernel."""
+    """The tensors that one kernel read and made. `events`: the number of events in its section after the kernel. `random`:
+    whether it draws random numbers."""
 
     section: int
     events: int
     kind: OpKind
     read: frozenset[int]
     made: frozenset[int]
+    random: bool = False
 
 
 class Recorder(TorchDispatchMode):
@@ -105,10 +107,10 @@ class Recorder(TorchDispatchMode):
         inputs = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
         out = self.values.call(func, args, kwargs, inputs)
         outputs = [t for t in tensors_in(out) if not isinstance(t, WRAPPERS)]
-        self._record(name, args, inputs, outputs)
+        self._record(name, args, inputs, outputs, torch.Tag.nondeterministic_seeded in func.tags)
         return out
 
-    def _record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor], random: bool) -> None:
         """Note the allocations, the work and the workspace of one operator call."""
         fresh = [t for t in outputs if self._allocate(t)]
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
@@ -121,7 +123,7 @@ class Recorder(TorchDispatchMode):
             self._note("allocate", self.count, *temporary[1], rule=temporary[0])
             self._note("free", self.count)
         if written:
-            self._add_use(done[0] if done else "pointwise", inputs, fresh)
+            self._add_use(done[0] if done else "pointwise", inputs, fresh, random)
 
     def _add_work(self, done: KernelWork) -> None:
         ops = self.sections[-1].ops
@@ -130,10 +132,10 @@ class Recorder(TorchDispatchMode):
             self._note("multiply", NO_TENSOR)
         ops.append(done)
 
-    def _add_use(self, kind: OpKind, inputs: list[Tensor], fresh: list[Tensor]) -> None:
+    def _add_use(self, kind: OpKind, inputs: list[Tensor], fresh: list[Tensor], random: bool) -> None:
         read = {self._number(t) for t in inputs}
         made = frozenset(self._number(t) for t in fresh)
-        use = KernelUse(len(self.sections) - 1, len(self.sections[-1].events), kind, frozenset(read) - made, made)
+        use = KernelUse(len(self.sections) - 1, len(self.sections[-1].events), kind, frozenset(read) - made, made, random)
         self.uses.append(use)
 
     def _number(self, tensor: Tensor) -> int:
