@@ -26,6 +26,7 @@ class UnitCopies:
         self.group, self.stamp, self.done = group.group, stamp, done
         self.modules: tuple[nn.Module, ...] = tuple(self.group.modules)
         self.gathered_at: Stamp | None = None
+        self.kept = False  # gathered to stay so for later micro-batches
         self.used_at: Stamp | None = None  # by a forward; a gather may be ahead of one that does not come
         self._unshard, self._reduce, self._finalize = self.group.unshard, self.group.post_backward, self.group.finalize_backward
         self.group.unshard, self.group.post_backward = self._gather, self._reduce_used
@@ -44,14 +45,13 @@ class UnitCopies:
         if group.is_unsharded:
             self._show("_unsharded_param")
         elif group.is_sharded and group._all_gather_result is None:
-            self.gathered_at = self.stamp()
+            self.gathered_at, self.kept = self.stamp(), not group.reshard_after_backward
         self._unshard(async_op)
 
     def _stale(self) -> bool:
         if self.group.is_sharded and self.group._all_gather_result is None:
             return False
-        kept = not self.group.reshard_after_backward  # for the next micro-batch
-        return self.gathered_at is None or not self.gathered_at.serves(self.stamp(), kept)
+        return self.gathered_at is None or not self.gathered_at.serves(self.stamp(), self.kept)
 
     def _drop_pending(self) -> None:
         """A gather that was issued ahead, and that no forward has waited for."""

@@ -23,6 +23,7 @@ from fullshard.runs.prepare import prepare
 from fullshard.runs.recipe import load_recipe
 from fullshard.runs.recipe_plan import make_optimizer
 from fullshard.runs.run import execute
+from fullshard.runs.watchdog import Watchdog
 
 
 def run(directory: str, overrides: list[str], name: str) -> None:
@@ -207,5 +208,7 @@ def plan_to_resume(directory: str, overrides: list[str], name: str) -> tuple[str
     """The compute dtype that this rank would go on with by `fullshard train --resume auto`, and who chose it."""
     os.chdir(directory)
     run = Path("runs") / name
-    prepared = _prepare_together(Given(Path("recipe.toml"), overrides, run, None, "auto", False, False, 0, "torch"))
+    given = Given(Path("recipe.toml"), overrides, run, None, "auto", False, False, 0, "torch")
+    with Watchdog(run, 300.0) as watchdog:
+        prepared = _prepare_together(given, watchdog)
     return prepared.plan.precision.compute, prepared.choices["compute"].origin

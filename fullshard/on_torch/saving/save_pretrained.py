@@ -77,6 +77,8 @@ class _Saves:
     def _together(self, state: State, own: Call, args: Any, kwargs: Any, given: Mapping[str, Any] | None) -> Any:
         _meet(own.__name__, state.device)
         average_statistics(state.model)
+        state.copies.rest()
+        state.copies.free()  # else FSDP's hook on `state_dict` does so, and puts its shards in place of what is shown
         group, result = acquire_group(), None
         with torch.no_grad(), state.values(at_rest=True) as values:
             sharded = {n: t for n, t in (given or values).items() if isinstance(t, DTensor)}

@@ -60,10 +60,10 @@ def _path(flows: Flows) -> list[tuple[Node | str, Node | str]]:
     if WANTED not in came:
         return []
     path: list[tuple[Node | str, Node | str]] = []
-    b: Node | str = WANTED
-    while b is not None:
-        path.append((came[b], b))
-        b = came[b]
+    at: Node | str = WANTED
+    while at is not None:
+        path.append((came[at], at))
+        at = came[at]
     return path
 
 
