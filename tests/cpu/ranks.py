@@ -1,10 +1,12 @@
 """Real ranks over gloo that stay alive between tests: importing torch takes longer than most tests."""
 
+import faulthandler
 import multiprocessing as mp
 import os
 import tempfile
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 TIMEOUT = 240  # seconds a call may take before its ranks are taken for hung
 PRELOADED = ["fullshard.on_torch", "torch._dynamo", "peft"]  # by the server that ranks on a CPU are forks of
@@ -37,8 +39,7 @@ class Ranks:
                 try:
                     results[pipe] = pipe.recv()
                 except EOFError:
-                    self.stop()
-                    raise RankError("a rank died") from None
+                    raise RankError(self._death(self.pipes.index(pipe))) from None
             if any(not r[0] for r in results.values()) and len(results) < self.world:
                 # The others may wait for the failed one in a collective: give them a moment, then stop.
                 late = [p for p in self.pipes if p not in results]
@@ -70,6 +71,13 @@ class Ranks:
             self.pipes.append(here)
             self.processes.append(process)
 
+    def _death(self, rank: int) -> str:
+        """How a rank ended, and where its threads stood. Ends the group."""
+        self.processes[rank].join(10)
+        code, stacks = self.processes[rank].exitcode, Path(f"{self.directory.name}/died-{rank}").read_text()
+        self.stop()
+        return f"{stacks}rank {rank} died with exit code {code}"
+
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
@@ -84,6 +92,7 @@ def _serve(rank: int, world: int, device: str, directory: str, pipe: Connection)
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "FULLSHARD_TEST_DEVICE": device}
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    faulthandler.enable(Path(directory, f"died-{rank}").open("w"))  # noqa: SIM115  open as long as the rank lives
     import datetime
 
     import torch

@@ -26,13 +26,18 @@ def play(case: Case, ranks: GetRanks) -> Result:
             try:
                 found = ranks(leg.world).run(play_leg, case, number, directory)[0]
             except RankError as error:
-                return Result(str(error).strip().splitlines()[-1], tuple(refusals))
+                return Result(_last_words(str(error)), tuple(refusals))
             refusals += found["refusals"]
             if found["wrong"]:
                 return Result(found["wrong"], tuple(refusals))
             if not found["goes_on"]:
                 break
     return Result(None, tuple(refusals))
+
+
+def _last_words(error: str) -> str:
+    """The last line of a traceback, and all of what a dead rank left."""
+    return error if "died with exit code" in error else error.strip().splitlines()[-1]
 
 
 def chosen(case: Case, indices: set[int]) -> Case:
