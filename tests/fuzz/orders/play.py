@@ -20,7 +20,9 @@ from tests.fuzz.orders.toy import build, global_batch
 
 T = TypeVar("T")
 Saved = tuple[str, Values | None, set[str], Kept]
-TOLERANCE = {"fp32": 2e-5, "bf16": 6e-2}  # of elements of size 1; two updates of lr 0.02 may differ in sign in bf16
+# Of elements of size 1. With lr 0.02 and eps 1e-3 a step of the unsharded model in fp32 is up to 2.3e-5 from one in fp64; in bf16
+# two updates may differ in sign.
+TOLERANCE = {"fp32": 5e-5, "bf16": 6e-2}
 MOMENTS = {"fp32": 1e-3, "bf16": 0.3}
 OUTPUT = {"fp32": 1e-4, "bf16": 0.3}
 # Sentences after which a state is of no use until a checkpoint is loaded: both say so.
