@@ -27,3 +27,11 @@ def scope_and_line(equation: Any) -> tuple[str, str]:
     own = (f for f in frames if not any(part in f.file_name for part in LIBRARIES))
     line = next((f"{f.file_name.rpartition('/')[2]}:{f.line_num}" for f in own), "")
     return str(getattr(source, "name_stack", "")), line
+
+
+def scanned_arguments(params: Any) -> tuple[int, int]:
+    """How many constants a scan has, which are its first arguments, and how many values it carries, which follow them."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(constants), len(carried)

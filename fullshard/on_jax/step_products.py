@@ -13,7 +13,7 @@ from jax.extend import core
 
 from fullshard.on_jax.hlo_collectives import unit_in
 from fullshard.on_jax.layer_dtypes import is_exact
-from fullshard.on_jax.private import scope_and_line
+from fullshard.on_jax.private import scanned_arguments, scope_and_line
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Operations that show a weight in another way.
@@ -131,7 +131,7 @@ def _parts(eqn: core.JaxprEqn, inputs: Origins) -> Iterator[tuple[core.Jaxpr, Or
 def _carried(eqn: core.JaxprEqn) -> tuple[int, int] | None:
     """The first of the arguments that a loop carries, and how many they are."""
     if eqn.primitive.name == "scan":
-        return eqn.params["num_consts"], eqn.params["num_carry"]
+        return scanned_arguments(eqn.params)
     if eqn.primitive.name == "while":
         return eqn.params["body_nconsts"], len(eqn.outvars)
     return None
