@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import importlib.abc
 import importlib.machinery
 import inspect
 import random
@@ -48,6 +49,7 @@ def heads(library: str) -> list[Head]:
 
 def build(head: Head, how: str) -> nn.Module:
     """The model with values, the same in every process. `how`: as in `zoo_configs.changes`."""
+    _stub_torchvision()
     made = {"transformers": _build_transformers, "timm": _build_timm, "diffusers": _build_diffusers}[head.library]
     return made(head, how).train()
 
@@ -144,28 +146,33 @@ def _build_transformers(head: Head, how: str) -> nn.Module:
 # -- timm ----------------------------------------------------------------------------------------------------
 
 
-def _stub_torchvision() -> None:
-    """timm imports parts of torchvision, which its models do not need."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        names = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "torchvision.transforms")
-        names += ("torchvision.transforms.functional", "torchvision.datasets")
-        for name in names:
-            made = types.ModuleType(name)
-            made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            made.__path__ = []  # type: ignore[attr-defined]
-            made.__getattr__ = _stub  # type: ignore[method-assign]
-            sys.modules[name] = made
-            around, _, last = name.rpartition(".")
-            if around:
-                setattr(sys.modules[around], last, made)
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes torchvision and all modules inside, for timm and diffusers, which import parts that their models do not need."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = "0"  # type: ignore[attr-defined]
+        module.__getattr__ = _stub  # type: ignore[method-assign]
+
+
+class _Stub(type):
+    """A class with any attribute."""
+
+    def __getattr__(cls, attribute: str) -> type:
+        return _stub(attribute)
 
 
 def _stub(attribute: str) -> type:
     if attribute.startswith("__"):
         raise AttributeError(attribute)
-    return type(attribute, (), {})
+    return _Stub(attribute, (), {})
+
+
+def _stub_torchvision() -> None:
+    if not any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_StubFinder())  # the last: one that is installed is found before
 
 
 def _timm_heads() -> list[Head]:
@@ -187,7 +194,6 @@ def _smallest(names: list[str]) -> list[str]:
 
 
 def _build_timm(head: Head, how: str) -> nn.Module:
-    _stub_torchvision()
     timm = importlib.import_module("timm")
     for more in ({"img_size": 64}, {}):
         try:
@@ -219,7 +225,6 @@ def _diffusers_heads() -> list[Head]:
 
 
 def _build_diffusers(head: Head, how: str) -> nn.Module:
-    _stub_torchvision()
     cls = getattr(importlib.import_module("diffusers"), head.name)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     default = {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -96,7 +96,8 @@ def group_modules(
     tensors all have fewer elements form a unit of their own.
     """
     blocks = [b for path in _find_blocks(root, classes, names, min_params) for b in _running(root.at(path), path)]
-    blocks += [path for path in apart if path not in blocks]
+    first = {node: path for path, node in root.named()}  # a module that the model has in two places is one block
+    blocks = list(dict.fromkeys(first[root.at(path)] for path in (*blocks, *apart)))
     called = [p for b in blocks for p in _called_inside(root.at(b), b) if p not in blocks]
     groups = _merge_tied(names_of, _with_leftovers(root, blocks, called))
     return _with_small(root, groups, small) if small else groups

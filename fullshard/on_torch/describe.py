@@ -125,6 +125,7 @@ def _tree(module: nn.Module, known: dict[nn.Module, ModuleNode], outside: Outsid
     if module not in known:
         own = {n: p for n, p in module._parameters.items() if p is not None}
         runs = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+        runs &= not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # which torch 2.11 does not take, though they may run
         known[module] = ModuleNode(
             cls=type(module),
             parameters={n: p.numel() for n, p in own.items()},

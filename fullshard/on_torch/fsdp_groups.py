@@ -307,12 +307,13 @@ def forget_unfinished(modules: Iterable[FSDPModule], *_: object) -> None:
 
 def gather_for_each_backward(modules: Sequence[Any]) -> None:
     """Let a unit gather before the backward of each of its modules. FSDP does so only before that of the one that ran last,
-    whose output may have no gradient, and sees no tensors in an output of a class of its own."""
+    whose output may have no gradient, and sees no tensors in an output of a class of its own. If a model changes an output in
+    place, and that is a view, FSDP's hook is lost."""
     for module in modules:
-        module.register_forward_hook(partial(_gather_before_backward, len(modules) > 1))
+        module.register_forward_hook(partial(_gather_before_backward, len(modules) > 1), with_kwargs=True)
 
 
-def _gather_before_backward(several: bool, module: FSDPModule, args: Any, output: Any) -> None:
+def _gather_before_backward(several: bool, module: FSDPModule, args: Any, kwargs: Any, output: Any) -> None:
     state = module._get_fsdp_state()
     if state._training_state is _TrainingState.PRE_BACKWARD:  # a recomputation
         return
@@ -322,6 +323,19 @@ def _gather_before_backward(several: bool, module: FSDPModule, args: Any, output
     for value in (*leaves, *hidden) if several else hidden:
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(state._pre_backward)
+    given = [_base_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    for value in (*leaves, *hidden):
+        base = value._base if isinstance(value, Tensor) and value.requires_grad else None
+        if base is not None and base.grad_fn is not None and not any(base is t for t in given):
+            base.grad_fn.register_prehook(partial(_gather_before, state))
+
+
+def _gather_before(state: Any, gradients: Any) -> None:
+    state._pre_backward(gradients[0])
+
+
+def _base_of(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 GatherFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, shard, group

@@ -187,9 +187,11 @@ def compiled_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def _to_master(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert every parameter to the master dtype, in place, so that tied ones stay tied. Buffers keep their dtype."""
+    """Convert every parameter to the master dtype, in place, so that tied ones stay tied. Buffers keep their dtype. A parameter
+    without elements is not trained: FSDP cannot reduce its gradient."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
+        p.requires_grad_(p.requires_grad and p.numel() > 0)
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
@@ -203,14 +205,17 @@ def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[
     """`fully_shard` on each unit, inner before outer, the root last."""
     policy = _policy(plan)
     units: dict[str, list[FSDPModule]] = {}
+    done: set[nn.Parameter] = set()  # a module around a unit may have its modules in another place too
     for unit in sorted(plan.units, key=lambda u: -max(_depth(m) for m in u.modules)):
         modules = modules_of(model, unit)
         arguments = {"mesh": meshes.data(unit.layout), "reshard_after_forward": unit.reshard, "mp_policy": policy}
+        arguments["ignored_params"] = done
         fully_shard(modules if len(modules) > 1 else modules[0], **arguments)  # type: ignore[call-overload]
         units[unit.name] = [m for m in modules if isinstance(m, FSDPModule)]
+        done.update(p for module in modules for p in module.parameters())
         gather_for_each_backward(units[unit.name])
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy)
+        fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy, ignored_params=done)
     several = [modules[0] for modules in units.values() if len(modules) > 1]
     if several:
         model.register_forward_pre_hook(partial(forget_unfinished, several), prepend=True)

@@ -245,14 +245,18 @@ def compared(kind: str, strategy: str, accumulate: int = 1, own: bool = False, *
     data = world // common.get("tensor", 1)
     want, found = unsharded(kind, data * accumulate), sharded(kind, strategy, accumulate, own, **common)
     apart = lambda a, b: max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
-    weights = max(float((found[2][n] - w).abs().max()) for n, w in want[2].items())
-    moved = max(float((w - s).abs().max()) for (_, w), s in zip(sorted(want[2].items()), _start(kind), strict=True))
+    weights = max(_largest(found[2][n] - w) for n, w in want[2].items())
+    moved = max(_largest(w - s) for (_, w), s in zip(sorted(want[2].items()), _start(kind), strict=True))
     return {
         "loss": apart(want[0], found[0]),
         "accuracy": 0.0 if own else apart(want[1], found[1]),
         "weights": weights,
         "moved": moved,
     }
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
 
 
 def statistics(directory: str) -> dict[str, Any]:

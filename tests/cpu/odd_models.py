@@ -123,5 +123,98 @@ class MixedBuffer(Odd):
             module.reset_parameters()
 
 
-PLAIN = {"stages": Stages, "list_of_parameters": ListOfParameters, "frozen_last": FrozenLast}
+class Narrow(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(torch.relu(self.scale(x)))
+
+
+class OutputInPlace(Odd):
+    """Changes in place what its blocks return, which are views, as DETR does with its boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrow() for _ in range(3))
+        self.head = self._modules.pop("head")
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x[..., :4] += 1
+        return x
+
+
+class SharedList(Odd):
+    """A list of modules that a module inside has as well, as DETR's decoder has the heads for boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.add_module("boxes", nn.ModuleList(Block() for _ in range(2)))
+        self.boxes = self.decoder.boxes
+        del self.blocks
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.boxes:
+            x = block(x)
+        return x
+
+
+class SharedParts(Odd):
+    """Its blocks share a module, which the model has as well, as CoaT's position encodings are shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        for block in self.blocks:
+            block.mix = self.shared
+
+
+class DenseList(nn.ModuleList):
+    """A list that runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class ListsThatRun(Odd):
+    """Its repeated modules are lists with a forward of their own, as in DenseNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DenseList([Block(), Block()]) for _ in range(2))
+
+
+class EmptyParameter(Odd):
+    """Has a parameter without elements, as CHMv2 has without register tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registers = nn.Parameter(torch.zeros(1, 0, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(torch.cat([x, self.registers.expand(len(x), 0, WIDTH)], 1))
+
+
+class InputInPlace(Odd):
+    """Its blocks change their input in place, as UNetControlNetXS does."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+PLAIN = {
+    "stages": Stages,
+    "list_of_parameters": ListOfParameters,
+    "frozen_last": FrozenLast,
+    "output_in_place": OutputInPlace,
+    "shared_list": SharedList,
+    "shared_parts": SharedParts,
+    "lists_that_run": ListsThatRun,
+    "empty_parameter": EmptyParameter,
+}
 SHOWN = {"uncalled_table": UncalledTable, "part_called_alone": PartCalledAlone, "without_hooks": WithoutHooks}
