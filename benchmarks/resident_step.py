@@ -128,12 +128,12 @@ def profile(step: Any) -> dict[str, Any]:
         milliseconds = event.device_time_total / 1000 / PROFILED
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key)), "pointwise")
         kinds[kind] += milliseconds
-        longest.setdefault(kind, Counter())[event.key[:80]] += milliseconds
+        longest.setdefault(kind, Counter())[f"{event.count // PROFILED} × {event.key[:120]}"] += milliseconds
     rounded = {kind: round(value, 2) for kind, value in kinds.most_common()}
     return {
         **idle([(e.time_range.start, e.time_range.end, e.name) for e in profiler.events()]),
         "kinds": rounded,
-        "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(6)] for k, c in longest.items()},
+        "longest": {k: [(n, round(v, 2)) for n, v in c.most_common(12)] for k, c in longest.items()},
     }
 
 
