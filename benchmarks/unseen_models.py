@@ -126,11 +126,20 @@ def memory_of(step: Any) -> Row:
         step()
         torch.cuda.synchronize()
         reserved = max(reserved, torch.cuda.max_memory_reserved())
-    row = {"allocated": torch.cuda.max_memory_allocated(), "reserved": reserved, "at_rest": at_rest}
+    row: Row = {"allocated": torch.cuda.max_memory_allocated(), "reserved": reserved, "at_rest": at_rest}
+    row["reserved_by_stream"] = reserved_by_stream()
     return row | {
         "warm_seconds": round(time.perf_counter() - began, 1),
         "retries": torch.cuda.memory_stats()["num_alloc_retries"],
     }
+
+
+def reserved_by_stream() -> list[int]:
+    """Bytes of the allocator's segments, a number for each stream; the first is that of computation."""
+    found: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        found[segment["stream"]] = found.get(segment["stream"], 0) + segment["total_size"]
+    return [found[stream] for stream in sorted(found)]
 
 
 def seconds_of(step: Any) -> Row:

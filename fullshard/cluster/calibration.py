@@ -49,9 +49,12 @@ class Calibration:
     devices: tuple[str, ...]
 
     # Rates of kernels
-    attention_forward: Fitted = field(metadata=_about("of gemm rate", "fused attention, forward, heads of 128"))
-    attention_backward: Fitted = field(metadata=_about("of gemm rate", "fused attention, backward, heads of 128"))
-    attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads narrower than 128"))
+    attention_forward: Fitted = field(metadata=_about("of gemm rate", "fused attention of many tokens, forward, heads of 128"))
+    attention_backward: Fitted = field(metadata=_about("of gemm rate", "fused attention of many tokens, backward, heads of 128"))
+    attention_short_forward: Fitted = field(metadata=_about("tokens", "at which causal attention has half its rate, forward"))
+    attention_short_backward: Fitted = field(metadata=_about("tokens", "at which causal attention has half its rate, backward"))
+    attention_narrow_heads: Fitted = field(metadata=_about("of attention rate", "heads of 64; those of 32 have half of it"))
+    attention_wide_heads: Fitted = field(metadata=_about("of attention rate", "heads wider than 128, backward"))
     pointwise_bandwidth: Fitted = field(metadata=_about("of copy rate", "pointwise kernels of a block, where not measured"))
     chunked_loss_bandwidth: Fitted = field(metadata=_about("of copy rate", "softmax of a chunk of the loss, in place"))
     torch_loss_passes: Fitted = field(
@@ -63,6 +66,8 @@ class Calibration:
     foreach_bandwidth: Fitted = field(metadata=_about("of copy rate", "kernels over a list of tensors: norm, scaling"))
     adamw_bandwidth: Fitted = field(metadata=_about("of copy rate", "AdamW with clipping on the device, in one pass"))
     unaligned_gemm: Fitted = field(metadata=_about("of gemm rate", "products whose rows are not multiples of 16 bytes"))
+    depthwise_conv: Fitted = field(metadata=_about("of gemm rate", "depthwise convolutions by cuDNN, channels last"))
+    block_element: Fitted = field(metadata=_about("s", "an element of a sum that one block of threads adds up"))
     in_step_rate: Fitted = field(metadata=_about("of rate alone", "measured kernel rates inside a step"))
     kernel_floor: Fitted = field(metadata=_about("s", "the shortest kernel"))
 
@@ -121,15 +126,19 @@ _kernels = _from(f"{RESULTS}/2026-11-16-kernels-h200.json", TIME_AGAIN)
 _resident = _from(f"{RESULTS}/2026-11-18-resident-h200.json", RESIDENT)
 _attention = _from(f"{RESULTS}/2026-11-18-kernels-h200.json", "python -m benchmarks.kernel_rates")
 _clusters = _from("published step times on 8 to 512 H100: torchtitan, MosaicML, MaxText (tests/pure/test_timeline.py)", PUBLISHED)
+_layers = _from(f"{RESULTS}/2026-11-19-layers-h200.jsonl", "python -m benchmarks.layer_rates")
 _cpu = _from(f"{RESULTS}/2026-11-15-time-cpu.json", CPU_GRID)
 _without = _from("no such effect on a CPU", CPU_GRID)
 
 HOPPER = Calibration(
     name="Hopper GPUs",
     devices=("h100", "h100e", "h200"),
-    attention_forward=_measured(0.7),
-    attention_backward=_measured(0.6),
-    attention_narrow_heads=_measured(0.78),
+    attention_forward=_layers(0.78),
+    attention_backward=_layers(0.7),
+    attention_short_forward=_layers(600.0),
+    attention_short_backward=_layers(950.0),
+    attention_narrow_heads=_layers(0.77),
+    attention_wide_heads=_layers(0.71),
     pointwise_bandwidth=Fitted(0.55, "assumed; published step times agree with it (tests/pure/test_timeline.py)", PUBLISHED),
     chunked_loss_bandwidth=_resident(0.74),
     torch_loss_passes=_resident(13.0),
@@ -139,6 +148,8 @@ HOPPER = Calibration(
     foreach_bandwidth=_kernels(0.84),
     adamw_bandwidth=_resident(0.85),
     unaligned_gemm=_time(0.16),
+    depthwise_conv=_layers(0.0115),
+    block_element=_layers(0.8e-9),
     in_step_rate=_time(0.93),
     kernel_floor=_time(2e-6),
     overlap_slowdown=_clusters(0.4),
@@ -167,11 +178,18 @@ CPU = replace(
     HOPPER,
     name="CPUs",
     devices=("cpu",),
+    attention_forward=_cpu(0.7),
+    attention_backward=_cpu(0.6),
+    attention_short_forward=_without(0.0),
+    attention_short_backward=_without(0.0),
+    attention_narrow_heads=_cpu(0.78),
+    attention_wide_heads=_without(1.0),
     chunked_loss_bandwidth=_without(1.0),
     widening_bandwidth=_cpu(0.45),
     foreach_bandwidth=_without(1.0),
     adamw_bandwidth=_without(1.0),
     unaligned_gemm=_without(1.0),
+    block_element=_without(0.0),
     in_step_rate=_without(1.0),
     kernel_floor=_without(0.0),
     overlap_slowdown=_without(0.0),

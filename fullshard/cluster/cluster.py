@@ -200,13 +200,24 @@ class Cluster:
         flops counts."""
         timed = self._attention(dtype)
         if not timed:
-            fitted = self.calibration
-            rate = self.peak(dtype) * self.device.efficiency * (1.0 if width >= 128 else fitted.attention_narrow_heads)
-            return rate * fitted.attention_forward, rate * fitted.attention_backward
+            return self._nominal_attention(sequence, width, self.peak(dtype) * self.device.efficiency)
         close = min((a.width for a in timed), key=lambda w: abs(w - width))
         points = [a for a in timed if a.width == close]
         forward = _interpolate([(a.sequence, a.forward) for a in points], sequence)
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
+
+    def _nominal_attention(self, sequence: int, width: int, gemm_rate: float) -> tuple[float, float]:
+        """As `attention_rate`. On a GPU tiles of heads are 64 or 128 wide. Up to 64, exponentials take the time, whatever the width;
+        short sequences compute whole tiles of which causal attention needs half."""
+        fitted = self.calibration
+        if self.device.kind == "cpu":
+            share = fitted.attention_narrow_heads if width < 128 else 1.0
+        else:
+            share = fitted.attention_narrow_heads * width / 64 if width <= 64 else min(width / 128, 1.0)
+        rate = gemm_rate * share
+        forward = rate * fitted.attention_forward * sequence / (sequence + fitted.attention_short_forward)
+        backward = rate * fitted.attention_backward * sequence / (sequence + fitted.attention_short_backward)
+        return forward, backward * (fitted.attention_wide_heads if width > 128 else 1.0)
 
     def _gemms(self, dtype: str) -> list[MeasuredGemm]:
         """The measured products that are compute-bound; all of them if none is."""

@@ -22,7 +22,9 @@ TOKENS: dict[str, Polynomial] = dict.fromkeys(("input_ids", "labels"), (0, 0, 0,
 ANY_ROWS = 0  # in the shape of costs that hold for one number of tokens
 
 Action = Literal["allocate", "free", "ready", "multiply"]
-OpKind = Literal["gemm", "conv", "attention", "pointwise", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+OpKind = Literal[
+    "gemm", "conv", "depthwise", "attention", "pointwise", "reduction", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+]
 # Collectives inside a section: of the tensor axis, and the all-to-all of the expert axis.
 AXIS_COLLECTIVES: tuple[OpKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -86,11 +88,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One matrix product, convolution or attention, all pointwise kernels of a section, or a collective of an axis.
+    """One matrix product, convolution, attention or reduction, all pointwise kernels of a section, or a collective of an axis.
 
     `moved`: bytes read and written; of a collective, those of the whole tensor. `shape`: m, n, k of a matrix product or
     convolution; of attention the width of a head and, in the trace of an example, the number of keys and 1 if it is causal,
-    else 2.
+    else 2; of a depthwise convolution how many times as long as cuDNN's kernel it takes; of a reduction by few blocks of threads
+    the elements of a block, and the blocks.
     `count`: number of kernels. `float8`: a product that a plan computes in float8; traces have none.
     """
 
@@ -275,6 +278,7 @@ class _Table:
 LETTERS = {"allocate": "a", "free": "f", "ready": "r", "multiply": "m"}
 ACTIONS: dict[str, Action] = {"a": "allocate", "f": "free", "r": "ready", "m": "multiply"}
 KINDS: dict[str, OpKind] = {"g": "gemm", "c": "conv", "t": "attention", "p": "pointwise"}
+KINDS |= {"d": "depthwise", "r": "reduction"}
 KINDS |= {"A": "all_reduce", "G": "all_gather", "R": "reduce_scatter", "X": "all_to_all"}
 
 

@@ -74,6 +74,11 @@ def sort(items: int) -> tuple[int, ...]:
     return 8 * items, 16 * items + 18_432
 
 
+def layout_copies(*tensors: int) -> tuple[int, ...]:
+    """cuDNN's convolutions: copies of `tensors` bytes each, with channels last, of what a product reads and writes."""
+    return (sum(tensors),)
+
+
 def chunk_cat(count: int, *shards: int) -> tuple[int, ...]:
     """torch._chunk_cat of `count` tensors whose chunks have `shards` bytes: an index for every 2 KiB of a chunk."""
     return (16 + 48 * count + 8 * sum(-(-s // 2048) for s in shards),)
@@ -93,5 +98,6 @@ WORKSPACES: dict[str, Callable[..., tuple[int, ...]]] = {
     "embedding_backward": embedding_backward,
     "sum_rows": sum_rows,
     "sort": sort,
+    "layout_copies": layout_copies,
     "chunk_cat": chunk_cat,
 }

@@ -15,6 +15,7 @@ from fullshard import FullshardError, on_torch
 from fullshard.model.costs import evaluate
 from fullshard.planner.memory import peak
 from fullshard.planner.step.schedule import schedule
+from fullshard.planner.time.timeline import timeline
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, _fresh, _peak, _without_cuda  # noqa: F401 (a fixture)
 
@@ -222,6 +223,42 @@ def test_convolutions_are_counted_as_torch_counts_them():
     assert flops(described("convnet"), ROWS, "conv") + flops(described("convnet"), ROWS, "gemm") == sum(counted.values())
 
 
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(image)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_copies_between_layouts_are_counted_where_channels_do_not_lie_last(last):
+    """3 × 3 in bf16 reads and writes copies of input, weight and result; 1 × 1 does not, nor where channels lie last already."""
+    rows, side = 4, 16
+    form = torch.channels_last if last else torch.contiguous_format
+    make = lambda n: {"image": torch.randn(n, 3, side, side).contiguous(memory_format=form), "labels": torch.arange(n)}
+    loss = lambda model, b: on_torch.Loss(model(b["image"]).float().sum(), len(b["labels"]))
+    found = on_torch.describe(Bottleneck(), example=make(rows), loss=loss)
+    sections = [s for _, _, s in found.costs.trace("bf16", "plain", "none")]
+    copies = [e.sizes(rows, 1)[0] for s in sections for e in s.events if e.rule == "layout_copies"]
+    image, result, weight = (2 * n for n in (rows * 3 * side**2, rows * 8 * side**2, 8 * 3 * 9))
+    assert copies == ([] if last else [image + result + weight] * 2)  # forward; in backward that of the weight's gradient
+    norms = [op for s in sections for op in s.ops if op.kind == "reduction"]
+    assert [[evaluate(n, rows, 1) for n in op.shape] for op in norms] == [[4 * side**2, rows * 2]]  # elements of a group, groups
+
+
+def test_depthwise_convolutions_take_longer_where_channels_do_not_lie_last():
+    def seconds(form: torch.memory_format) -> float:
+        model = nn.Sequential(nn.Conv2d(64, 64, 7, padding=3, groups=64, bias=False))
+        batch = {"image": torch.randn(8, 64, 56, 56).contiguous(memory_format=form)}
+        found = on_torch.describe(model, example=batch, loss=lambda m, b: on_torch.Loss(m[0](b["image"]).float().sum(), 8))
+        plan = fs.ddp(found, devices=1, precision=BF16, batch=found.batch())
+        return timeline(plan, found, fs.Cluster.load("1xh200")).compute["gemm"]
+
+    assert seconds(torch.contiguous_format) == pytest.approx(4 * seconds(torch.channels_last))
+
+
 def test_transposed_convolutions_are_counted_as_torch_counts_them():
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -254,7 +291,7 @@ def test_strategies_search_and_estimate():
     assert best.mesh.data * best.batch.micro_batch * best.batch.accumulate == 256
     assert estimate.counted == "rows"
     assert " rows/s" in str(estimate)
-    assert "note: cuDNN's workspace for convolutions is not counted" in str(estimate)
+    assert "note: of cuDNN's workspace for convolutions only the copies between layouts are counted" in str(estimate)
     again = fs.estimate(best, found, fs.Cluster.load("8xh100"))
     assert again.step_seconds == pytest.approx(estimate.step_seconds)
 

@@ -1,7 +1,7 @@
 """What CUDA kernels do that meta tensors do not show.
 
 `FusedKernels` replaces functions by the fused kernel that CUDA would run. `workspace` is the temporary memory of a
-kernel, `kernel_work` its flops and bytes.
+kernel, `kernel_work` and `further_work` its flops and bytes.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from fullshard.model.costs import OpKind
 from fullshard.on_torch.private import run_backward
 from fullshard.on_torch.tracing.attention_kernels import attention
+from fullshard.on_torch.tracing.convolutions import CONVOLUTIONS, GROUP_NORMS, Convolution, KernelWork, group_norm_passes
 from fullshard.on_torch.tracing.meta_outputs import tensors_in
 from fullshard.on_torch.tracing.meta_values import with_index_values
 
 aten = torch.ops.aten
-KernelWork = tuple[OpKind, int, int, tuple[int, ...]]  # kind, flops, bytes moved, (m, n, k)
 
 # -- fused kernels ---------------------------------------------------------------------------------------
 
@@ -84,6 +84,8 @@ Workspace = tuple[str, tuple[int, ...]]  # the name of a function in `fullshard.
 
 def workspace(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace | None:
     """The temporary memory that the kernel `name` allocates and frees; None if it allocates none."""
+    if name in CONVOLUTIONS:
+        return Convolution(name, args, outputs).workspace()
     rule = WORKSPACE_RULES.get(name)
     return rule(args, outputs) if rule else None
 
@@ -151,9 +153,14 @@ LAUNCHES = {
 }
 
 
-def launch_count(name: str) -> int:
-    """The number of kernels that one call of an operator launches."""
-    return LAUNCHES.get(name, 1)
+def further_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> list[KernelWork]:
+    """The work of the kernels that one call of an operator launches beside that of `kernel_work`."""
+    if name in CONVOLUTIONS:
+        return Convolution(name, args, outputs).further_work()
+    if name in GROUP_NORMS:
+        return group_norm_passes(name, args)
+    launch: KernelWork = ("pointwise", 0, 0, ())
+    return [launch] * (LAUNCHES.get(name, 1) - 1)
 
 
 COLLECTIVES: dict[str, OpKind] = {  # of a tensor or expert axis; FSDP's do not occur in a trace
@@ -170,7 +177,6 @@ NO_WORK = {
 
 
 PASSES = {"fullshard::softmax_loss_": 3}  # operators that work in place, and how often they pass over their first argument
-CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 WORK_WITHOUT_OUTPUT = {*COLLECTIVES, *PRODUCTS, *CONVOLUTIONS}  # kernels whose work is known though they made no tensor
 # The position of the argument `is_causal`.
@@ -180,19 +186,6 @@ IS_CAUSAL = {
     "aten::_scaled_dot_product_efficient_attention": 6,
     "aten::_scaled_dot_product_efficient_attention_backward": 11,
 }
-
-
-def _convolution(args: tuple[Any, ...], outputs: list[Tensor], moved: int, *, backward: bool) -> KernelWork:
-    """A convolution is a product of patches and weight. Backward has one product for each of the two gradients."""
-    if backward:
-        result, source, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-        products = sum(map(bool, wanted[:2]))
-    else:
-        result, source, weight, transposed, products = outputs[0], args[0], args[1], args[6], 1
-    positions = source if transposed else result  # one patch, or its sum, for each of these and their channels
-    depth, width = weight[0].numel(), weight.shape[0]
-    flops = 2 * products * positions.numel() * depth
-    return "conv", flops, moved, (positions.numel() // max(positions.shape[1], 1), width, depth)
 
 
 def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> KernelWork | None:
@@ -212,7 +205,7 @@ def kernel_work(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Kern
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return "gemm", 2 * batch * m * n * k, moved, (batch * m, n, k)
     if name in CONVOLUTIONS:
-        return _convolution(args, outputs, moved, backward=name.endswith("_backward"))
+        return Convolution(name, args, outputs).work(moved)
     if attention:
         q, key = (args[1], args[2]) if name.endswith("_backward") else (args[0], args[1])
         b, h, t, d = q.shape

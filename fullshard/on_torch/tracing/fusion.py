@@ -71,7 +71,8 @@ def _moved_bytes(fitted: FittedTrace, uses: list[KernelUse], fused: set[int]) ->
 
 def _fuse(ops: list[FittedWork], moved: Polynomial) -> list[FittedWork]:
     """Replace the pointwise kernels of a section by fewer that move `moved` bytes in total."""
-    others, pointwise = [o for o in ops if o[0] != "pointwise"], [o for o in ops if o[0] == "pointwise"]
+    pointwise = [o for o in ops if o[0] in ("pointwise", "reduction")]
+    others = [o for o in ops if o not in pointwise]
     if not pointwise:
         return others
     fused: FittedWork = ("pointwise", total(o[1] for o in pointwise), moved, ())

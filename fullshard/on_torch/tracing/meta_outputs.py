@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.on_torch.tracing.convolutions import CONVOLUTIONS, in_cuda_layout
+
 Key = tuple[Any, ...]
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and dtype of a new dense tensor
 _FORMS: dict[Key, tuple[Any, list[Form | None]]] = {}  # the type of a result, and the forms of its tensors
@@ -55,6 +57,8 @@ def call_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if known is not None:
         return _made(*known)
     out = func(*args, **kwargs)
+    if name_of(func) in CONVOLUTIONS:
+        out = in_cuda_layout(args, out)
     forms = _forms(out, tensors_in((args, kwargs)))
     if forms is not None and len(_FORMS) < _MAX_FORMS:
         _FORMS[key] = (type(out), forms)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fullshard.model.costs import Action, OpKind, Phase
 from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner, without_function_modes
-from fullshard.on_torch.tracing.cuda_kernels import KernelWork, kernel_work, launch_count, workspace
+from fullshard.on_torch.tracing.convolutions import KernelWork
+from fullshard.on_torch.tracing.cuda_kernels import further_work, kernel_work, workspace
 from fullshard.on_torch.tracing.meta_outputs import name_of, tensors_in
 from fullshard.on_torch.tracing.meta_values import MetaValues
 
@@ -116,8 +117,7 @@ class Recorder(TorchDispatchMode):
         written = fresh or ([args[0]] if name.endswith("_") and args and isinstance(args[0], Tensor) else [])
         if (done := kernel_work(name, args, written)) is not None:
             self._add_work(done)
-            if (launches := launch_count(name)) > 1:
-                self.sections[-1].ops += [("pointwise", 0, 0, ())] * (launches - 1)
+            self.sections[-1].ops += further_work(name, args, written)
         if (temporary := workspace(name, args, outputs)) is not None:
             self.count += 1
             self._note("allocate", self.count, *temporary[1], rule=temporary[0])

@@ -17,7 +17,7 @@ from fullshard.on_torch.tracing.meta_values import DISCRETE, MAX_ELEMENTS
 ROWS = (2, 3, 5)
 NOTES = {
     (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): (
-        "cuDNN's workspace for convolutions is not counted: it depends on the algorithm that cuDNN chooses"
+        "of cuDNN's workspace for convolutions only the copies between layouts are counted: the rest depends on the algorithm"
     ),
     (nn.LSTM, nn.GRU, nn.RNN): "recurrent layers are counted step by step; cuDNN's fused kernels need other memory and time",
 }
@@ -56,7 +56,8 @@ class ExampleBatches:
 
         def make(_: str, tensor: Tensor) -> Tensor:
             shape = (rows, *tensor.shape[1:]) if self.can_grow and tensor.ndim else tuple(tensor.shape)
-            made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # of an image, channels may lie last
+            made = torch.empty_permuted(shape, order, dtype=tensor.dtype, device="meta")
             tensors.append((made, _values(tensor, shape)))
             return made
 

@@ -2,13 +2,19 @@
 
 from dataclasses import dataclass, replace
 
+from fullshard.cluster.calibration import HOPPER
 from fullshard.cluster.cluster import Cluster, Quantity
-from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, Section, evaluate
+from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, OpKind, Section, evaluate
 from fullshard.plan import Float8, Kernels, Mesh
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # seconds of each field of `Calls`, in its order
+# Where the time of each kind of operation is shown. cuDNN computes convolutions as matrix products.
+LANES: dict[OpKind, str] = {"gemm": "gemm", "conv": "gemm", "depthwise": "gemm", "attention": "attention"}
+LANES |= {"pointwise": "pointwise", "reduction": "pointwise"}
 # GPUs multiply rows that begin at multiples of 16 bytes; others (a vocabulary of 50,257) take older, slower kernels.
+LARGE = 1e12  # flops of a product that fills any device
+BLOCKS_AT_ONCE = 4 * HOPPER.multiprocessors  # of a reduction
 ALIGNED = 8  # elements of 2 bytes
 
 
@@ -59,6 +65,8 @@ class Machine:
         # Measured rates are those of kernels alone. Nominal efficiencies are those inside a step already.
         self.in_step_rate = fitted.in_step_rate if cluster.measured and cuda else 1.0
         self.least = fitted.kernel_floor if cuda else 0.0
+        self.block_element = fitted.block_element if cuda else 0.0
+        self.depthwise = fitted.depthwise_conv * cluster.gemm_rate(LARGE, dtype)
         self.unaligned = fitted.unaligned_gemm if cuda else 1.0
         self.known: dict[tuple[int, int, int, bool, bool], SectionTime] = {}
 
@@ -70,7 +78,7 @@ class Machine:
         return self.known[key]
 
     def _section(self, section: Section, rows: int, tokens: int, backward: bool, chunk: bool) -> SectionTime:
-        totals = {"gemm": 0.0, "conv": 0.0, "attention": 0.0, "pointwise": 0.0}
+        totals = dict.fromkeys(LANES.values(), 0.0)
         kernels = waited = 0.0
         for op in section.ops:
             if op.kind in AXIS_COLLECTIVES:
@@ -79,9 +87,8 @@ class Machine:
                 waited += collective_seconds(op.kind, evaluate(op.moved, rows, tokens), ranks, self.cluster)  # type: ignore[arg-type]
                 continue
             op = self._on_this_device(op, backward)
-            totals[op.kind] += self._seconds(op, rows, tokens, backward, chunk)
+            totals[LANES[op.kind]] += self._seconds(op, rows, tokens, backward, chunk)
             kernels += op.count
-        totals["gemm"] += totals.pop("conv")  # cuDNN computes convolutions as matrix products
         on_device = {kind: seconds / self.in_step_rate for kind, seconds in totals.items()}
         return SectionTime(**on_device, kernels=kernels, waits=waited, python=self._python(section.calls))
 
@@ -94,6 +101,8 @@ class Machine:
         A trace has CUDA's kernels. Where those are products and a softmax, they are the ops that grow with the square of the
         sequence, and a CPU has one attention in their place.
         """
+        if self.cluster.device.kind == "cpu" and op.kind == "depthwise":
+            return replace(op, kind="gemm", shape=())
         if self.cluster.device.kind != "cpu" or op.kind == "attention" or not (op.flops[5] or op.moved[5]):
             return op
         linear = (*op.moved[:5], 0)
@@ -110,6 +119,12 @@ class Machine:
         if op.kind == "pointwise":
             return max(moved / (self.chunked_loss if chunk else self.pointwise), least)
         shape = [evaluate(s, rows, tokens) for s in op.shape]
+        if op.kind == "reduction":
+            elements, blocks = shape
+            walk = elements * self.block_element * max(1.0, blocks / BLOCKS_AT_ONCE)
+            return max(moved / self.pointwise, walk, least)
+        if op.kind == "depthwise":
+            return max(shape[0] * flops / self.depthwise, moved / self.hbm, least)
         if op.kind in ("gemm", "conv"):
             rate = (self._float8_rate if op.float8 else self._gemm_rate)(flops / op.count)
             if any(n % ALIGNED for n in shape):
@@ -117,10 +132,10 @@ class Machine:
             return max(flops / rate, moved / self.hbm, least)
         width = shape[0] if shape else 128
         keys, halves = shape[1:] if len(shape) == 3 else (1, 1)
-        rate = self.cluster.attention_rate(keys if keys > 1 else tokens, width, self.dtype)[backward]
-        return max(
-            halves * flops / 2 / (rate * self.attention), moved / self.hbm, least
-        )  # causal: half of the products are never computed
+        # Causal attention never computes half of the products, but for the tiles of the diagonal: fewer of a longer sequence.
+        length = (keys if keys > 1 else tokens) * (1 if halves == 1 else 4)
+        rate = self.cluster.attention_rate(length, width, self.dtype)[backward]
+        return max(halves * flops / 2 / (rate * self.attention), moved / self.hbm, least)
 
     def _gemm_rate(self, flops: float) -> float:
         return self.cluster.gemm_rate(flops, self.dtype)
