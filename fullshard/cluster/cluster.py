@@ -207,8 +207,8 @@ class Cluster:
         return forward, _interpolate([(a.sequence, a.backward) for a in points], sequence)
 
     def _nominal_attention(self, sequence: int, width: int, gemm_rate: float) -> tuple[float, float]:
-        """As `attention_rate`. On a GPU tiles of heads are 64 or 128 wide. Up to 64, exponentials take the time, whatever the width;
-        short sequences compute whole tiles of which causal attention needs half."""
+        """As `attention_rate`. On a GPU tiles of heads are 64 or 128 wide, and up to 64 exponentials take the time, whatever the
+        width. Short sequences compute whole tiles of which causal attention needs half."""
         fitted = self.calibration
         if self.device.kind == "cpu":
             share = fitted.attention_narrow_heads if width < 128 else 1.0
