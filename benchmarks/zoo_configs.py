@@ -10,6 +10,7 @@ HIDDEN, HEADS, VOCABULARY = 32, 4, 128
 # Patterns of names, first match first, and the value that a default of that name becomes.
 RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"vocab_size|vocab_size_per_layer_input|codebook_size|num_embeddings$|(^|_)num_buckets$", lambda v: min(v, VOCABULARY)),
+    (r"num_queries|num_proposals|two_stage_num", lambda v: min(v, 8)),
     (r"experts_per|topk$|top_k$|num_selected", lambda v: min(v, 2)),
     (r"n_group|topk_group|num_expert_group|n_groups$", lambda v: min(v, 1)),
     (r"shared_experts|dense_replace|num_dense|num_zero", lambda v: min(v, 1)),
@@ -37,17 +38,21 @@ RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
         lambda v: min(v, HIDDEN),
     ),
 )
+DEPTH = 10  # of the rules above, the one for the number of layers
+ALWAYS = (0, 1)  # vocabularies and queries have no other size that must fit
 KEPT = re.compile(
-    r"kernel|stride|num_channels|in_channels|out_channels|window|num_labels|type_vocab|ratio|token_id|token_index|padding|"
+    r"kernel|stride|num_channels|in_channels|(?<!block_)out_channels|window|num_labels|type_vocab|ratio|token_id|token_index|padding|"
     r"num_mel|feat_extract|num_encoder_blocks|chunk|pool|factor|dilation|scale|_every|interval|step|start|lags|size_divisor|merge_size|local_attention"
 )
+GIVEN = {"prediction_length": 8, "use_qformer_text_input": True}  # without which a model cannot be built
 DRAWN = re.compile(r"mask_time_prob|mask_feature_prob|spec_augment|layerdrop")  # what draws masks of NumPy's own
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?|dims|channels|widths?|conv_dim|neck_|planes|embedding_sizes|encoder_hidden|sizes$")
 DEPTHS = re.compile(r"depths?|layers|blocks|num_stages|repeat")
 
 
 def changes(default: Mapping[str, Any], how: str) -> dict[str, Any]:
-    """What to change in default values. `how`: `all` sizes, or only the number of `layers`, `vocabulary` and positions."""
+    """What to change in default values. `how`: `all` sizes, `widths` (all but the number of layers), or only `layers` (their
+    number, and the vocabulary)."""
     found: dict[str, Any] = {}
     for name, value in default.items():
         new = _changed(name, value, how)
@@ -64,7 +69,8 @@ def _changed(name: str, value: Any, how: str) -> Any:
     if isinstance(value, int):
         for i, (pattern, change) in enumerate(RULES):
             if re.search(pattern, name):
-                return change(value) if how == "all" or i in (0, 9) else None
+                depth, always = i == DEPTH, i in ALWAYS
+                return change(value) if always or how == "all" or depth == (how == "layers") else None
         return None
     if isinstance(value, list | tuple) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return _list(name, value, how)
@@ -74,8 +80,8 @@ def _changed(name: str, value: Any, how: str) -> Any:
 def _list(name: str, values: list[int] | tuple[int, ...], how: str) -> Any:
     kind = type(values)
     if DEPTHS.search(name):
-        return kind(min(v, 2) for v in values) if max(values) < 64 else None
-    if how == "all" and WIDTHS.search(name) and min(values) > 8:
+        return kind(min(v, 2) for v in values) if max(values) < 64 and how != "widths" else None
+    if how != "layers" and WIDTHS.search(name) and min(values) > 8:
         return kind(max(8, v * 16 // min(values)) for v in values)
     return None
 
@@ -96,7 +102,9 @@ def _shrunk(default: Any, how: str, given: dict[str, Any]) -> Any:
     found = given | changes({k: v for k, v in values.items() if k not in nested}, how)
     for name, inside in nested.items():
         other = inside.to_dict() != type(inside)().to_dict()
-        found[name] = _shrunk(inside, how, {k: v for k, v in inside.to_dict().items() if other and k in vars(inside)})
+        kept = (*vars(inside), "out_features") if other else ()
+        found[name] = _shrunk(inside, how, {k: v for k, v in inside.to_dict().items() if k in kept})
+    found |= {k: v for k, v in GIVEN.items() if k in values and not values[k]}
     if "vocabulary_map" in values:
         found["vocabulary_map"] = image_words()
     found = {k: v for k, v in found.items() if k not in ("layer_types", "transformers_version", "model_type")}
@@ -114,7 +122,9 @@ def image_words() -> dict[str, int]:
 
 
 def _small_tokens(config: Any) -> None:
-    """Token numbers below the vocabulary."""
-    ids = [k for k, v in vars(config).items() if re.search(r"token_(id|index)$", k) and isinstance(v, int) and v >= VOCABULARY]
-    for i, name in enumerate(sorted(ids)):
+    """Token numbers below the vocabulary. That of an image or sound, where it is missing."""
+    ids = {k: v for k, v in vars(config).items() if re.search(r"token_(id|index)$", k)}
+    large = [k for k, v in ids.items() if isinstance(v, int) and v >= VOCABULARY]
+    missing = [k for k, v in ids.items() if v is None and re.search("image|audio|video", k)]
+    for i, name in enumerate(sorted([*large, *missing])):
         setattr(config, name, 100 + i % 20)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 ROWS, TOKENS, TARGETS = 2, 12, 7
+LARGEST_SIDE = 256  # pixels: an image of 1024 takes minutes
 ASKED = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
 NAMED = re.compile(r"`?\b([a-z_]+_(?:ids|values|features|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
 FEATURES = re.compile(r"features?:?\s*(?:torch\.Size\(\[)?(\d+)")
-TOKEN_COUNT = re.compile(r"tokens:?\s*(\d+)")
+WIDTH = re.compile(r"expected input with shape \[\*, (\d+)\]")
 
 
 class Guess:
@@ -20,7 +22,8 @@ class Guess:
 
     def __init__(self, model: nn.Module, config: Any, **sizes: Any):
         self.model, self.config, self.sizes = model, config, sizes
-        self.parameters = inspect.signature(type(model).forward).parameters
+        own = inspect.signature(type(model).forward).parameters
+        self.parameters = {n for n, p in own.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
 
     def of(self, names: list[str], seed: int) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(seed)
@@ -38,7 +41,12 @@ class Guess:
         if name.endswith("decoder_input_ids"):
             return ids(TARGETS)
         if name == "state":
-            return torch.randn(rows, 4, generator=draw)
+            return torch.randn(rows, next(iter(_sizes(self.config, r"state_dim$")), 4), generator=draw)
+        if name == "actions":
+            sizes = [next(iter(_sizes(self.config, pattern)), 4) for pattern in (r"chunk_size$", r"action_dim$")]
+            return torch.randn(rows, *sizes, generator=draw)
+        if name == "pixel_attention_mask":
+            return torch.ones(rows, self.sizes.get("frames", 1), dtype=torch.bool)
         if name in ("bbox", "boxes"):
             corner = torch.randint(0, 40, (rows, TOKENS, 2), generator=draw)
             return torch.cat([corner, corner + torch.randint(1, 20, (rows, TOKENS, 2), generator=draw)], -1)
@@ -51,10 +59,10 @@ class Guess:
             return self._audio(draw)
         if re.search(r"input_features|spectrogram|decoder_input_values", name):
             return self._features(draw)
-        if re.search(r"attention_mask$|observed_mask$", name):
-            return torch.ones(rows, TOKENS, dtype=torch.int64)
-        if "past_values" in name or "past_observed" in name or "time_features" in name:
+        if re.search(r"(past|future)_values|observed_mask|time_features", name):
             return self._series(name, draw)
+        if re.search(r"attention_mask$", name):
+            return torch.ones(rows, TARGETS if "decoder" in name else TOKENS, dtype=torch.int64)
         if name in ("timestep", "timesteps", "t"):
             return torch.randint(0, 100, (rows,), generator=draw).float() if self.sizes.get("float_time") else torch.tensor(3)
         if name == "class_labels":
@@ -86,7 +94,8 @@ class Guess:
         return torch.randn(ROWS, 2000, generator=draw)
 
     def _features(self, draw: torch.Generator) -> Tensor:
-        bins = next(iter(_sizes(self.config, r"num_mel_bins$|feature_size|input_feat_per_channel|n_mels|input_channels")), 80)
+        names = (r"num_mel_bins$", r"feature_size|input_feat_per_channel|n_mels|input_channels")
+        bins = next((n for pattern in names for n in _sizes(self.config, pattern)), 80)
         source = next(iter(_sizes(self.config, r"max_source_positions$")), 32)
         if self.sizes.get("audio") == "spectrogram":
             return torch.randn(ROWS, self.sizes["length"], self.sizes.get("width") or bins, generator=draw)
@@ -100,7 +109,7 @@ class Guess:
         else:
             context += max(getattr(config, "lags_sequence", None) or [0]) if self.sizes.get("lags", True) else 0
         if "time_features" in name:
-            return torch.randn(ROWS, context, max(1, getattr(config, "num_time_features", 1)), generator=draw)
+            return torch.randn(ROWS, context, getattr(config, "num_time_features", 1), generator=draw)
         channels = getattr(config, "num_input_channels", 0) or getattr(config, "input_size", 1)
         shape = (ROWS, context, channels) if channels > 1 or hasattr(config, "num_input_channels") else (ROWS, context)
         return torch.ones(shape) if "mask" in name else torch.randn(shape, generator=draw)
@@ -146,15 +155,28 @@ def _learn(error: Exception, guess: Guess, names: list[str]) -> bool:
     if "token" in text and "feature" in text and (count := FEATURES.search(text)) and not guess.sizes.get("places"):
         guess.sizes["places"] = max(1, int(count[1]) // ROWS)
         return True
-    new = [n for n in NAMED.findall(text) if n in guess.parameters and n not in names and not n.endswith("embeds")]
+    if (width := WIDTH.search(text)) and guess.sizes.get("width") != int(width[1]):
+        guess.sizes["width"] = int(width[1])
+        return True
+    named = [*NAMED.findall(text), *(_absent(error) if "None" in text else ())]
+    new = [n for n in named if n in guess.parameters and n not in names and not n.endswith("embeds")]
     names += new[:1]
+    if new[:1] == ["pixel_attention_mask"]:
+        guess.sizes.setdefault("frames", 2)
     return bool(new)
+
+
+def _absent(error: Exception) -> list[str]:
+    """What the lines around the error name, the innermost first: one of them may be an argument that is None."""
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    return [name for line in reversed(lines[-12:]) for name in re.findall(r"\b[a-z_]+\b", line)]
 
 
 def _guesses(model: nn.Module, config: Any) -> Iterator[tuple[list[str], dict[str, Any]]]:
     parameters = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
     main = getattr(model, "main_input_name", parameters[0])
-    sides = [*dict.fromkeys([*_sizes(config, r"image_size$|img_size$")[:2], 32, 64, 224])]
+    asked = [n for n in _sizes(config, r"image_size$|img_size$")[:2] if n <= LARGEST_SIDE]
+    sides = [*dict.fromkeys([*asked, 32, 64, 224])]
     if "pixel_values" in parameters:
         text = ["input_ids"] if "input_ids" in parameters else []
         for side in sides:

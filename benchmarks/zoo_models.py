@@ -57,7 +57,7 @@ def build(head: Head, how: str) -> nn.Module:
 def sample(head: Head, steps: int, ranks: int) -> Sample:
     """The model with inputs that it takes. Raises what building it or running it raises."""
     first: Exception | None = None
-    for how in ("all", "layers") if head.library == "transformers" else ("all",):
+    for how in ("all", "widths", "layers") if head.library == "transformers" else ("all",):
         try:
             model = build(head, how)
             guess, names = zoo_inputs.find(model, getattr(model, "config", None), lambda values, m=model: _try(m, values))

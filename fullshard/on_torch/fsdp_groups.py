@@ -1,6 +1,6 @@
 """FSDP's parameter groups: all private APIs of torch's FSDP that the engine uses. The others are in `private`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as _TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as _ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
 
 from fullshard.on_torch.private import dtensor_like
 
@@ -26,7 +25,6 @@ __all__ = [
     "can_replace_collectives",
     "forget_unfinished",
     "gather_by",
-    "gather_for_each_backward",
     "gather_group",
     "group_label",
     "replace_collectives",
@@ -303,39 +301,6 @@ def forget_unfinished(modules: Iterable[FSDPModule], *_: object) -> None:
         running = getattr(module._get_fsdp_state(), "_modules_to_run_forward", None)
         if running is not None:
             running.clear()
-
-
-def gather_for_each_backward(modules: Sequence[Any]) -> None:
-    """Let a unit gather before the backward of each of its modules. FSDP does so only before that of the one that ran last,
-    whose output may have no gradient, and sees no tensors in an output of a class of its own. If a model changes an output in
-    place, and that is a view, FSDP's hook is lost."""
-    for module in modules:
-        module.register_forward_hook(partial(_gather_before_backward, len(modules) > 1), with_kwargs=True)
-
-
-def _gather_before_backward(several: bool, module: FSDPModule, args: Any, kwargs: Any, output: Any) -> None:
-    state = module._get_fsdp_state()
-    if state._training_state is _TrainingState.PRE_BACKWARD:  # a recomputation
-        return
-    leaves = tree_leaves(output)
-    objects = [vars(leaf) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | Module)]
-    hidden = tree_leaves([list(attributes.values()) for attributes in objects])
-    for value in (*leaves, *hidden) if several else hidden:
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(state._pre_backward)
-    given = [_base_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    for value in (*leaves, *hidden):
-        base = value._base if isinstance(value, Tensor) and value.requires_grad else None
-        if base is not None and base.grad_fn is not None and not any(base is t for t in given):
-            base.grad_fn.register_prehook(partial(_gather_before, state))
-
-
-def _gather_before(state: Any, gradients: Any) -> None:
-    state._pre_backward(gradients[0])
-
-
-def _base_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
 
 
 GatherFunction = Callable[[Tensor, Tensor, dist.ProcessGroup], None]  # output, shard, group

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fullshard.errors import checked_call
 from fullshard.on_torch import checks
+from fullshard.on_torch.backward_gathers import gather_for_each_backward
 from fullshard.on_torch.broadcast import broadcast_values
 from fullshard.on_torch.collective_memory import refuse_memory, use_memory
 from fullshard.on_torch.communication import MakeCommunication, install_communication, make_communication
@@ -23,7 +24,7 @@ from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.float8 import apply_float8, compile_options, float8_gathers, gather_in_float8, refuse_float8_device
 from fullshard.on_torch.forward_errors import early_notes, explain_forward
-from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_for_each_backward, gather_group
+from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize

@@ -143,6 +143,26 @@ class OutputInPlace(Odd):
         return x
 
 
+class Cached(Narrow):
+    def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
+        cache.layers.append(SimpleNamespace(keys=self.scale(x)))
+        return x + self.mix(x)
+
+
+class ReadsCache(Odd):
+    """Its first blocks return into a cache, and the output of the last of them is not used, as in PI0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        cache = SimpleNamespace(layers=[])
+        for block in self.blocks:
+            last, x = x, block(x, cache)
+        return last + sum(layer.keys for layer in cache.layers)
+
+
 class SharedList(Odd):
     """A list of modules that a module inside has as well, as DETR's decoder has the heads for boxes."""
 
@@ -212,6 +232,7 @@ PLAIN = {
     "list_of_parameters": ListOfParameters,
     "frozen_last": FrozenLast,
     "output_in_place": OutputInPlace,
+    "reads_cache": ReadsCache,
     "shared_list": SharedList,
     "shared_parts": SharedParts,
     "lists_that_run": ListsThatRun,

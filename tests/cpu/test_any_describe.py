@@ -15,6 +15,7 @@ from fullshard import FullshardError, on_torch
 from fullshard.model.costs import evaluate
 from fullshard.planner.memory import peak
 from fullshard.planner.step.schedule import schedule
+from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.timeline import timeline
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, _fresh, _peak, _without_cuda  # noqa: F401 (a fixture)
@@ -387,3 +388,12 @@ def test_a_batch_of_tokens_does_not_fit_a_model_of_images():
         fs.estimate(plan, found, fs.Cluster.load("8xh100"))
     with pytest.raises(FullshardError, match="sequence = 128 has no effect"):
         fs.find_plan(found, fs.Cluster.load("8xh100"), sequence=128)
+
+
+def test_a_scalar_has_sizes():
+    """CLIP's temperature; a plan can be estimated before the model is mended."""
+    model = ConvNet()
+    model.temperature = nn.Parameter(torch.tensor(2.0))
+    described = on_torch.describe(model)
+    sizes = unit_sizes(fs.zero3(described, devices=4), described)
+    assert sum(1 in unit.shards for unit in sizes.values()) == 1

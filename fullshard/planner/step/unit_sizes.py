@@ -1,5 +1,6 @@
 """Sizes of a unit under a plan: the elements that a rank holds, gathers and reduces."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -97,7 +98,7 @@ def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, t
     parameters = tuple(replace(p, shape=(p.shape[0] // stride, *p.shape[1:])) for p in parameters) if stride > 1 else parameters
     world = 1 if replicated else plan.mesh.shard // stride
     copies = plan.mesh.data if replicated else plan.mesh.replicate
-    shards = tuple(-(-p.shape[0] // world) * (p.numel // p.shape[0]) for p in parameters)
+    shards = tuple(-(-(p.shape or (1,))[0] // world) * math.prod(p.shape[1:]) for p in parameters)  # a scalar is one row
     reshard = unit.reshard if unit.layout in ("sharded", "experts") else False
     keeps, float8 = unit.layout == "optimizer", tuple(i for i, p in enumerate(parameters) if gathered_in_float8(plan, unit, p))
     return UnitSizes(unit.name, parameters, shards, world, copies, reshard, keeps, unit.home, stride, float8)
