@@ -247,3 +247,18 @@ def test_published_losses_of_weak_scaling(few, many):
     before, after = published.ROWS[few], published.ROWS[many]
     lost = [1 - after.published / before.published, 1 - published.predicted(after) / published.predicted(before)]
     assert lost[1] == pytest.approx(lost[0], abs=0.03)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_step_on_jax_is_compiled_and_issued_as_one_program(remat):
+    """The kernels are those of torch's compiled blocks, whatever the plan says of compile; the host issues none of them."""
+    jax, torch = (
+        [timeline(plan("llama-125m", 1, own={"devices": 1}, remat=remat, compile=c), presets.describe("llama-125m"),
+                  Cluster.named("1xh200"), spread=0.0, engine=engine) for c in (False, True)]
+        for engine in ("jax", "torch")
+    )  # fmt: skip
+    assert jax[0] == jax[1]
+    assert jax[0].compute == torch[1].compute
+    assert jax[0].busy["host"] == 0
+    assert jax[0].seconds == pytest.approx(sum(jax[0].compute.values()))
+    assert jax[0].seconds < torch[1].seconds < torch[0].seconds

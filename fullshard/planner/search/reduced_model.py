@@ -87,7 +87,8 @@ class ReducedModel:
         """A lower bound of step time that holds for every strategy with this batch and remat: the kernels alone."""
         key = (plan.batch, plan.mesh.tensor, plan.precision, plan.compile, tuple(u.remat for u in plan.units))
         if key not in self.kernels:
-            few, more = (kernels_seconds(reduced_plan(plan, m), m, self.cluster, self.arguments["loss"]) for m in self.models)
+            loss, engine = self.arguments["loss"], self.arguments.get("engine", "torch")
+            few, more = (kernels_seconds(reduced_plan(plan, m), m, self.cluster, loss, engine) for m in self.models)
             self.kernels[key] = more + self.steps * (more - few)
         return self.kernels[key]
 

@@ -80,6 +80,11 @@ def is_compiled(plan: Plan, unit: Unit) -> bool:
     return plan.compile and unit.modules == (unit.name,)
 
 
+def as_compiled(plan: Plan, engine: str) -> Plan:
+    """The plan whose sections an engine runs: XLA compiles every step."""
+    return replace(plan, compile=True) if engine == "jax" else plan
+
+
 def _with_last_frees(found: PhaseSections, near: dict[str, tuple[str, str]]) -> PhaseSections:
     """Keep only the last free of each tensor: a block under remat may hold it longer than the others do."""
     freed: set[tuple[str, str]] = set()

@@ -14,7 +14,7 @@ from fullshard.model.description import Description
 from fullshard.plan import Plan
 from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import waits_for_norm
-from fullshard.planner.step.phases import neighbours, phase_sections
+from fullshard.planner.step.phases import as_compiled, neighbours, phase_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
@@ -121,7 +121,8 @@ class _Step:
         self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
-        self.sections = float8_sections(plan, description, phase_sections(plan, costs, loss))
+        traced = as_compiled(plan, engine)
+        self.sections = float8_sections(traced, description, phase_sections(traced, costs, loss))
         self.scaled = False  # whether the scales of weights that are gathered in float8 are known
         self.near = neighbours(self.sections)
         self.description, self.engine = description, engine

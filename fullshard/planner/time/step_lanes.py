@@ -37,7 +37,7 @@ class Timeline:
 class StepLanes:
     """The lanes of one rank. `begin` a step, `run` its operations in order, then `finish`."""
 
-    def __init__(self, plan: Plan, units: dict[str, UnitSizes], cluster: Cluster, away: OffloadBytes):
+    def __init__(self, plan: Plan, units: dict[str, UnitSizes], cluster: Cluster, away: OffloadBytes, engine: str = "torch"):
         self.plan, self.cluster, self.units, self.away = plan, cluster, units, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # time at which a unit's update is done
@@ -61,6 +61,7 @@ class StepLanes:
         self.one_pass = not self.serial and updates_in_one_pass(plan, units, away.slots)
         self.computed = self.one_pass and plan.keeps_computed_gradients
         self.fitted = cluster.calibration
+        self.launches = engine == "torch"  # whether the host issues kernels one by one; XLA runs the step as one program
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # time at which the last gather was copied out; the next may only start then
         self.ready: dict[str, float] = {}  # time at which a unit's gather is done
@@ -110,6 +111,8 @@ class StepLanes:
         """Frees take no time."""
 
     def _issue(self, kernels: float) -> None:
+        if not self.launches:
+            return
         self.host += kernels * self.machine.issued
         self.found.busy["host"] += kernels * self.machine.issued
 

@@ -11,7 +11,7 @@ from fullshard.optimizer import AdamW, Optimizer
 from fullshard.plan import Plan
 from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
-from fullshard.planner.step.phases import phase_sections
+from fullshard.planner.step.phases import as_compiled, phase_sections
 from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
 from fullshard.planner.step.unit_sizes import UnitSizes, unit_sizes
 from fullshard.planner.time.offload_lanes import balance
@@ -38,7 +38,7 @@ def timeline(
 
     `spread`: standard deviation of step time over ranks, as a share of a step; by default that of the calibration. `clip`:
     whether updates wait for the gradient norm. `cpu_share`: share of the pieces that the host's cores update; by default
-    the one that balances them with PCIe. `engine`: whose schedule it is; kernels are torch's.
+    the one that balances them with PCIe. `engine`: whose schedule it is. Kernels are torch's, those of compiled blocks on JAX.
 
     On a shared host cores differ from step to step, and a step takes as long as the slower of device and host. So the
     result is the mean of three steps: at the pace of a quiet core, at the mean pace, and as much above it.
@@ -49,7 +49,7 @@ def timeline(
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
     steps = []
     for host in hosts:
-        lanes = StepLanes(plan, units, host, away)
+        lanes = StepLanes(plan, units, host, away, engine)
         play(lanes, operations)
         steps.append(
             lanes.finish(
@@ -101,8 +101,9 @@ def _mean(steps: list[Timeline]) -> Timeline:
     return Timeline(seconds, busy=mean("busy"), exposed=mean("exposed"), compute=mean("compute"))
 
 
-def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str) -> float:
+def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str, engine: str = "torch") -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
+    plan = as_compiled(plan, engine)
     costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
     p = plan.precision
     machine = Machine(cluster, p.compute, mesh=plan.mesh, kernels=plan.kernels, float8=p.float8)
@@ -110,7 +111,7 @@ def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss
     for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
-            shapes = [(1, tokens) for tokens in chunks(plan, description)]
+            shapes = [(1, tokens) for tokens in chunks(plan, description, engine)]
         how = {"backward": phase in BACKWARD, "chunk": phase == "chunk"}
         found += sum(machine.section(section, *shape, **how).seconds for shape in shapes)
     return batch.accumulate * found
