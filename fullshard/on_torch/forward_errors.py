@@ -1,6 +1,7 @@
 """What is wrong with a model whose forward fails because it is sharded, and what to write instead."""
 
 import functools
+import os
 import re
 import traceback
 import types
@@ -18,6 +19,7 @@ from fullshard.on_torch.tied_parameters import parameter_names
 from fullshard.on_torch.tracing.trace_errors import LIBRARIES, model_line
 from fullshard.plan import Plan
 
+DTENSOR, FSDP = os.path.join("torch", "distributed", "tensor"), os.path.join("torch", "distributed", "fsdp")
 MIXED = "got mixed torch.Tensor and DTensor"  # what torch says of an operation on sharded and plain tensors
 
 
@@ -58,7 +60,9 @@ def explain_forward(model: nn.Module, plan: Plan) -> None:
             return own(*args, **kwargs) if own else type(self).forward(self, *args, **kwargs)
         except RuntimeError as error:
             if (sentence := _sentence(error, self, plan)) is None:
-                raise
+                if not _is_of_shards(error):
+                    raise
+                sentence = _outside(error, self, plan)
             raise FullshardError(sentence) from error
 
     model.forward = types.MethodType(forward, model)
@@ -74,6 +78,12 @@ def _sentence(error: RuntimeError, model: nn.Module, plan: Plan) -> str | None:
     if MIXED in str(error):
         return _outside(error, model, plan)
     return _other_dtype(error, model, plan) if "dtype" in str(error) else None
+
+
+def _is_of_shards(error: RuntimeError) -> bool:
+    """True if the model's own code gave a sharded tensor to an operation that DTensor does not have."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(DTENSOR in file for file in files) and not any(FSDP in file for file in files)
 
 
 def _outside(error: RuntimeError, model: nn.Module, plan: Plan) -> str:

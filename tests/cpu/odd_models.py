@@ -61,6 +61,13 @@ class UncalledTable(Odd):
         return super().body(x + self.positions.weight[: x.size(1)])
 
 
+class UnfoldedTable(UncalledTable):
+    """Reads such a weight by an operation that shards do not have."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return Odd.body(self, x + self.positions.weight.unfold(0, 3, 1).mean(-1)[: x.size(1)])
+
+
 class Scales(nn.ParameterList):
     def reset_parameters(self) -> None:
         for scale in self:
@@ -238,4 +245,9 @@ PLAIN = {
     "lists_that_run": ListsThatRun,
     "empty_parameter": EmptyParameter,
 }
-SHOWN = {"uncalled_table": UncalledTable, "part_called_alone": PartCalledAlone, "without_hooks": WithoutHooks}
+SHOWN = {
+    "uncalled_table": UncalledTable,
+    "unfolded_table": UnfoldedTable,
+    "part_called_alone": PartCalledAlone,
+    "without_hooks": WithoutHooks,
+}
