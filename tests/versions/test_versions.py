@@ -15,7 +15,14 @@ COMMANDS = [
     *[(c,) for c in ("models", "units", "plan", "explain", "compare", "measure", "train", "profile", "bench", "page")],
 ]
 COMMANDS += [("migrate",), ("data", "pack"), ("checkpoint", "verify"), ("checkpoint", "export")]
-SHORT = ["data.path=tokens", "train.global_batch=4", "train.micro_batch=2", "data.sequence=64", "sample.every=1000"]
+SHORT = [
+    "data.path=tokens",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "data.sequence=64",
+    "sample.every=1000",
+    "schedule.warmup=0",
+]
 PLAIN = {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
