@@ -2,6 +2,7 @@
 
     python -m benchmarks.zoo --library transformers --out zoo.jsonl             # every head; a second call goes on
     python -m benchmarks.zoo --only '*:swin:*' --out zoo.jsonl
+    python -m benchmarks.zoo --again differs traceback --out zoo.jsonl          # these heads again, in place of their rows
     python -m benchmarks.zoo --table zoo.jsonl > zoo.md
 
 Each head is trained for three steps by `torch.optim.AdamW` in one process, and by fullshard with zero3 on two gloo ranks. One
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
     seconds = _recorded_seconds()
     found.sort(key=lambda h: (-max(seconds.get(h.key, 0.0), seconds.get(h.family, 0.0)), h.library not in SLOW))
     out = Path(arguments.out)
+    if arguments.again:
+        _forget(out, {h.key for h in found}, arguments.again)
     done = {row["key"] for row in _rows(out)}
     left = [h for h in found if h.key not in done]
     print(f"{len(found)} heads, {len(left)} to train, {arguments.jobs} at a time", file=sys.stderr)
@@ -89,6 +92,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             found.append(json.loads(line))
     return found
+
+
+def _forget(path: Path, keys: set[str], results: list[str]) -> None:
+    """Remove the rows of heads that are to be trained again."""
+    kept = [row for row in _rows(path) if row["key"] not in keys or row["result"] not in results]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _recorded_seconds() -> dict[str, float]:
@@ -146,6 +155,7 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0, help="this part of --of")
     parser.add_argument("--of", type=int, default=1, help="parts")
     parser.add_argument("--out", default="zoo.jsonl", help="heads that it has are not trained again")
+    parser.add_argument("--again", nargs="+", choices=RESULTS, default=[], help="but for those with these results")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="heads at a time; by default one a core")
     parser.add_argument("--limit", type=float, default=90, help="seconds that one attempt at a head may take")
     parser.add_argument("--seconds", type=float, default=0, help="begin no further head after so many; without it, all")

@@ -1,12 +1,8 @@
 """The models of the zoo by name: the heads of transformers, networks of timm, diffusers' transformers and UNets, all tiny."""
 
 import copy
-import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
 import random
-import sys
 import types
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_configs, zoo_inputs
+from benchmarks import zoo_configs, zoo_inputs, zoo_libraries
 
 LARGEST = 40_000_000  # parameters of a model that is still trained
 LIBRARIES = ("transformers", "timm", "diffusers")
@@ -49,7 +45,6 @@ def heads(library: str) -> list[Head]:
 
 def build(head: Head, how: str) -> nn.Module:
     """The model with values, the same in every process. `how`: as in `zoo_configs.changes`."""
-    _stub_torchvision()
     made = {"transformers": _build_transformers, "timm": _build_timm, "diffusers": _build_diffusers}[head.library]
     return made(head, how).train()
 
@@ -146,38 +141,8 @@ def _build_transformers(head: Head, how: str) -> nn.Module:
 # -- timm ----------------------------------------------------------------------------------------------------
 
 
-class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes torchvision and all modules inside, for timm and diffusers, which import parts that their models do not need."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__version__ = "0"  # type: ignore[attr-defined]
-        module.__getattr__ = _stub  # type: ignore[method-assign]
-
-
-class _Stub(type):
-    """A class with any attribute."""
-
-    def __getattr__(cls, attribute: str) -> type:
-        return _stub(attribute)
-
-
-def _stub(attribute: str) -> type:
-    if attribute.startswith("__"):
-        raise AttributeError(attribute)
-    return _Stub(attribute, (), {})
-
-
-def _stub_torchvision() -> None:
-    if not any(isinstance(finder, _StubFinder) for finder in sys.meta_path):
-        sys.meta_path.append(_StubFinder())  # the last: one that is installed is found before
-
-
 def _timm_heads() -> list[Head]:
-    _stub_torchvision()
-    timm = importlib.import_module("timm")
+    timm = zoo_libraries.load("timm")
     found: dict[str, list[str]] = defaultdict(list)
     for name in timm.list_models():
         module = timm.models.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
@@ -194,7 +159,7 @@ def _smallest(names: list[str]) -> list[str]:
 
 
 def _build_timm(head: Head, how: str) -> nn.Module:
-    timm = importlib.import_module("timm")
+    timm = zoo_libraries.load("timm")
     for more in ({"img_size": 64}, {}):
         try:
             seed(7)
@@ -213,8 +178,7 @@ def _build_timm(head: Head, how: str) -> nn.Module:
 
 
 def _diffusers_heads() -> list[Head]:
-    _stub_torchvision()
-    diffusers = importlib.import_module("diffusers")
+    diffusers = zoo_libraries.load("diffusers")
     found = []
     for name in sorted(dir(diffusers)):
         if name.endswith(("Transformer2DModel", "TransformerModel", "Transformer3DModel", "UNet1DModel")) or "UNet" in name:
@@ -225,7 +189,7 @@ def _diffusers_heads() -> list[Head]:
 
 
 def _build_diffusers(head: Head, how: str) -> nn.Module:
-    cls = getattr(importlib.import_module("diffusers"), head.name)
+    cls = getattr(zoo_libraries.load("diffusers"), head.name)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     default = {p.name: p.default for p in parameters if p.default is not p.empty}
     changed = zoo_configs.changes(default, how)

@@ -16,7 +16,7 @@ from benchmarks.zoo_rank import RANKS, Job, attempt, line
 
 HEADS = 60  # then fresh processes, which have the memory back
 GRACE = 5  # seconds that a rank has when another one has failed: it may wait for that one
-PRELOADED = ["fullshard.on_torch", "torch._dynamo", "transformers", "benchmarks.zoo_models"]  # once, for all ranks
+PRELOADED = ["fullshard.on_torch", "torch._dynamo", "benchmarks.zoo_libraries", "benchmarks.zoo_models"]  # once, for all ranks
 OTHERS = (("train", "fp64"), ("eval", "fp32"), ("eval", "fp64"))  # tried in turn on a head that differs
 RESULTS = ("equal", "refused", "differs", "traceback", "not built")
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import FullshardError
 from fullshard.on_torch.agree import acquire_group, decide, release_group
 from fullshard.on_torch.factory import Factory, replace_tensor, tensors_of
+from fullshard.on_torch.scalars import make_vectors
 from fullshard.on_torch.shard_ranges import local_part, local_tensor
 from fullshard.text import bytes_text
 
@@ -35,6 +36,7 @@ class FactoryValues:
         self.factory.refuse_too_large(model)
         built, uncalled = self.factory.for_real(seed)
         own = {id(tensor): tensor for tensor in _named(built).values()}  # tied ones once
+        make_vectors(built)
         self.held = {name: tensor.detach() for name, tensor in _named(built).items()}
         header = {name: (tensor.shape, tensor.dtype, tensor.layout) for name, tensor in self.held.items()}
         found = {name: tensor.shape for name, tensor in _named(model).items()}

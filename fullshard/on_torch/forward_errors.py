@@ -21,12 +21,13 @@ from fullshard.plan import Plan
 
 DTENSOR, FSDP = os.path.join("torch", "distributed", "tensor"), os.path.join("torch", "distributed", "fsdp")
 MIXED = "got mixed torch.Tensor and DTensor"  # what torch says of an operation on sharded and plain tensors
+IN_PLACE = "RegisterPostBackward"  # FSDP's function on what a unit is given, of which torch speaks if that is changed in place
 
 
 @contextmanager
 def explained(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Inside, an operation on a sharded parameter raises a sentence that names its unit; so does an attention that the plan's
-    backend cannot compute, and a buffer of another dtype."""
+    backend cannot compute, a buffer of another dtype, and an input of a unit that is changed in place."""
     try:
         yield
     except RuntimeError as error:
@@ -74,6 +75,11 @@ def _sentence(error: RuntimeError, model: nn.Module, plan: Plan) -> str | None:
         return (
             f"kernels.attention = {plan.kernels.attention!r} cannot compute this model's attention, for its mask, dtype or "
             "width of heads; leave it out"
+        )
+    if IN_PLACE in str(error):
+        return (
+            f"{model_line(error) or 'the model'} changes in place what a unit was given, which FSDP does not allow; write it out "
+            "of place (x = x + y for x += y), or group so that its module is no unit: describe(model, classes=[…])"
         )
     if MIXED in str(error):
         return _outside(error, model, plan)

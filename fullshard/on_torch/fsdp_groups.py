@@ -1,19 +1,19 @@
 """FSDP's parameter groups: all private APIs of torch's FSDP that the engine uses. The others are in `private`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, _foreach_copy_, dtype, empty, no_grad
+from torch import Size, Tensor, _foreach_copy_, dtype, empty, no_grad
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as _TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as _ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.profiler import record_function
 
 from fullshard.on_torch.private import dtensor_like
@@ -22,6 +22,7 @@ __all__ = [
     "ComputedGradients",
     "FSDPParamGroup",
     "GatherGroup",
+    "Place",
     "can_replace_collectives",
     "forget_unfinished",
     "gather_by",
@@ -29,6 +30,9 @@ __all__ = [
     "group_label",
     "replace_collectives",
 ]
+
+
+Place = tuple[Module, str]  # of a parameter: its module, and its name there
 
 
 class GatherGroup:
@@ -41,6 +45,13 @@ class GatherGroup:
         """Keep gradients in this dtype after the reduction, instead of casting them to the shards' dtype. FSDP resets this
         when it initialises lazily, so it must be called before every gather."""
         self.group._orig_dtype = kind
+
+    def gather_scalars(self, places: Collection[Place]) -> None:
+        """Gather the parameters at these places, vectors of one element, as scalars."""
+        for p in self.group.fsdp_params:
+            if (p._module_info.module, p._module_info.param_name) in places:
+                p._orig_size, p._contiguous_orig_stride = Size(()), ()
+                p._get_grad_inner_tensor = partial(_gradient_as_vector, p._get_grad_inner_tensor)
 
     def around_gather(self, before: Callable[[], None], at_copy: Callable[[], None], after: Callable[[], None]) -> None:
         """Call `before` before a gather is issued, `at_copy` before the gathered parameters are copied out, and `after` when
@@ -144,6 +155,10 @@ class GatherGroup:
     def buffers(self) -> list[tuple[Any, Tensor]]:
         """(parameter, its flat padded shard) for each parameter."""
         return [(p.sharded_param, p._sharded_param_data) for p in self.group.fsdp_params]
+
+
+def _gradient_as_vector(original: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    return original(gradient).reshape(1)
 
 
 def _do_nothing() -> None:

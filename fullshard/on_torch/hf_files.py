@@ -14,6 +14,7 @@ from fullshard.checkpoint.file_rules import FileRule, Shape, Step
 from fullshard.errors import FullshardError
 from fullshard.on_torch.lora import without_adapters
 from fullshard.on_torch.private import persistent_buffers
+from fullshard.on_torch.scalars import as_vector
 
 
 class LayoutError(FullshardError):
@@ -37,10 +38,16 @@ def file_rules(model: nn.Module, wanted: Mapping[str, Tensor], files: Mapping[st
     found = []
     for tensor, by_pattern in groups.items():
         converted = {p: group for p, group in by_pattern.items() if p}
-        found += [FileRule((tensor,), ((file, tuple(files[file])),)) for file in by_pattern.get("", [])]
+        found += [_as_is(tensor, file, tuple(files[file]), wanted[tensor]) for file in by_pattern.get("", [])]
         if converted and "" not in by_pattern:
             found.append(_converted(names, tensor, converted, files))
     return found
+
+
+def _as_is(tensor: str, file: str, shape: Shape, wanted: Tensor) -> FileRule:
+    """A tensor that files have as the model has it, but for a scalar, which the state has as a vector."""
+    vector = shape == () and tuple(wanted.shape) == (1,)
+    return FileRule((tensor,), ((file, shape),), (("stack", (0,)),) if vector else ())
 
 
 def saved_rules(model: nn.Module) -> list[FileRule]:
@@ -52,13 +59,14 @@ def saved_rules(model: nn.Module) -> list[FileRule]:
     buffers = persistent_buffers(model)
     named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in buffers)]
     held = {bare_name(n): torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in named if ".lora_" not in n}
+    own = {bare_name(n): as_vector(t) for n, t in named}
     try:
         files = _loading().revert_weight_conversion(inner, dict(held))
-        found = file_rules(model, held, {n: tuple(t.shape) for n, t in files.items()})
+        found = file_rules(model, {n: own[n] for n in held}, {n: tuple(t.shape) for n, t in files.items()})
         made = [pair for rule in found for pair in rule.shapes().items()]
     except Exception:  # transformers has rules that run on its own loading only
         return []
-    if sorted(made) != sorted((n, tuple(t.shape)) for n, t in held.items()):
+    if sorted(made) != sorted((n, tuple(own[n].shape)) for n in held):
         return []
     return [rule for rule in found if rule.steps or rule.tensors[0] != rule.files[0][0]]
 

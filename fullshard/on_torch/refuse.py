@@ -166,13 +166,13 @@ def _refuse_parameters(model: nn.Module, plan: Plan) -> None:
                 f"units {' and '.join(owners)}: {' and '.join(owners.values())} are one tied parameter; "
                 "put their modules into one unit"
             )
-        _refuse_parameter(name, p, next(iter(owners)))
+        _refuse_parameter(name, p, next(iter(owners)), plan.mesh.tensor)
 
 
-def _refuse_parameter(name: str, p: nn.Parameter, unit: str) -> None:
+def _refuse_parameter(name: str, p: nn.Parameter, unit: str, tensor: int) -> None:
     if not p.is_floating_point():
         raise FullshardError(f"unit {unit}: {name} is {str(p.dtype)[6:]}; only floating-point parameters can be sharded")
-    if p.ndim == 0:
-        raise FullshardError(f"unit {unit}: {name} is a scalar, which cannot be sharded; make it a vector of one element")
+    if p.ndim == 0 and tensor > 1:
+        raise FullshardError(f"unit {unit}: {name} is a scalar, which mesh.tensor = {tensor} does not take; use tensor = 1")
     if p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise FullshardError(f"unit {unit}: {name} is {str(p.dtype)[6:]}; use a model with bf16 or fp32 parameters")

@@ -24,7 +24,7 @@ from fullshard.on_torch.experts import apply_expert_axis
 from fullshard.on_torch.factory import Factory
 from fullshard.on_torch.float8 import apply_float8, compile_options, float8_gathers, gather_in_float8, refuse_float8_device
 from fullshard.on_torch.forward_errors import early_notes, explain_forward
-from fullshard.on_torch.fsdp_groups import ComputedGradients, forget_unfinished, gather_group
+from fullshard.on_torch.fsdp_groups import ComputedGradients, Place, forget_unfinished, gather_group
 from fullshard.on_torch.generate import lockstep_generate
 from fullshard.on_torch.hf_files import saved_rules
 from fullshard.on_torch.initialize import Initializer, factory_of, materialize
@@ -43,6 +43,7 @@ from fullshard.on_torch.refuse import refuse, refuse_device
 from fullshard.on_torch.remat import apply_remat
 from fullshard.on_torch.running_statistics import compute_in_fp32
 from fullshard.on_torch.saving.save_pretrained import save_together
+from fullshard.on_torch.scalars import make_vectors, scalar_names
 from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
@@ -90,11 +91,12 @@ def shard(
     own_collectives = make_communication(communication, plan)
     refuse_memory(plan, where)
     source = Weights(model, weights) if weights is not None else None
-    files = [rule.to_json() for rule in saved_rules(model)]  # before FSDP renames the model's class
+    files, scalars = [rule.to_json() for rule in saved_rules(model)], scalar_names(model)  # before FSDP renames its class
     meshes = make_meshes(plan, where.type)
     if broadcast:
         broadcast_values(model)
     checks.check_values_agree(model)
+    places = make_vectors(model)
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
     apply_expert_axis(model, plan, meshes)
@@ -104,7 +106,7 @@ def shard(
     notes = apply_float8(model, plan, where)
     apply_remat_and_compile(model, plan, compile_options(gathers))
     activations = spill_activations(model, plan, where, disk)
-    units = _apply_fsdp(model, plan, meshes)
+    units = _apply_fsdp(model, plan, meshes, places)
     _set_prefetch(plan, units)
     computed = _copy_whole_shards_once(plan, units)
     use_memory(plan, units)
@@ -131,7 +133,8 @@ def shard(
         hook_model(offload, model)
     model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
-    state.activations, state.offload, state.files, state.float8 = activations, offload, files, scales
+    state.activations, state.offload, state.float8 = activations, offload, scales
+    state.files, state.scalars = files, scalars
     state.notes = (*notes, *initialized.notes, *early_notes(model, plan))
     if scales is not None:
         state.copies.on_change.append(scales.outdate)
@@ -202,8 +205,8 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[FSDPModule]]:
-    """`fully_shard` on each unit, inner before outer, the root last."""
+def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes, scalars: set[Place]) -> dict[str, list[FSDPModule]]:
+    """`fully_shard` on each unit, inner before outer, the root last. `scalars`: what is gathered as such."""
     policy = _policy(plan)
     units: dict[str, list[FSDPModule]] = {}
     done: set[nn.Parameter] = set()  # a module around a unit may have its modules in another place too
@@ -215,6 +218,8 @@ def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes) -> dict[str, list[
         units[unit.name] = [m for m in modules if isinstance(m, FSDPModule)]
         done.update(p for module in modules for p in module.parameters())
         gather_for_each_backward(units[unit.name])
+        if units[unit.name] and (group := gather_group(units[unit.name][0])) is not None:
+            group.gather_scalars(scalars)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.data("sharded"), mp_policy=policy, ignored_params=done)
     several = [modules[0] for modules in units.values() if len(modules) > 1]

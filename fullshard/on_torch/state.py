@@ -67,6 +67,7 @@ class State:
     held: int | None = None  # bytes at rest after the first step: they do not change after it
     offload: TieredOptimizer | None = None  # units whose state or parameters are offloaded
     drawn: dict[str, int] = field(default_factory=dict)  # checksums of frozen parameters that nobody has loaded
+    scalars: frozenset[str] = frozenset()  # parameters that are vectors of one element here, and scalars in the model
     files: list[dict[str, Any]] = field(default_factory=list)  # how `save_pretrained` arranges the model, as `FileRule`s
     dropout_seed: int = 0  # of `seed_dropout`, for a checkpoint of other ranks
     notes: tuple[str, ...] = ()  # what a user should know of how it was made

@@ -17,6 +17,7 @@ from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.errors import FullshardError, nearest
 from fullshard.on_torch.dtypes import SAFETENSORS_DTYPES
 from fullshard.on_torch.hf_files import bare_name, file_rules
+from fullshard.on_torch.scalars import as_vector
 from fullshard.on_torch.shard_ranges import local_box, local_tensor
 from fullshard.on_torch.tied_parameters import parameter_names
 
@@ -64,7 +65,7 @@ class Weights:
 
     def _match(self, model: nn.Module) -> list[FileRule]:
         """How the tensors of the files become the model's."""
-        wanted = {bare_name(n): tensor for _, tensor, names in _with_all_names(model) for n in names}
+        wanted = {bare_name(n): as_vector(tensor) for _, tensor, names in _with_all_names(model) for n in names}
         try:
             found = file_rules(model, wanted, {n: e.shape for n, e in self.files.entries.items()})
         except FullshardError as error:

@@ -112,7 +112,7 @@ def hugging_face(kind: str) -> nn.Module:
 
 
 OWN = {"mlp": MLP, "cnn": ConvNet, "unet": UNet}
-ODD = {"borrowing": Borrowing, **odd_models.PLAIN, **odd_models.SHOWN, "mixed_buffer": odd_models.MixedBuffer}
+ODD = {"borrowing": Borrowing, **odd_models.PLAIN, **odd_models.SHOWN, **odd_models.REFUSED}
 HUGGING_FACE = ("vit", "bert", "t5", "mamba", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 KINDS = (*OWN, *HUGGING_FACE)
 

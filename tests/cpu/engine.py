@@ -78,8 +78,8 @@ class _Odd(nn.Module):
         self.odd = parameter
 
 
-def _odd(parameter: torch.Tensor):
-    return _planned(_Odd(nn.Parameter(parameter.to("meta"), requires_grad=False)).to("meta"))
+def _odd(parameter: torch.Tensor, **choices):
+    return _planned(_Odd(nn.Parameter(parameter.to("meta"), requires_grad=False)).to("meta"), **choices)
 
 
 def _more_devices():
@@ -104,7 +104,7 @@ REFUSED = {
     "home": lambda: _changed("model.layers.1", home=fs.Home(params="disk")),
     "root remat": lambda: (parity.build("plain"), fs.Plan(fs.Mesh(shard=2), (fs.Unit("root", ("",), remat="full"),))),
     "integer": lambda: _odd(torch.zeros(4, dtype=torch.int8)),
-    "scalar": lambda: _odd(torch.zeros(())),
+    "scalar": lambda: _odd(torch.zeros(()), tensor=2),
     "devices": _more_devices,
     "heads": _heads,
     "compile": lambda: (parity.build("plain"), fs.Plan(fs.Mesh(shard=2), (fs.Unit("root", ("",)),), compile=True)),

@@ -225,13 +225,49 @@ class EmptyParameter(Odd):
         return super().body(torch.cat([x, self.registers.expand(len(x), 0, WIDTH)], 1))
 
 
-class InputInPlace(Odd):
-    """Its blocks change their input in place, as UNetControlNetXS does."""
+class ScaledBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.strength.ndim == 0
+        return super().forward(x) * self.strength.exp()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.strength, 0.5)
+
+
+class ScalarParameters(Odd):
+    """Has scalars as parameters, as CLIP has its temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
 
     def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return torch.stack([super().body(x).mean(-1), self.temperature.expand(x.shape[:2])], -1).repeat(1, 1, WIDTH // 2)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.temperature, 2.0)
+
+
+class AddsToInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class InputInPlace(Odd):
+    """Its blocks change their input in place, as those of UNetControlNetXS do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AddsToInput() for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + 0)
 
 
 PLAIN = {
@@ -244,6 +280,7 @@ PLAIN = {
     "shared_parts": SharedParts,
     "lists_that_run": ListsThatRun,
     "empty_parameter": EmptyParameter,
+    "scalar_parameters": ScalarParameters,
 }
 SHOWN = {
     "uncalled_table": UncalledTable,
@@ -251,3 +288,4 @@ SHOWN = {
     "part_called_alone": PartCalledAlone,
     "without_hooks": WithoutHooks,
 }
+REFUSED = {"mixed_buffer": MixedBuffer, "input_in_place": InputInPlace}

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.checkpoint.export import export
 from fullshard.on_torch.saving import gather_tensors, save_pretrained
 from fullshard.plan import Home
 from tests.cpu import hugging_face, parity
@@ -168,6 +169,35 @@ def with_arguments(directory: str) -> dict[str, Any]:
 def far(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], *, some: bool = False) -> float:
     assert found.keys() == weights.keys() or (some and found.keys() < weights.keys())
     return max(float((found[n] - weights[n]).abs().max()) for n in found)
+
+
+def files_with_a_scalar(directory: str) -> dict[str, Any]:
+    """Files that CLIP writes and files of it sharded, which read those."""
+    from transformers import CLIPConfig, CLIPModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    text, vision = {**small, "vocab_size": 40, "max_position_embeddings": 16}, {**small, "image_size": 8, "patch_size": 4}
+    config, plain = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8), f"{directory}/plain"
+    if dist.get_rank() == 0:
+        CLIPModel(config).save_pretrained(plain)
+    dist.barrier()
+    with torch.device("meta"):
+        model = CLIPModel(config)
+    plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size())
+    state = on_torch.shard(model, plan, fs.AdamW(), weights=plain)
+    state.model.save_pretrained(f"{directory}/saved")
+    fs.checkpoint.save(f"{directory}/run", state)
+    found: dict[str, Any] = {"state": tuple(state.model.logit_scale.shape)}
+    if dist.get_rank() == 0:
+        export(f"{directory}/run", Path(directory) / "exported", "hf", Path(plain))
+        wanted = tensors(plain)
+        found["shape"] = tuple(wanted["logit_scale"].shape)
+        for name in ("saved", "exported"):
+            written = tensors(f"{directory}/{name}")
+            assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in wanted.items()}, name
+            found[name] = far(written, wanted)
+    dist.barrier()
+    return found
 
 
 class OwnModel(nn.Module):

@@ -391,7 +391,7 @@ def test_a_batch_of_tokens_does_not_fit_a_model_of_images():
 
 
 def test_a_scalar_has_sizes():
-    """CLIP's temperature; a plan can be estimated before the model is mended."""
+    """CLIP's temperature."""
     model = ConvNet()
     model.temperature = nn.Parameter(torch.tensor(2.0))
     described = on_torch.describe(model)

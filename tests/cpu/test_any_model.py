@@ -90,6 +90,12 @@ def test_a_buffer_in_another_dtype_than_the_plan_computes_in(ranks):
     assert ranks(2).run(any_model.refusal, "mixed_buffer", True, precision=half) == ["trained", "trained"]
 
 
+def test_a_block_that_changes_its_input_in_place(ranks):
+    for own in (False, True):
+        for sentence in ranks(2).run(any_model.refusal, "input_in_place", own):
+            assert "`x += 1` changes in place what a unit was given, which FSDP does not allow; write it out of place" in sentence
+
+
 BERT = {
     "*.query": "output",
     "*.key": "output",

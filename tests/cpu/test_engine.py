@@ -13,7 +13,7 @@ REFUSALS = {
     "home": "unit model.layers.1: home.params = 'disk' saves nothing while the optimizer's own copy",
     "root remat": "unit root: remat = 'full' would recompute the whole model",
     "integer": "odd is int8; only floating-point parameters can be sharded",
-    "scalar": "odd is a scalar",
+    "scalar": "odd is a scalar, which mesh.tensor = 2 does not take",
     "devices": "the plan is for 8 devices (1×8×1), but 2 ranks are running",
     "heads": "unit model.layers.0: model.layers.0.self_attn.q_proj has 3 heads, which mesh.tensor = 2 does not divide",
     "compile": "compile = true has no effect",

@@ -47,6 +47,14 @@ def test_files_from_four_ranks_in_two_groups_are(ranks, tmp_path):
     check(ranks(4).run(saved_models.all_beside_unsharded, [Case(tensor=2)], str(tmp_path)), [Case(tensor=2)])
 
 
+def test_scalars_are_scalars_in_files(ranks, tmp_path):
+    """CLIP's temperature, which is a vector of one element in the state."""
+    first, _ = ranks(2).run(saved_models.files_with_a_scalar, str(tmp_path))
+    assert first["shape"] == ()
+    assert first["state"] == (1,)
+    assert first["saved"] == first["exported"] == 0.0
+
+
 def test_a_call_on_one_rank_is_a_sentence_within_seconds(ranks, tmp_path):
     for found in ranks(2).run(saved_models.on_one_rank, str(tmp_path)):
         assert "rank 1 did not call it within 0.5 seconds of rank 0" in found["alone"]

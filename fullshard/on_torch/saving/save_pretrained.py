@@ -72,7 +72,7 @@ class _Saves:
         if not given and dist.get_rank():
             return None
         with state.values(at_rest=True) as values:
-            return self._run(state, {n: _deferred(t, _unreadable) for n, t in values.items()}, own, args, kwargs)
+            return self._run(state, {n: _deferred(state, n, t, _unreadable) for n, t in values.items()}, own, args, kwargs)
 
     def _together(self, state: State, own: Call, args: Any, kwargs: Any, given: Mapping[str, Any] | None) -> Any:
         _meet(own.__name__, state.device)
@@ -88,11 +88,11 @@ class _Saves:
             if dist.get_rank():
                 gather.serve()
             else:
-                fetched = {n: _deferred(sharded[n], partial(gather.fetch, i)) for i, n in enumerate(names)}
+                fetched = {n: _deferred(state, n, sharded[n], partial(gather.fetch, i)) for i, n in enumerate(names)}
                 shown = {**values, **fetched}
                 if given is not None:
                     args, kwargs = _replaced(own, args, kwargs, "state_dict", {**given, **fetched})
-                    shown = {n: _deferred(t, _unreadable) for n, t in values.items()}
+                    shown = {n: _deferred(state, n, t, _unreadable) for n, t in values.items()}
                 try:
                     result = self._run(state, shown, own, args, kwargs)
                 except BaseException as error:
@@ -138,8 +138,10 @@ def _plain_class(module: nn.Module) -> Iterator[None]:
         module.__class__ = kind
 
 
-def _deferred(tensor: Tensor, read: Callable[[], Tensor]) -> DeferredTensor:
-    return DeferredTensor.make(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), read, parameter=True)
+def _deferred(state: State, name: str, tensor: Tensor, read: Callable[[], Tensor]) -> DeferredTensor:
+    shape = torch.Size(()) if name in state.scalars else tensor.shape
+    whole = lambda: read().reshape(shape)
+    return DeferredTensor.make(torch.empty(shape, dtype=tensor.dtype, device="meta"), whole, parameter=True)
 
 
 def _unreadable() -> Tensor:
