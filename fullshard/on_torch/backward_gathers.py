@@ -7,6 +7,7 @@ output in place, and that is a view, FSDP's hook is lost. Private APIs of torch'
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as _TrainingState
@@ -25,14 +26,17 @@ def gather_for_each_backward(modules: Sequence[Any]) -> None:
 
 
 class _Results:
-    """The tensors that a forward of one module computes. `several`: FSDP does not hook every output."""
+    """The tensors that a forward of one module computes. `several`: FSDP does not hook every output.
+
+    A recomputation may stop before the module's end: what it was given is not held here.
+    """
 
     def __init__(self, several: bool) -> None:
         self.several = several
-        self.given: dict[int, Tensor] = {}
+        self.given: dict[int, ref[Tensor]] = {}
 
     def begin(self, module: Module, args: Any, kwargs: Any) -> None:
-        self.given = {id(t): t for t in _tensors((args, kwargs))}
+        self.given = {id(t): ref(t) for t in _tensors((args, kwargs))}
 
     def end(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         given, self.given = self.given, {}
@@ -40,13 +44,14 @@ class _Results:
         if state._training_state is _TrainingState.PRE_BACKWARD:  # a recomputation
             return
         hooked = set() if self.several else {id(leaf) for leaf in tree_leaves(output)}
-        bases = [t if t._base is None else t._base for t in given.values()]
+        known = [t for t in (found() for found in given.values()) if t is not None]
+        bases = [t if t._base is None else t._base for t in known]
 
         def gather(gradient: Tensor) -> None:
             state._pre_backward(gradient)
 
         for t in _tensors((output, args, kwargs)):
-            if not t.requires_grad or id(t) in given:
+            if not t.requires_grad or any(t is other for other in known):
                 continue
             if id(t) not in hooked:
                 t.register_hook(gather)
