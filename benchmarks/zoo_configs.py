@@ -46,6 +46,7 @@ KEPT = re.compile(
 )
 GIVEN = {"prediction_length": 8, "use_qformer_text_input": True}  # without which a model cannot be built
 DRAWN = re.compile(r"mask_time_prob|mask_feature_prob|spec_augment|layerdrop")  # what draws masks of NumPy's own
+AXES = re.compile(r"axes_dims?|rope_axes")  # of positions, which share the width of a head
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?|dims|channels|widths?|conv_dim|neck_|planes|embedding_sizes|encoder_hidden|sizes$")
 DEPTHS = re.compile(r"depths?|layers|blocks|num_stages|repeat")
 
@@ -79,6 +80,8 @@ def _changed(name: str, value: Any, how: str) -> Any:
 
 def _list(name: str, values: list[int] | tuple[int, ...], how: str) -> Any:
     kind = type(values)
+    if how == "all" and AXES.search(name) and len(values) <= 4:
+        return kind([8 - 2 * (len(values) - 1)] + [2] * (len(values) - 1))  # as much as a head has
     if DEPTHS.search(name):
         return kind(min(v, 2) for v in values) if max(values) < 64 and how != "widths" else None
     if how != "layers" and WIDTHS.search(name) and min(values) > 8:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import zoo_latents
+
 ROWS, TOKENS, TARGETS = 2, 12, 7
 LARGEST_SIDE = 256  # pixels: an image of 1024 takes minutes
 ASKED = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
@@ -30,6 +32,10 @@ class Guess:
         return {name: self._value(name, draw) for name in names}
 
     def _value(self, name: str, draw: torch.Generator) -> Any:
+        made = zoo_latents.value(name, self.sizes, draw) if "latents" in self.sizes else None
+        return self._guessed(name, draw) if made is None else made
+
+    def _guessed(self, name: str, draw: torch.Generator) -> Any:
         rows = ROWS
         vocabulary = min(_sizes(self.config, r"vocab_size$") or [100])
         ids = lambda n: torch.randint(3, max(4, min(vocabulary, 99)), (rows, n), generator=draw)
@@ -125,12 +131,12 @@ def _sizes(config: Any, pattern: str, depth: int = 0) -> list[int]:
     return found + [v for c in inner for v in _sizes(c, pattern, depth + 1)]
 
 
-def find(model: nn.Module, config: Any, call: Any, tries: int = 24) -> tuple[Guess, list[str]]:
+def find(model: nn.Module, config: Any, call: Any, tries: int = 32) -> tuple[Guess, list[str]]:
     """Inputs that the model takes. `call(values)` runs it and raises. The error of the first guess, if none fits."""
     first: Exception | None = None
     for names, sizes in _guesses(model, config):
         guess, names, sizes = Guess(model, config, **sizes), list(names), dict(sizes)
-        for _ in range(5):
+        for _ in range(8 if "latents" in sizes else 5):
             tries -= 1
             try:
                 call(guess.of(names, 0))
@@ -152,6 +158,8 @@ def _learn(error: Exception, guess: Guess, names: list[str]) -> bool:
         new = [n for n in re.findall(r"'(\w+)'", asked[1]) if n not in names]
         names += new
         return bool(new)
+    if "latents" in guess.sizes and zoo_latents.learn(text, guess.sizes):
+        return True
     if "token" in text and "feature" in text and (count := FEATURES.search(text)) and not guess.sizes.get("places"):
         guess.sizes["places"] = max(1, int(count[1]) // ROWS)
         return True
@@ -172,8 +180,20 @@ def _absent(error: Exception) -> list[str]:
     return [name for line in reversed(lines[-12:]) for name in re.findall(r"\b[a-z_]+\b", line)]
 
 
+def _latents(model: nn.Module) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    taken = [
+        p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty or p.name in zoo_latents.TAKEN
+    ]
+    for layout in zoo_latents.layouts(type(model).__name__):
+        axes = len(getattr(model.config, "axes_dims_rope", None) or (0, 0, 0))
+        channels = getattr(model.config, "in_channels", None) or zoo_latents.CHANNELS
+        yield [p.name for p in taken], {"side": zoo_latents.SIDE, "latents": layout, "axes": axes, "channels": channels}
+
+
 def _guesses(model: nn.Module, config: Any) -> Iterator[tuple[list[str], dict[str, Any]]]:
     parameters = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
+    if type(model).__module__.startswith("diffusers."):
+        yield from _latents(model)
     main = getattr(model, "main_input_name", parameters[0])
     asked = [n for n in _sizes(config, r"image_size$|img_size$")[:2] if n <= LARGEST_SIDE]
     sides = [*dict.fromkeys([*asked, 32, 64, 224])]
