@@ -1,6 +1,6 @@
 """The JAX engine: carries a plan out on Flax NNX models, by shardings alone."""
 
-from fullshard.on_jax.compiled_collectives import CollectiveCheck, check_collectives
+from fullshard.on_jax.compiled_collectives import CollectiveCheck
 from fullshard.on_jax.describe import Factory, describe
 from fullshard.on_jax.generate import generate
 from fullshard.on_jax.jax_state import JaxState
@@ -9,7 +9,7 @@ from fullshard.on_jax.memory_analysis import StepMemory, memory_analysis
 from fullshard.on_jax.model_loading import NnxFactory, load_model
 from fullshard.on_jax.scanned_layers import scan_layers
 from fullshard.on_jax.shard import shard
-from fullshard.on_jax.step import JaxStep, compilations, lowered_step, train_step
+from fullshard.on_jax.step import JaxStep, check_collectives, compilations, lowered_step, train_step
 
 __all__ = [
     "CollectiveCheck",

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fullshard.model.costs import Costs, Phase, Section, Trace
 from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
-from fullshard.on_jax.hlo_collectives import CompiledCollective, collectives_of
+from fullshard.on_jax.hlo_collectives import CompiledCollective
 from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.losses import LossFunction, summed_loss
-from fullshard.on_jax.step import lowered_step
 from fullshard.plan import Home, Plan, Unit
 from fullshard.planner.step.schedule import schedule
 from fullshard.text import bytes_text, table
@@ -32,12 +29,13 @@ class UnitTraffic:
 @dataclass(frozen=True)
 class CollectiveCheck:
     """The traffic of every unit. `counts`: how often the program runs each kind of collective in a step. `notes`: what JAX does
-    otherwise than the schedule, and why. `differences`: what should not be."""
+    otherwise than the schedule, and why. `differences`: what should not be. `stray`: bytes that are no unit's."""
 
     units: tuple[UnitTraffic, ...]
     counts: dict[str, int]
     notes: tuple[str, ...]
     differences: tuple[str, ...]
+    stray: int = 0
 
     def __str__(self) -> str:
         cells = lambda pair: [bytes_text(n) for n in pair]
@@ -48,12 +46,6 @@ class CollectiveCheck:
         return "\n".join(
             [table(header, rows, right=range(1, 7)), f"collectives of a step: {kinds or 'none'}", *self.notes, *verdict]
         )
-
-
-def check_collectives(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> CollectiveCheck:
-    """Compile the step of these batches, and compare the bytes of its collectives with the plan's schedule."""
-    text = lowered_step(state, micro_batches, loss=loss).compile().as_text()
-    return compare(state, collectives_of(text, state.executed.mesh))
 
 
 def compare(state: JaxState, found: Sequence[CompiledCollective]) -> CollectiveCheck:
@@ -74,7 +66,7 @@ def compare(state: JaxState, found: Sequence[CompiledCollective]) -> CollectiveC
     counts: dict[str, int] = {}
     for (_, kind), times in operations.items():
         counts[kind] = counts.get(kind, 0) + times
-    return CollectiveCheck(tuple(units), counts, tuple(dict.fromkeys(notes)), tuple(differences))
+    return CollectiveCheck(tuple(units), counts, tuple(dict.fromkeys(notes)), tuple(differences), stray)
 
 
 # -- what the schedule says ------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ def _order(plan: Plan, units: list[UnitDescription]) -> Costs:
     phases += [("loss", ""), *[(phase, n) for n in reversed(names) for phase in ("backward", "done")], ("end", "")]  # type: ignore[list-item]
     trace = Trace(tuple(phases), (Section(),), (0,) * len(phases))
     compute = "bf16" if plan.precision.compute == "fp16" else plan.precision.compute
-    costs = Costs({(compute, "plain", "none"): trace})
+    costs = Costs({(compute, "plain", remat): trace for remat in ("none", "compiled none")})
     return replace(costs, split={plan.mesh.tensor: costs})
 
 

@@ -55,9 +55,9 @@ class CompiledCollective:
 
 def collectives_of(text: str, mesh: Mesh) -> list[CompiledCollective]:
     """The collectives of the program with this HLO text, on the devices of a mesh, an entry for each tensor."""
-    computations = _computations(text)
+    computations = computations_of(text)
     found: list[CompiledCollective] = []
-    for name, times in _runs(computations).items():
+    for name, times in runs_of(computations).items():
         units = _units(computations[name])
         for line in computations[name]:
             found += _collectives(line, units, times, mesh)
@@ -66,12 +66,12 @@ def collectives_of(text: str, mesh: Mesh) -> list[CompiledCollective]:
 
 def operations_of(text: str) -> dict[str, tuple[str, str]]:
     """The unit and the phase of each instruction that a trace may show. A fusion is of the unit that most of its parts are of."""
-    computations = _computations(text)
+    computations = computations_of(text)
     found = {}
     for lines in computations.values():
         for line in lines:
             if match := _INSTRUCTION.match(line):
-                inside = [part for called in _called(line) if " while(" not in line for part in computations.get(called, ())]
+                inside = [part for inner in called(line) if " while(" not in line for part in computations.get(inner, ())]
                 found[match[1]] = (unit_in(line) or _most([unit_in(part) for part in inside]), _phase(line))
     return found
 
@@ -93,19 +93,19 @@ def _collectives(line: str, units: dict[str, str], times: int, mesh: Mesh) -> It
     if match is None:
         return
     kind, operands = KINDS[match[2]], re.findall(r"%([\w.\-]+)", match[4])
-    shapes = _SHAPE.findall(match[1])
+    shapes = shapes_in(match[1])
     members, axes = _group(line, mesh)
     if match[3] and kind in ("all_gather", "reduce_scatter"):  # what is started returns (operands, results)
         shapes = shapes[len(operands) : 2 * len(operands)]
     operation = (_INSTRUCTION.match(line) or [""])[1]
     own = unit_in(line)
     for (dtype, dims), operand in zip(shapes, operands, strict=False):
-        nbytes = _item(dtype) * math.prod(int(d) for d in dims.split(",") if d)
+        nbytes = item_bytes(dtype) * math.prod(dims)
         whole = nbytes * members if kind == "reduce_scatter" else nbytes
         yield CompiledCollective(kind, whole, axes, times, units.get(operand) or own, not dims, operation)
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations_of(text: str) -> dict[str, list[str]]:
     """The lines of each computation of a module. The entry is called `ENTRY`."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -127,33 +127,44 @@ def unit_in(line: str) -> str:
     return (_UNIT.findall(line) or [""])[-1]
 
 
-def _runs(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs."""
+def runs_of(computations: dict[str, list[str]]) -> dict[str, int]:
+    """How often each computation runs in a step."""
     found: dict[str, int] = {}
 
     def visit(name: str, times: int) -> None:
         found[name] = found.get(name, 0) + times
         for line in computations[name]:
             trips = _TRIPS.search(line) if " while(" in line else None
-            for called in _called(line):
-                if called in computations:
-                    visit(called, times * (int(trips[1]) if trips else 1))
+            for inner in called(line):
+                if inner in computations:
+                    visit(inner, times * (int(trips[1]) if trips else 1))
 
     visit("ENTRY", 1)
     return found
 
 
-def _called(line: str) -> Iterator[str]:
+def called(line: str) -> Iterator[str]:
+    """The computations that an instruction runs."""
     for names in _CALLED.findall(line) if "=%" in line or "={%" in line else ():
         yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
-def _item(dtype: str) -> int:
+def shapes_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtype and the dims of each tensor of a result."""
+    return [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(text)]
+
+
+def item_bytes(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
     return ITEM[dtype] if dtype in ITEM else max(1, int(bits[0]) // 8) if bits else 0
 
 
 # -- which devices work together -------------------------------------------------------------------------------
+
+
+def axes_of(line: str, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of the mesh along which the devices lie that a collective connects."""
+    return _group(line, mesh)[1]
 
 
 def _group(line: str, mesh: Mesh) -> tuple[int, tuple[str, ...]]:

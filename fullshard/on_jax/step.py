@@ -12,6 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import FullshardError, expect_number
+from fullshard.on_jax.compiled_check import check_compiled
+from fullshard.on_jax.compiled_collectives import CollectiveCheck, compare
+from fullshard.on_jax.hlo_collectives import collectives_of
 from fullshard.on_jax.jax_dtypes import JAX_DTYPES
 from fullshard.on_jax.jax_state import JaxState
 from fullshard.on_jax.losses import LossFunction, as_loss, summed_loss
@@ -86,8 +89,7 @@ def train_step(
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, flags))
     program = _program(state, loss, units)
     if loss not in state.checked:
-        notes = check_traced(state, program.trace(*args))  # the call traces no second time
-        state.notes = tuple(dict.fromkeys((*state.notes, *notes)))
+        _check(state, program.trace(*args))
         state.checked.add(loss)
     state.params, state.moments, state.rest, found = program(*args)
     if state.step == 0:
@@ -104,6 +106,19 @@ def lowered_step(
     rate = limit = np.float32(1.0)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, ()))
     return _program(state, loss).trace(*args).lower(lowering_platforms=None if platform is None else (platform,))
+
+
+def check_collectives(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> CollectiveCheck:
+    """Compile the step of these batches, and compare the bytes of its collectives with the plan's schedule."""
+    text = lowered_step(state, micro_batches, loss=loss).compile().as_text()
+    return compare(state, collectives_of(text, state.executed.mesh))
+
+
+def _check(state: JaxState, traced: Any) -> None:
+    """Hold a step against the plan, first as traced, then as compiled. The call that follows does neither again."""
+    notes = check_traced(state, traced)
+    notes += check_compiled(state, traced, traced.lower().compile())
+    state.notes = tuple(dict.fromkeys((*state.notes, *notes)))
 
 
 def compilations(state: JaxState) -> int:
@@ -186,7 +201,7 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
             sums, rest = carry
             # Without this tie, XLA would gather parameters before the loop and keep them in memory for all of it.
             own, batch = jax.lax.optimization_barrier(({n: p for n, p in params.items() if n not in whole}, batch))
-            grads, (value, count, metrics, rest) = one(params | own, whole, host, rest, batch)
+            grads, (value, count, metrics, rest) = one(params | _in_shards(state, own), whole, host, rest, batch)
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)
@@ -233,6 +248,13 @@ def _gathered_once(state: JaxState, params: Params) -> Params:
             with jax.named_scope(scope_of(sharding.unit.name)):
                 found[name] = gather(p, sharding, precision.compute)
     return found
+
+
+def _in_shards(state: JaxState, params: Params) -> Params:
+    """The parameters, said to lie in shards. Otherwise XLA takes what backward gathers them from to be gathered already, and
+    keeps it from forward on."""
+    at = state.shardings.parameters
+    return {n: p if is_on_host(p) else jax.lax.with_sharding_constraint(p, at[n].shard) for n, p in params.items()}
 
 
 def _reduced(state: JaxState, grads: Params) -> Params:

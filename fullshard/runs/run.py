@@ -187,6 +187,7 @@ class Run:
         if isinstance(self.source, StreamBatches):
             self.source.say = bar.say
         self.steps: Iterator[Any] = iter(())
+        self.told = state.notes
         self.loss = self.engine.named_loss(run_loss(self.recipe))
         self.flops = self.engine.flops_per_token(state.model, self.recipe.sequence)
         self.peak = self.engine.peak_flops(state) if self.recipe.unit == "tokens" else None
@@ -245,6 +246,12 @@ class Run:
             self.metrics.write(event="wire", step=self.state.step, **{f"{kind}_error": e for kind, e in found.items()})
             self.bar.say("quantised collectives, relative error: " + ", ".join(f"{k} {e:.2%}" for k, e in found.items()))
 
+    def tell_notes(self) -> None:
+        """Print what the first step has found out about the state."""
+        for line in self.state.notes if self.engine.is_first() else ():
+            if line not in self.told:
+                self.bar.say(line)
+
     def train(self) -> str | None:
         """Train to the last step. Returns why the run ends before it, if it does."""
         try:
@@ -273,6 +280,7 @@ class Run:
         for result in results:
             if result.index == first + 1:
                 self.tell_wire()
+                self.tell_notes()
             self._after(result)
             yield result
 

@@ -210,8 +210,10 @@ def test_what_is_meant_otherwise_is_noted():
     assert state.notes == ("4 of 5 products are computed in float32, as their precision='highest' says",)
     outside = sharded(lambda rngs: Own(rngs, "outside"))
     assert losses(outside, 2) == pytest.approx(unsharded(lambda rngs: Own(rngs, "tied"), 2), rel=1e-6)
-    assert outside.notes == (
+    assert outside.notes[:2] == (
         "table.embedding is read outside the calls of its module: XLA decides when it is gathered and freed",
+        "the compiled step keeps 4.00 KiB of gathered parameters from forward to backward, which the plan frees: those read "
+        "outside the calls of their modules",
     )
 
 
