@@ -89,7 +89,7 @@ def _kept(state: JaxState, text: str, temporaries: int) -> Iterator[str]:
 
 def _freed(state: JaxState) -> dict[str, int]:
     """Bytes that each unit gathers and frees after its forward."""
-    item, found = ITEM_BYTES[state.plan.precision.compute], {}
+    item, found = ITEM_BYTES[state.plan.precision.compute], dict[str, int]()
     for name, p in state.shardings.parameters.items():
         if p.unit.layout != "replicated" and p.unit.reshard is not False and not p.whole and state.executed.mesh.shard > 1:
             numel = math.prod(p.gathered.shard_shape(state.params[name].shape))

@@ -30,6 +30,6 @@ def _flops(eqn: core.JaxprEqn) -> float:
 def _programs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
     for value in params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = getattr(part, "jaxpr", part)
+            jaxpr: Any = getattr(part, "jaxpr", part)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
