@@ -92,6 +92,31 @@ class GatherGroup:
             setattr(group, name, partial(first, name))
         return end
 
+    def before_collectives(self, call: Callable[..., None]) -> None:
+        """Call `call(backward=…)` before the unit is gathered from other ranks, and before its gradients are reduced."""
+        group, mesh, unshard, reduce = self.group, self.group.mesh_info, self.group.unshard, self.group.post_backward
+        shards, copies = getattr(mesh, "shard_mesh_size", 1), getattr(mesh, "replicate_mesh_size", 1)
+
+        def issue(async_op: bool = False) -> None:
+            if group.is_sharded and group._all_gather_result is None:
+                call(backward=group._training_state is not _TrainingState.FORWARD)
+            unshard(async_op)
+
+        def post_backward(*unused: Any) -> None:
+            if group.reduce_grads and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+                call(backward=True)
+            reduce(*unused)
+
+        if shards > 1:
+            group.unshard = issue
+        if shards * copies > 1:
+            group.post_backward = post_backward
+
+    def explain_errors(self, explain: Callable[[RuntimeError], None]) -> None:
+        """Call `explain` with an error of the unit's collectives before it is raised. It may raise another one."""
+        for name in ("pre_forward", "pre_backward", "post_backward", "finalize_backward"):
+            setattr(self.group, name, partial(_explained, getattr(self.group, name), explain))
+
     def copy_once(self, computed: "ComputedGradients") -> None:
         """If the shard is the whole, gather by one cast, and take gradients as they are; FSDP makes two passes for each. With
         copies on other ranks, reduce them in place."""
@@ -163,6 +188,14 @@ def _gradient_as_vector(original: Callable[[Tensor], Tensor], gradient: Tensor) 
 
 def _do_nothing() -> None:
     pass
+
+
+def _explained(call: Callable[..., Any], explain: Callable[[RuntimeError], None], *arguments: Any, **more: Any) -> Any:
+    try:
+        return call(*arguments, **more)
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 @no_grad()

@@ -47,6 +47,7 @@ from fullshard.on_torch.scalars import make_vectors, scalar_names
 from fullshard.on_torch.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.state import LossScale, State
 from fullshard.on_torch.tensor_parallel import apply_tensor_axis
+from fullshard.on_torch.unit_log import LOG, gather_groups, log_units
 from fullshard.on_torch.weights import Weights
 from fullshard.optimizer import Optimizer
 from fullshard.plan import Plan, Unit
@@ -127,6 +128,7 @@ def shard(
         memory.install(model)
     scale = LossScale() if plan.precision.compute == "fp16" else None
     made, offload = _make_optimizers(model, plan, where, optimizer, memory)
+    ended = log_units(gather_groups(units), meshes.data("sharded").get_group("shard"), where)
     state = State(model, plan, meshes, where, made, loss_scale=scale, unit_modules=units, checks=first_step_checks)
     if offload is not None and made is not None:  # after the state's own hooks, which refuse before anything is handed over
         hook_optimizer(offload, made)
@@ -144,6 +146,9 @@ def shard(
         state.copies.on_forward.append(weakly(offload.before_forward))
         state.copies.on_reset.append(weakly(offload.reset))
         state.copies.on_backward.append(weakly(offload.backward_ran))
+    state.copies.on_forward_end.append(ended)
+    state.copies.on_backward.append(ended)
+    state.copies.on_reset.append(LOG.fail)
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
         tell(slow)
     checks.remember_random_frozen(state, drawn)

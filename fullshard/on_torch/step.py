@@ -28,6 +28,7 @@ from fullshard.on_torch.running_statistics import average_statistics
 from fullshard.on_torch.sharded_optimizer import gradients, square_norm, step_unless
 from fullshard.on_torch.state import State
 from fullshard.on_torch.transaction import Transaction
+from fullshard.on_torch.unit_log import explained_losses
 from fullshard.on_torch.unit_norms import trained_units, unit_squares
 from fullshard.on_torch.unit_order import same_units
 
@@ -92,7 +93,7 @@ def train_step(
     refuse_batches(batches, state.plan, loss)
     step = Transaction(state)
     try:
-        with _own_step(state), explained(state.model, state.plan):
+        with _own_step(state), explained(state.model, state.plan), explained_losses():
             return _train_step(state, step, batches, loss, clip, flags, unit_norms)
     except BaseException as error:
         step.undo(error)
@@ -179,7 +180,7 @@ def evaluate(state: State, batches: Iterable[Any], *, loss: LossFunction = summe
     last = batch
     average_statistics(state.model)
     state.copies.changed()  # whoever wrote to weights since the last forward
-    with explained(state.model, state.plan), inference(state.model):
+    with explained(state.model, state.plan), explained_losses(), inference(state.model):
         while _how_many(batch is not None, state):
             last = on_device(last if batch is None else batch, state.device)
             value = as_loss(loss(state.model, last), last, state.device)  # a rank that has run out computes along, for nothing

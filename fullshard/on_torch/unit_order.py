@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import FullshardError
-from fullshard.on_torch.fsdp_groups import gather_group
 from fullshard.on_torch.state import State
+from fullshard.on_torch.unit_log import END, explain, gather_groups
 
 
 @contextmanager
@@ -23,10 +23,9 @@ def same_units(state: State) -> Iterator[None]:
     if not state.checks or dist.get_world_size() == 1:
         yield
         return
-    names = [name for name, modules in state.unit_modules.items() if modules and gather_group(modules[0])]
-    groups = [group for name in names if (group := gather_group(state.unit_modules[name][0]))]
-    order = _Order(names, state.device)
-    undo = [group.before_use(partial(order.come, index)) for index, group in enumerate(groups)]
+    groups = gather_groups(state.unit_modules)
+    order = _Order(list(groups), state.device)
+    undo = [group.before_use(partial(order.come, index)) for index, group in enumerate(groups.values())]
     try:
         yield
     finally:
@@ -57,20 +56,4 @@ class _Order:
             return
         places: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(places, place)
-        raise FullshardError(explain(places, self.names))
-
-
-def explain(places: list[int], names: list[str]) -> str:
-    """Which ranks skip which unit. In forward the first unit of those that ranks are at is the one that others have skipped, in
-    backward the last."""
-    end = 2 * len(names)
-    forward, backward = ([p for p in places if p < end and p % 2 == odd] for odd in (0, 1))
-    skipped = min(forward) if forward else max(backward)
-    ranks = [rank for rank, place in enumerate(places) if place != skipped]
-    at = places[ranks[0]]
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{' …' * (len(ranks) > 8)}"
-    return (
-        f"{who} skipped unit {names[skipped // 2]} in {'forward' if forward else 'backward'}, and went on to "
-        f"{'the end' if at == end else f'unit {names[at // 2]}'}, where rank {places.index(skipped)} computes it; call the same "
-        "units in the same order on every rank, and multiply by 0 what shall not count"
-    )
+        raise FullshardError(explain(dict(enumerate(places)), [*self.names, END]))

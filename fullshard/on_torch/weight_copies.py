@@ -28,6 +28,7 @@ class WeightCopies:
         self.keeping = False  # forwards without gradients leave weights gathered for the next
         self.on_change: list[Callable[[], None]] = []  # called when weights have changed
         self.on_forward: list[Callable[[], None]] = []  # called before each forward
+        self.on_forward_end: list[Callable[[], None]] = []  # called after each forward that did not fail
         self.on_backward: list[Callable[[], None]] = []  # called after each backward
         self.on_reset: list[Callable[[], None]] = []  # called after a forward or backward that failed
         self.units: list[UnitCopies] = unit_copies(model, self._now, self._backward_ended)
@@ -57,7 +58,10 @@ class WeightCopies:
             return
         if unfinished(model):
             self._reset(model)
-        elif torch.is_grad_enabled() or self.keeping:
+            return
+        for call in self.on_forward_end:
+            call()
+        if torch.is_grad_enabled() or self.keeping:
             self._show_shards()
         else:
             self.free()

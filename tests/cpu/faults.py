@@ -25,16 +25,27 @@ def run(fault: str, *, micro_batch: int = 2, checks: bool = True) -> str:
     return "trained"
 
 
-def _skip(index: int):
-    """Rank 1 leaves a block out."""
+def leave_out(state, index: int) -> None:
+    """Compute all blocks but one."""
 
     class Fewer(nn.ModuleList):
         def __iter__(self):
             return iter([layer for i, layer in enumerate(super().__iter__()) if i != index])
 
+    state.model.model.layers.__class__ = Fewer
+
+
+def detach(state) -> None:
+    """Compute a block and do not train it."""
+    state.model.model.layers[1].register_forward_hook(lambda module, given, output: given[0] + 0 * output.detach())
+
+
+def _skip(index: int):
+    """Rank 1 leaves a block out."""
+
     def plant(state) -> None:
         if dist.get_rank() == 1:
-            state.model.model.layers.__class__ = Fewer
+            leave_out(state, index)
 
     return plant
 
@@ -46,9 +57,8 @@ def _skip_by_own_sum(state):
 
 
 def _detach_on_one_rank(state) -> None:
-    """Rank 1 computes a block and does not train it."""
     if dist.get_rank() == 1:
-        state.model.model.layers[1].register_forward_hook(lambda module, given, output: given[0] + 0 * output.detach())
+        detach(state)
 
 
 def _replace_parameter(state) -> None:

@@ -33,7 +33,7 @@ def start(here: Path, name: str, first: str = "", ranks: int = 2) -> subprocess.
 
 
 def wait_for(process: subprocess.Popen, what) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200  # on a loaded machine
     while not what():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read()
@@ -66,7 +66,7 @@ def test_sigterm_ends_a_start_that_blocks_within_seconds(here, first):
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     last_line(process)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)  # before ranks start: a shell calls both 143
     assert time.monotonic() - began < 60  # a loaded machine; half of it on another
 
 

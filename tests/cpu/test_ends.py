@@ -18,7 +18,12 @@ from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
 PLANTED = """
 import os, signal, time
+from torch.nn import ModuleList
 from model import make as plain
+
+class Fewer(ModuleList):
+    def __iter__(self):
+        return iter([layer for i, layer in enumerate(super().__iter__()) if i != 1])
 
 def fault(module, arguments):
     fault.calls += 1
@@ -30,6 +35,8 @@ def fault(module, arguments):
                 time.sleep(3600)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "skip":  # from the next forward on
+                fault.model.model.layers.__class__ = Fewer
             case "die once" if not os.path.exists("died"):
                 open("died", "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -39,6 +46,7 @@ fault.calls = 0
 def make():
     model = plain()
     model.model.layers[1].register_forward_pre_hook(fault)
+    fault.model = model
     return model
 """
 
@@ -143,13 +151,24 @@ def test_the_first_real_error_is_the_last_line_and_its_code_survives(here):
     assert process.returncode == 1
 
 
+@pytest.mark.full
+def test_a_unit_that_a_rank_skips_in_a_later_step_is_named_once(here):
+    process = start(here, "skip", "--run", "runs/skip")
+    said = process.communicate(timeout=200)[1]
+    (line,) = [line for line in said.splitlines() if "skipped unit" in line]
+    assert line.startswith("error: ")
+    assert "rank 1 skipped unit model.layers.1 in forward, and went on to unit head, where rank 0" in line
+    assert "terminate called" not in said
+    assert process.returncode == 2
+
+
 HUNG = "rank 0 waits in the all_gather of unit model.norm, lm_head; rank 1"
 
 
 def test_a_hung_run_says_who_waits_for_whom_and_ends(here):
     process = start(here, "sleep", "train.hang_seconds=4", "--run", "runs/hung")
     said = last_line(process)
-    assert f"{HUNG} did not come: it is in fault (planted.py:12) during step 5" in said
+    assert f"{HUNG} did not come: it is in fault (planted.py:17) during step 5" in said
     assert process.returncode == 4
     assert "fault" in (here / "runs/hung/hang/rank-00001.txt").read_text()
 

@@ -1,0 +1,110 @@
+"""Ranks of their own that end when one of them skips a unit in a later step, for `test_skips`."""
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.cpu.ranks import PRELOADED
+
+LATER = 2  # the step, from 0, in which the fault begins
+
+
+def run(fault: str, *, world: int = 2, **more: object) -> list[tuple[int | None, str]]:
+    """The exit code and the stderr of each rank. None: it had to be killed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as free, tempfile.TemporaryDirectory() as directory:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        files = [Path(directory, str(rank)) for rank in range(world)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world, port, str(path), fault), kwargs=more)
+            for rank, path in enumerate(files)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 60
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return [(code, path.read_text()) for code, path in zip(codes, files, strict=True)]
+
+
+def _rank(rank: int, world: int, port: int, path: str, fault: str, **more: object) -> None:
+    """As a launcher starts it: rank 0 hosts the store."""
+    about = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | {k: str(v) for k, v in about.items()}
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    import torch
+
+    torch.set_num_threads(1)
+    train(fault, **more)  # type: ignore[arg-type]
+
+
+def train(fault: str, *, own: bool = False, strategy: str = "zero3") -> None:
+    """Train steps of which a later one has the fault on rank 1. `own`: by a loop of the caller's own."""
+    import torch
+    import torch.distributed as dist
+
+    import fullshard as fs
+    from fullshard import on_torch
+    from tests.cpu import parity
+
+    on_torch.start("cpu")
+    model, world, rank = parity.build("plain"), dist.get_world_size(), dist.get_rank()
+    plan = getattr(fs, strategy)(on_torch.describe(model), devices=world, batch=fs.Batch(2, parity.LENGTH))
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3))
+    for step in range(LATER + 3):
+        if step == LATER and rank == 1:
+            FAULTS[fault](state)
+        ids = torch.randint(0, parity.VOCAB, (2, parity.LENGTH + 1), generator=torch.Generator().manual_seed(world * step + rank))
+        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        if own:
+            on_torch.summed_loss(state.model, batch).backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+        else:
+            on_torch.train_step(state, [batch])
+
+
+def _skip(index: int):
+    def plant(state) -> None:
+        from tests.cpu.faults import leave_out
+
+        leave_out(state, index)
+
+    return plant
+
+
+def _detach(state) -> None:
+    from tests.cpu.faults import detach
+
+    detach(state)
+
+
+FAULTS = {
+    "skip 0": _skip(0),
+    "skip 1": _skip(1),
+    "skip 2": _skip(2),
+    "detach": _detach,
+    "killed": lambda state: os.kill(os.getpid(), 9),
+}
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    more = {"own": "own" in sys.argv, "world": int(sys.argv[2])}
+    for word in sys.argv[3:]:
+        if word != "own":
+            more["strategy"] = word
+    for code, text in run(sys.argv[1], **more):
+        print("code", code, "after", time.monotonic() - began)
+        print("\n".join(line for line in text.splitlines() if not line.startswith("    "))[-1500:])
