@@ -14,6 +14,11 @@ from fullshard.on_jax.shardings import Shardings
 from fullshard.optimizer import Optimizer
 from fullshard.plan import HomeName, Plan
 
+TORN = (
+    "a step failed while it ran, and the arrays of the state had gone into it: load the last checkpoint into a state of "
+    "on_jax.shard"
+)
+
 
 @dataclass
 class JaxState:
@@ -78,6 +83,18 @@ class JaxState:
         found = {"params": device_bytes(here(self.params)), "optimizer": device_bytes(here(self.moments))}
         others = device_bytes(here(self.rest))
         return found | ({"variables": others} if others else {})
+
+    def refuse_torn(self) -> None:
+        """Raise if a step has failed on the devices. It had the old arrays, and the new ones are errors, which JAX raises when
+        they are read. Does not wait for a step that runs."""
+        array = next(iter(self.params.values()))
+        try:
+            if not array.is_deleted():
+                array.block_until_ready() if array.is_ready() else None
+                return
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of them, its version tells
+            raise FullshardError(TORN) from error
+        raise FullshardError(TORN)
 
     def check(self) -> None:
         """Raise unless every array lies as the plan says, in the memory that it says."""

@@ -79,6 +79,7 @@ def train_step(
         raise FullshardError("this state has no optimizer; write shard(make, plan, optimizer=fullshard.AdamW(lr=...))")
     if len(micro_batches) != state.plan.batch.accumulate:
         raise FullshardError(f"{len(micro_batches)} micro-batches, but plan.batch.accumulate = {state.plan.batch.accumulate}")
+    state.refuse_torn()
     if clip is not None:
         expect_number("train_step: clip", clip, zero=False)
     if lr is not None:

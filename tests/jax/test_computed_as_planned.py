@@ -276,6 +276,16 @@ def test_variables_that_are_no_parameters_are_counted_and_noted():
     assert state.notes == ("average is no parameter: 1.00 KiB stay whole on every device",)
 
 
+def test_bytes_of_variables_are_those_of_the_compiled_step():
+    """By XLA's count of the step's arguments: weights, variables that lie whole on every device, rows and two numbers."""
+    plan = fs.zero3(on_jax.describe(Averaged), devices=8, batch=fs.Batch(1, 1), precision=fs.Precision(compute="fp32"))
+    state = on_jax.shard(Averaged, plan, fs.SGD(lr=LR))
+    squares = lambda model, x: on_jax.Loss((model(x) ** 2).sum(), 8)
+    found = on_jax.memory_analysis(state, [np.ones((8, DIM), np.float32)], loss=squares)
+    assert state.held_bytes()["variables"] == 4 * DIM * DIM + 2 * 4 + 4
+    assert sum(found.held.values()) == sum(found.arguments) == sum(state.held_bytes().values()) + 4 * DIM + 8
+
+
 class Attending(nnx.Module):
     """Attention whose keys have a bias: it changes no score, so its gradient is zero but for rounding."""
 
