@@ -87,7 +87,7 @@ class JaxState:
     def refuse_torn(self) -> None:
         """Raise if a step has failed on the devices. It had the old arrays, and the new ones are errors, which JAX raises when
         they are read. Does not wait for a step that runs."""
-        array = next(iter(self.params.values()))
+        array: Any = next(iter(self.params.values()))
         try:
             if not array.is_deleted():
                 array.block_until_ready() if array.is_ready() else None

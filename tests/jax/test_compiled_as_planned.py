@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.on_jax import compiled_check
+from fullshard.runs.run import Run
 from tests.jax.test_computed_as_planned import BATCH, DIM, LR, VOCABULARY, losses, sharded
 
 LAYERS = 12
@@ -116,3 +118,10 @@ def test_parameters_that_lie_whole_are_refused():
     whole = dict.fromkeys(state.params, state.shardings.everywhere())
     with pytest.raises(FullshardError, match="the compiled step 1,024; this is a bug of fullshard"):
         compiled_check._refuse_whole(state, whole, state.moment_shardings)
+
+
+def test_a_run_prints_what_its_first_step_notes():
+    said = []
+    first, bar = SimpleNamespace(is_first=lambda: True), SimpleNamespace(say=said.append)
+    Run.tell_notes(SimpleNamespace(state=SimpleNamespace(notes=("known", "new")), told=("known",), engine=first, bar=bar))
+    assert said == ["new"]
