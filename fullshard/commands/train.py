@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fullshard.runs.recipe import Recipe
     from fullshard.runs.watchdog import Watchdog
 
+# By a parser of its own: typer's looks at the path, on a file system that may not answer, before anything watches.
+RunDirectory = Annotated[Path, typer.Option("--run", metavar="DIR", parser=Path, help="The run's directory.")]
 HANG_SECONDS = 300.0  # until the recipe is read, which has its own
 
 
@@ -30,7 +32,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The run's directory.")] = Path("runs/latest"),
+    run: RunDirectory = Path("runs/latest"),
     ranks: Annotated[
         int | None, typer.Option("--ranks", metavar="N", help="Ranks on this machine.  [default: its GPUs, or 2]")
     ] = None,

@@ -1,13 +1,16 @@
 """A run whose directory stops to answer ends with a sentence and its code, and hears SIGTERM, wherever it stands."""
 
 import json
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fullshard.cli import app
 from fullshard.data.pack import pack
 from tests.cpu.dead_disk import library, surroundings
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
@@ -44,6 +47,15 @@ def last_line(process: subprocess.Popen) -> str:
     return process.communicate(timeout=150)[1].strip().splitlines()[-1]
 
 
+def test_options_are_read_without_a_look_at_the_directory(monkeypatch):
+    looked, plain = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: (looked.append(str(path)), plain(path, **more))[1])
+    monkeypatch.setattr("fullshard.commands.train.launch_ranks", lambda given: looked.append(given))
+    CliRunner().invoke(app, ["train", "recipe.toml", "--run", "dead/run"])
+    assert looked[-1].run == Path("dead/run")
+    assert "dead/run" not in looked
+
+
 @pytest.mark.full
 def test_a_directory_that_dies_during_steps_ends_the_run_as_hung(here):
     process = start(here, "steps")
@@ -57,7 +69,7 @@ def test_a_directory_that_dies_during_steps_ends_the_run_as_hung(here):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["/checkpoints", "/recipe.json", "/metrics.jsonl"])
+@pytest.mark.parametrize("first", ["/checkpoints", "/.recipe.json", "/metrics.jsonl"])
 def test_sigterm_ends_a_start_that_blocks_within_seconds(here, first):
     name = "start" + first.strip("/.").replace(".", "")
     process = start(here, name, first)
@@ -71,7 +83,7 @@ def test_sigterm_ends_a_start_that_blocks_within_seconds(here, first):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("first", "ranks"), [("", 1), ("/recipe.json", 1), ("/checkpoints", 2)])
+@pytest.mark.parametrize(("first", "ranks"), [("", 1), ("/.recipe.json", 1), ("/checkpoints", 2)])
 def test_a_start_that_blocks_ends_by_itself(here, first, ranks):
     name = f"alone{first.strip('/.').replace('.', '')}"
     if not first:
