@@ -29,6 +29,7 @@ from fullshard.runs.progress import Bar
 from fullshard.runs.recipe_plan import make_optimizer, run_loss
 from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
+from fullshard.runs.samples import continuations
 from fullshard.runs.signals import Signals
 from fullshard.runs.watchdog import Watchdog
 from fullshard.status import say, tell
@@ -375,19 +376,8 @@ class Run:
 
     def sample(self, step: int) -> None:
         """Let the model continue the prompts. All ranks compute; the first writes."""
-        tokenizer, wanted = self.prepared.tokenizer, self.recipe.sample
-        assert tokenizer is not None
-        for prompt in self.watchdog.each(wanted.prompts, f"the samples after step {step}"):
-            tokens = self.engine.generate(
-                self.state.model,
-                tokenizer.prompt(prompt),
-                max_new_tokens=wanted.tokens,
-                temperature=wanted.temperature,
-                stop=tokenizer.end_id,
-                seed=step,
-                window=self.recipe.sequence,
-            )
-            text = tokenizer.decode(tokens)
+        prompts = self.watchdog.each(self.recipe.sample.prompts, f"the samples after step {step}")
+        for prompt, text in continuations(self.prepared, self.state.model, prompts, seed=step):
             self.metrics.write_sample(step=step, prompt=prompt, text=text)
             self.bar.say(f"step {step}: {text!r}")
 
