@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.models import build
+from fullshard.on_torch.model.built_in import build
 
 LOSSES = {"chunked": on_torch.chunked_loss, "summed": on_torch.summed_loss}
 

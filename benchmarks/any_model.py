@@ -34,8 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard as fs
 from benchmarks.memory_error import initial
 from fullshard import on_torch
-from fullshard.cluster.cluster import Cluster
-from fullshard.on_torch.measuring.device_presets import local_cluster
+from fullshard.cluster.topology import Cluster
+from fullshard.on_torch.ranks.device_presets import local_cluster
 
 WARM, STEPS = 3, 10
 AT_ONCE = 6

@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.base.direct_io import aligned, write_exactly
 from fullshard.checkpoint import file_writer
-from fullshard.direct_io import aligned, write_exactly
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.model.presets import LlamaSize, preset
-from fullshard.on_torch.models import GPT, Llama
+from fullshard.on_torch.model.built_in import GPT, Llama
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = ["fullshard", "dcp.async_save", "dcp.save"]

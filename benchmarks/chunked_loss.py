@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.models import build
+from fullshard.on_torch.model.built_in import build
 
 
 def main() -> None:

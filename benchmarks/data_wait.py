@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from benchmarks.step_overhead import about
 from fullshard.data import Batches, SampleBatches, SampleRules, TokenFile, TokenWriter
 from fullshard.data.images import Decode, ImageFolder, open_image_folder
-from fullshard.on_torch.loader import AheadLoader, collate
+from fullshard.on_torch.step.batch_loader import AheadLoader, collate
 
 Next = Callable[[], object]
 

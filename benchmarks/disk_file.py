@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
-from fullshard.direct_io import aligned
-from fullshard.storage.disk import IN_FLIGHT, PART, DiskFile
-from fullshard.text import parse_bytes
+from fullshard.base.direct_io import aligned
+from fullshard.base.text import parse_bytes
+from fullshard.storage.disk_file import IN_FLIGHT, PART, DiskFile
 
 KINDS = ("write", "read", "both")
 AHEAD = 2  # requests in flight, as in a run that reads the next piece while it works on one

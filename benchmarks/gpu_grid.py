@@ -23,11 +23,11 @@ import fullshard as fs
 from benchmarks.cpu_grid import batch
 from benchmarks.memory_error import initial
 from fullshard import on_torch
-from fullshard.cluster.cluster import Cluster
+from fullshard.base.text import parse_bytes
+from fullshard.cluster.topology import Cluster
 from fullshard.model import presets
 from fullshard.on_torch.measuring.host_time import host_share
 from fullshard.planner.estimate import Estimate, estimate
-from fullshard.text import parse_bytes
 
 WARM = 2  # steps before those that are timed
 ABOVE = 1.02  # the limit, as a factor of what half of the resident plans need: none of them is near it

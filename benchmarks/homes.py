@@ -22,12 +22,12 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.measuring.device_presets import local_cluster
-from fullshard.on_torch.offload.kernels.adam import rule_of
+from fullshard.base.text import bytes_text
+from fullshard.on_torch.loss.losses import LossFunction
 from fullshard.on_torch.offload.updates import cpu_share
+from fullshard.on_torch.optimizers.adam_update import rule_of
+from fullshard.on_torch.ranks.device_presets import local_cluster
 from fullshard.storage.disk_speed import disk_rates
-from fullshard.text import bytes_text
 
 GIB = 1 << 30
 # Bytes of host memory per parameter that the trials move: by the CPU (state in and out, gradient in, parameter out) and over

@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> dict:
     import fullshard as fs
     from fullshard import on_jax
     from fullshard.model.presets import PRESETS
-    from fullshard.on_jax.models import NnxLlama
+    from fullshard.on_jax.model.built_in import NnxLlama
 
     size = PRESETS[args.preset]
     make = lambda rngs: NnxLlama(size, rngs=rngs)
@@ -112,7 +112,7 @@ def run_alone(args: argparse.Namespace, case: str) -> dict:
 
 
 def report(results: list[dict]) -> str:
-    from fullshard.text import bytes_text, table
+    from fullshard.base.text import bytes_text, table
 
     first = results[0]
     size = lambda n: "" if n is None else bytes_text(n)

@@ -50,7 +50,7 @@ def measure(case: Case, sequence: int, device: str) -> dict:
     import fullshard as fs
     from fullshard import on_jax
     from fullshard.model import presets
-    from fullshard.on_jax.models import NnxLlama
+    from fullshard.on_jax.model.built_in import NnxLlama
 
     size = presets.PRESETS[case.preset]
     make = lambda rngs: NnxLlama(size, rngs=rngs)

@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict:
     import fullshard as fs
     from fullshard import on_jax
     from fullshard.model import presets
-    from fullshard.on_jax.models import NnxLlama
+    from fullshard.on_jax.model.built_in import NnxLlama
 
     size = presets.PRESETS[args.preset]
     make = lambda rngs: NnxLlama(size, rngs=rngs)

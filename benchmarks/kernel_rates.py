@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-from fullshard.on_torch.kernels import triton_one_pass, triton_softmax
-from fullshard.on_torch.kernels.plan_kernels import BACKENDS
+from fullshard.on_torch.loss import triton_softmax
+from fullshard.on_torch.optimizers import triton_one_pass
+from fullshard.on_torch.parallelize.attention_backend import BACKENDS
 
 SHAPES = [
     (4, 32, 8, 4096, 64),

@@ -22,7 +22,7 @@ import torch
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.model.presets import LlamaSize, preset
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 
 GIB = 1 << 30
 SEQUENCE = 4096

@@ -26,17 +26,17 @@ import torch.nn.functional as F
 from benchmarks.step_overhead import about, bare_model, undisturbed
 from fullshard import on_torch
 from fullshard.data import Order
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.runs.checkpointing import Checkpoints
 from fullshard.runs.metrics import open_metrics
-from fullshard.runs.prepare import prepare
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.prepare.recipe_plan import make_optimizer
 from fullshard.runs.profiling import Profiling
 from fullshard.runs.progress import Bar
-from fullshard.runs.recipe import Recipe, make_recipe
-from fullshard.runs.recipe_plan import make_optimizer
+from fullshard.runs.recipe.recipe import Recipe, make_recipe
 from fullshard.runs.run import Run
-from fullshard.runs.signals import Signals
+from fullshard.runs.stop_signals import Signals
 from fullshard.runs.watchdog import Watchdog
 
 LR, WARMUP, FINAL, CLIP = 2e-3, 20, 0.1, 1.0

@@ -33,8 +33,8 @@ import fullshard as fs
 from benchmarks.memory_probe import clean, history
 from fullshard import on_torch
 from fullshard.model.presets import LlamaSize, preset
-from fullshard.on_torch.models import GPT, Llama
-from fullshard.planner.memory.peak import predict as predict_memory
+from fullshard.on_torch.model.built_in import GPT, Llama
+from fullshard.planner.memory.peak_memory import predict as predict_memory
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import fullshard as fs
 from fullshard.planner.memory.allocator import GRAIN
-from fullshard.planner.memory.peak import _highest
-from fullshard.planner.memory.peak import steady as steady_tape
+from fullshard.planner.memory.peak_memory import _highest
+from fullshard.planner.memory.peak_memory import steady as steady_tape
 from fullshard.planner.step.schedule import schedule
 
 # The first that matches any frame names the block: what it is for, and a pattern of file or function names.

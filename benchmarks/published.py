@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import fullshard as fs
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model import presets
 from fullshard.model.presets import GPTSize
 from fullshard.planner.time.timeline import timeline
@@ -59,7 +59,7 @@ def description(model: str) -> fs.Description:
     import torch
 
     from fullshard import on_torch
-    from fullshard.on_torch.models import GPT
+    from fullshard.on_torch.model.built_in import GPT
 
     with torch.device("meta"):
         return on_torch.describe(GPT(MPT), title=model, micro_batch=1, sequence=2048)

@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import fullshard as fs
     from fullshard import on_torch
-    from fullshard.on_torch.fsdp_groups import GatherGroup
+    from fullshard.on_torch.private.fsdp_groups import GatherGroup
 
     choices = dict(pair.split("=") for pair in args.choices.split(",") if pair)
     if choices.pop("copies", None):
@@ -105,7 +105,7 @@ def load(preset: str, layers: int | None) -> Any:
     from fullshard import on_torch
     from fullshard.model.presets import LlamaSize
     from fullshard.model.presets import preset as size_of
-    from fullshard.on_torch.models import GPT, Llama
+    from fullshard.on_torch.model.built_in import GPT, Llama
 
     if layers is None:
         return on_torch.load_model(preset)

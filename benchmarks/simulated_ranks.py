@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
-from fullshard.on_torch.block_quantization import BlockFormat
-from fullshard.on_torch.initialize import initialize
-from fullshard.on_torch.kernels.message_kernel import pack, unpack
+from fullshard.on_torch.communication.block_quantization import BlockFormat
+from fullshard.on_torch.communication.message_kernel import pack, unpack
+from fullshard.on_torch.model.initialize import initialize
 
 Tensors = dict[str, Tensor]
 

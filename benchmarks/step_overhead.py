@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.launch.local import inside_ranks, torchrun
-from fullshard.on_torch.models import build
+from fullshard.on_torch.model.built_in import build
 
 
 def arguments() -> argparse.Namespace:

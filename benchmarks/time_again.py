@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from benchmarks.time_error import predict_all, summarise
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_error import CASES, LOSSES, Case, build, make_state, plan_of
 from fullshard import on_torch
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.on_torch.measuring.host_time import issue_clock, share_of
 from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import middle

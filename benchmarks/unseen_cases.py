@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.any_model import LABELS, cross_entropy, hugging_face
 from fullshard import on_torch
 from fullshard.model.presets import LlamaSize, preset
-from fullshard.on_torch.models import GPT, Llama
+from fullshard.on_torch.model.built_in import GPT, Llama
 
 VOCABULARY = 1000  # from which the tokens of examples are drawn: every model has as many
 Size = dict[str, Any]

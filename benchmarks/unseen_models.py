@@ -42,9 +42,9 @@ from benchmarks.resident_step import gemm, profile
 from benchmarks.time_error import as_one_of
 from benchmarks.unseen_cases import CASES, UnseenCase
 from fullshard import on_torch
-from fullshard.cluster.cluster import Cluster
-from fullshard.on_torch.measuring.device_presets import local_cluster
-from fullshard.planner.memory.peak import predict as predict_memory
+from fullshard.cluster.topology import Cluster
+from fullshard.on_torch.ranks.device_presets import local_cluster
+from fullshard.planner.memory.peak_memory import predict as predict_memory
 from fullshard.planner.time.timeline import timeline
 
 WARM, STEPS, SECONDS = 3, 10, 4.0  # the most timed steps, and the most seconds of them

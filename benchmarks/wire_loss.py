@@ -29,7 +29,7 @@ import fullshard as fs
 from benchmarks.simulated_ranks import SimulatedRun
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.launch.local import inside_ranks, torchrun
 
 WIRES = {

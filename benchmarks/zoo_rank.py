@@ -30,7 +30,7 @@ class Job:
 
 def attempt(job: Job) -> dict[str, Any]:
     """The result on this rank. The first rank compares."""
-    from fullshard.errors import FullshardError
+    from fullshard.base.errors import FullshardError
 
     try:
         with _precision(job):
@@ -47,7 +47,7 @@ def _precision(job: Job) -> Iterator[None]:
     """Inside, what torch and plans call fp32 is in the job's precision."""
     import torch
 
-    from fullshard.on_torch.dtypes import PLAN_DTYPES
+    from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 
     kind = {"fp32": torch.float32, "fp64": torch.float64}[job.precision]
     with unittest.mock.patch.dict(PLAN_DTYPES, fp32=kind):

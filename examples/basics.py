@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.text import bytes_text, table
+from fullshard.base.text import bytes_text, table
 
 VOCAB, SEED, LR = 64, 0, 1e-3
 

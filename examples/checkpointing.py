@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.checkpoint.export import export as export_checkpoint
+from fullshard.checkpoint.other_formats.export import export as export_checkpoint
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 
 SIZE = LlamaSize(dim=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab=256, sequence=64)
 GLOBAL_BATCH = 8  # rows over all ranks, the same at every number of ranks, so that the steps are the same

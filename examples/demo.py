@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.base.text import bytes_text, table
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.launch.local import inside_ranks, torchrun
 from fullshard.runs.progress import Bar
-from fullshard.text import bytes_text, table
 
 PEAK_LR = 4e-3
 SEQUENCE, MICRO_BATCH, SEED = 128, 8, 0

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.base.text import table
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
-from fullshard.text import table
+from fullshard.on_torch.model.built_in import Llama
 
 BF16 = fs.Precision(compute="bf16")
 ROWS = 4  # rows per rank and step, under every plan

@@ -16,9 +16,9 @@ import numpy as np
 
 import fullshard as fs
 from fullshard import on_jax
+from fullshard.base.text import bytes_text, table
 from fullshard.model.presets import LlamaSize
-from fullshard.on_jax.models import NnxLlama
-from fullshard.text import bytes_text, table
+from fullshard.on_jax.model.built_in import NnxLlama
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 
 
 class Attention(nn.Module):

@@ -5,17 +5,17 @@ How a model is sharded is a value, the `Plan`. Importing this package imports ne
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.cluster.topology import Cluster
 from fullshard.model import presets
 from fullshard.model.description import Description
-from fullshard.optimizer import SGD, Adam, AdamW, TorchOptimizer
-from fullshard.plan import Batch, Home, Kernels, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
+from fullshard.plan.optimizer import SGD, Adam, AdamW, TorchOptimizer
+from fullshard.plan.plan import Batch, Home, Kernels, Mesh, Plan, PlanError, Precision, Prefetch, Unit, Wire
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.search import find_plan
 from fullshard.planner.search.staging_slots import tune_updates
-from fullshard.runs.loop import train
-from fullshard.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
+from fullshard.planner.strategies import ddp, hpz, hybrid, mixed, strategy, zero1, zero2, zero3
+from fullshard.runs.train_loop import train
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint

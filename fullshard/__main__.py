@@ -1,6 +1,6 @@
 """`python -m fullshard`: the command, where its script is not on the path."""
 
-from fullshard.cli import main
+from fullshard.commands.cli import main
 
 if __name__ == "__main__":
     main()

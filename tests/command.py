@@ -14,7 +14,7 @@ PLAIN = {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 
 def fullshard_here(*arguments: str, cwd: Path | str = ".") -> subprocess.CompletedProcess[str]:
     """Run the command in this process, through the entry point that the installed script calls."""
-    from fullshard.cli import main
+    from fullshard.commands.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     with ExitStack() as around:

@@ -6,8 +6,8 @@
 from pathlib import Path
 from typing import Any
 
-from fullshard.engine import EngineState, engine_of
-from fullshard.errors import checked_call
+from fullshard.base.errors import checked_call
+from fullshard.engine.protocols import EngineState, engine_of
 
 
 @checked_call("checkpoint.save('run/checkpoints', state)", checkpoint_dir=(str, Path), state=EngineState)

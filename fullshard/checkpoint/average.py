@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.place import Local, Place
+from fullshard.checkpoint.directories import Local, Place
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import refuse_damaged
 from fullshard.checkpoint.writer import TensorSource, write_checkpoint
-from fullshard.errors import FullshardError
 
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ""}  # safetensors dtype: numpy's, which has no bf16
 

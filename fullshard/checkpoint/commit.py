@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint import file_writer
+from fullshard.checkpoint.directories import Local, Place, open_place
 from fullshard.checkpoint.manifest import LARGEST, MANIFEST, Manifest
-from fullshard.checkpoint.place import Local, Place, open_place
-from fullshard.errors import FullshardError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGED = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.(partial|removed)")

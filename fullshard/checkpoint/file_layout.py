@@ -9,12 +9,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.base.direct_io import ALIGNMENT
 from fullshard.checkpoint.manifest import Chunk, TensorRecord, chunk_name, field_text, shard_name, tensors_text
 from fullshard.checkpoint.manifest_records import ShardFile, TensorTypes, tensor_records
-from fullshard.checkpoint.nodes import Nodes
-from fullshard.checkpoint.rank_agreement import RankAgreement
 from fullshard.checkpoint.safetensors import ITEM_BYTES, make_header
-from fullshard.direct_io import ALIGNMENT
+from fullshard.checkpoint.shared_disks import Nodes
+from fullshard.ranks.agreement import RankAgreement
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fullshard.base.untrusted_files import is_name
 from fullshard.checkpoint.safetensors import Box, is_count, is_shape
-from fullshard.checkpoint.untrusted_files import is_name
 
 MOST_FILES = 1 << 22  # tensors in files that the rules of one checkpoint may name
 Step = tuple[str, tuple[int, ...]]  # see `FileRule.steps`

@@ -1,7 +1,7 @@
 """Writes whole files with direct I/O, past the page cache, where the filesystem supports it.
 
 A checkpoint is written once and rarely read. Caching it would evict pages that training needs, and the copy into the cache
-takes a core's time. Direct I/O needs aligned memory (see `fullshard.direct_io`).
+takes a core's time. Direct I/O needs aligned memory (see `fullshard.base.direct_io`).
 """
 
 import os
@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from fullshard.direct_io import ALIGNMENT, aligned, aligned_size, make_direct, write_direct
+from fullshard.base.direct_io import ALIGNMENT, aligned, aligned_size, make_direct, write_direct
 
 PIECE = 1 << 24  # bytes of one write
 SMALL = 1 << 20  # bytes: smaller files go through the page cache, which is as fast

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from fullshard.checkpoint.place import Local, Place
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.checkpoint.directories import Local, Place
 
 RENEWAL = 20.0  # seconds between renewals
 STALE = 180.0  # seconds: a lease that does not change for as long is stale

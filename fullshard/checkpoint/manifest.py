@@ -16,10 +16,10 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_json
+from fullshard.base.untrusted_files import is_name, quoted
 from fullshard.checkpoint.safetensors import ITEM_BYTES, Box, is_count, is_shape
-from fullshard.checkpoint.untrusted_files import is_name, quoted
-from fullshard.errors import FullshardError
-from fullshard.reading import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"

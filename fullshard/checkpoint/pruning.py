@@ -6,12 +6,12 @@ written them or resumed from them, or compares every byte with its checksum now.
 
 from dataclasses import dataclass, field
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.retention import CheckpointSummary, Retention, to_remove
 from fullshard.checkpoint.verify import absent_nodes, problems
-from fullshard.errors import FullshardError
 
 
 def size_problems(place: Place) -> list[str]:

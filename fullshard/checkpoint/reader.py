@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.base.errors import FullshardError, nearest
 from fullshard.checkpoint.commit import find, read_manifest
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Chunk, Manifest, TensorRecord
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.safetensors import Box, contiguous_ranges
-from fullshard.errors import FullshardError, nearest
 
 NUMPY_DTYPE = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",

@@ -13,9 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.untrusted_files import is_name, open_plain, quoted, read_into, read_small, refusing_os_errors
-from fullshard.errors import FullshardError
-from fullshard.reading import parse_json
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_json
+from fullshard.base.untrusted_files import is_name, open_plain, quoted, read_into, read_small, refusing_os_errors
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,

@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from fullshard.base.errors import FullshardError, attempt
+from fullshard.base.text import bytes_text
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.background import Background, Priority
+from fullshard.checkpoint.background_writer import Background, Priority
+from fullshard.checkpoint.directories import Local, Place, open_place
 from fullshard.checkpoint.file_layout import SaveLayout
 from fullshard.checkpoint.lease import Lease, LeaseLostError, take_lease
 from fullshard.checkpoint.manifest_records import ManifestFields, file_records, make_manifest
-from fullshard.checkpoint.nodes import find_damage, find_nodes
-from fullshard.checkpoint.place import Local, Place, open_place
 from fullshard.checkpoint.pruning import Inventory
-from fullshard.checkpoint.rank_agreement import RankAgreement
 from fullshard.checkpoint.retention import CheckpointSummary, Retention
-from fullshard.errors import FullshardError, attempt
-from fullshard.text import bytes_text
+from fullshard.checkpoint.shared_disks import find_damage, find_nodes
+from fullshard.ranks.agreement import RankAgreement
 
 CopiedChecksum = Future[str | None]  # resolves when the copies of a save are made, to their checksum if there is one
 HEADERS = 1 << 20  # bytes: about what a checkpoint takes besides its tensors

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import xxhash
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.commit import read_manifest
+from fullshard.checkpoint.directories import Local, Place
 from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, chunk_name
-from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import parse_header
-from fullshard.errors import FullshardError
 
 PIECE = 1 << 24  # bytes read at a time
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import xxhash
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.untrusted_files import refusing_os_errors
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.directories import Local, Place
 from fullshard.checkpoint.file_writer import sync_directory
 from fullshard.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, shard_name
-from fullshard.checkpoint.place import Local, Place
 from fullshard.checkpoint.safetensors import ITEM_BYTES, make_header
-from fullshard.checkpoint.untrusted_files import refusing_os_errors
-from fullshard.errors import FullshardError
 
 FILE_BYTES = 5 * 10**9  # largest size of a file, as in Hugging Face's exports
 

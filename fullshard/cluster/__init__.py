@@ -1,6 +1,6 @@
 """Facts about machines: published numbers, measured ones, and the calibration of the planner."""
 
-from fullshard.cluster.cluster import Cluster
 from fullshard.cluster.hardware import ClusterError
+from fullshard.cluster.topology import Cluster
 
 __all__ = ["Cluster", "ClusterError"]

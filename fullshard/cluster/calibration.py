@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from fullshard.base.text import table
 from fullshard.cluster.hardware import Device
-from fullshard.text import table
 
 RESULTS = "benchmarks/results"
 TIME_AGAIN = f"python -m benchmarks.time_again {RESULTS}/2026-11-16-turns-time-h200.json --part first"

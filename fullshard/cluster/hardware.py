@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.base.errors import FullshardError, nearest
 
 DeviceKind = Literal["cuda", "cpu", "tpu"]
 Topology = Literal["switch", "mesh", "torus2", "torus3"]

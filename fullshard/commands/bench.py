@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fullshard
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import shown
+from fullshard.base.text import counted, parse_bytes, seconds_text
 from fullshard.commands.common import AsJson, EngineName, print_json
-from fullshard.engine import refuse_engine
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import refuse_engine
 from fullshard.launch.local import inside_ranks
-from fullshard.status import shown
-from fullshard.text import counted, parse_bytes, seconds_text
 
 if TYPE_CHECKING:
     from fullshard.observe.bench.matrix import Matrix, Wanted

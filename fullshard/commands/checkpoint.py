@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text, count_text, table
 from fullshard.commands.common import AsJson, print_json
-from fullshard.errors import FullshardError
-from fullshard.text import bytes_text, count_text, table
 
 if TYPE_CHECKING:
-    from fullshard.checkpoint.place import Place
+    from fullshard.checkpoint.directories import Place
 
 app = typer.Typer(help="Look at checkpoints, verify, compare, convert and clean them up.", no_args_is_help=True)
 
@@ -161,7 +161,7 @@ def gc(
     With --keep N, all but the newest N whole checkpoints go, too; those that stay are compared with their checksums first.
     """
     from fullshard.checkpoint import commit
-    from fullshard.checkpoint.place import Local, open_place
+    from fullshard.checkpoint.directories import Local, open_place
 
     run, checkpoint_dir = open_place(path), commit.find_checkpoint_dir(path)
     if isinstance(run, Local) and not commit.is_locked(run.path):
@@ -177,8 +177,8 @@ def gc(
 def _lease(checkpoint_dir: "Place", keep: int) -> Iterator[None]:
     """The lease of the directory, taken only if there is something to remove. While a run holds it, only abandoned files go."""
     from fullshard.checkpoint import commit
+    from fullshard.checkpoint.directories import Local
     from fullshard.checkpoint.lease import read_leases, take_lease
-    from fullshard.checkpoint.place import Local
 
     if not (keep or checkpoint_dir.uploads() or any(commit.garbage(checkpoint_dir)) or read_leases(checkpoint_dir)):
         yield
@@ -225,7 +225,7 @@ def average(
 ) -> None:
     """Write the mean of the weights of several checkpoints, without optimizer state."""
     from fullshard.checkpoint.average import average
-    from fullshard.checkpoint.place import Local
+    from fullshard.checkpoint.directories import Local
 
     typer.echo(str(average(paths, Local(output))))
 
@@ -238,7 +238,7 @@ def can_resume(
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
-    from fullshard.engine import load_engine
+    from fullshard.engine.protocols import load_engine
     from fullshard.runs.resuming import resumable
     from fullshard.runs.run_directory import engine_of_run
 
@@ -282,7 +282,7 @@ def export(
 
     Example: fullshard checkpoint export runs/first -o model --config llama/
     """
-    from fullshard.checkpoint.export import export
+    from fullshard.checkpoint.other_formats.export import export
 
     typer.echo(str(export(path, output, str(form), config, dtype)))
 
@@ -301,8 +301,8 @@ def import_(
     Example: fullshard checkpoint import global_step100 -o imported
     """
     from fullshard.checkpoint.commit import read_manifest
-    from fullshard.checkpoint.importing import import_weights
-    from fullshard.checkpoint.place import Local
+    from fullshard.checkpoint.directories import Local
+    from fullshard.checkpoint.other_formats.import_weights import import_weights
 
     made = import_weights(source, Local(output), step, prefix)
     if unchecked := read_manifest(made).state.get("unchecked"):

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.callables import is_callable_name
-from fullshard.engine import ENGINES, Engine, load_engine
-from fullshard.errors import FullshardError
+from fullshard.base.callables import is_callable_name
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_directory, is_plain_file
+from fullshard.base.status import say, shown
+from fullshard.engine.protocols import ENGINES, Engine, load_engine
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
-from fullshard.plan import DType
-from fullshard.reading import is_directory, is_plain_file
-from fullshard.status import say, shown
+from fullshard.plan.plan import DType
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
 EngineName = Annotated[str, typer.Option("--engine", metavar="|".join(ENGINES), help="What carries the plan out.")]

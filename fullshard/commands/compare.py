@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.base.reading import is_directory
 from fullshard.commands.common import AsJson, describe_costs, print_json
 from fullshard.commands.strategy_plan import DType, Remat, Sync
 from fullshard.model import presets
-from fullshard.model.size_alone import looks_like_size, model_of_size
-from fullshard.plan import Precision
-from fullshard.reading import is_directory
+from fullshard.model.model_by_size import looks_like_size, model_of_size
+from fullshard.plan.plan import Precision
 
 if TYPE_CHECKING:
     from fullshard.model.description import Description
@@ -65,10 +65,10 @@ def compare(
 
     Example: fullshard compare 7B --cluster 8xh100 --sequence 4096
     """
-    from fullshard.cluster.cluster import Cluster
+    from fullshard.base.text import parse_bytes
+    from fullshard.cluster.topology import Cluster
     from fullshard.planner import comparison
     from fullshard.planner.comparison_text import comparison_text
-    from fullshard.text import parse_bytes
 
     where = Cluster.load(cluster)
     dtype = str(compute or where.device.peak.fastest)

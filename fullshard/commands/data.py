@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import AsJson, print_json
-from fullshard.errors import FullshardError
 
 if TYPE_CHECKING:
     from fullshard.data import TokenFile
@@ -57,7 +57,7 @@ def pack(
 
     Example: fullshard data pack chat.jsonl -o tokens --chat --tokenizer llama/
     """
-    from fullshard.data.pack import pack
+    from fullshard.data.pack_tokens import pack
     from fullshard.runs.progress import counter
 
     options = {"end": end, "field": field, "chat": chat, "template": template, "workers": workers}

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import AsJson, EngineName
-from fullshard.engine import load_engine
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import load_engine
 
 
 def measure(

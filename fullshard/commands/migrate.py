@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 
 
 def migrate(

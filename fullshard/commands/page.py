@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import describe_costs
-from fullshard.errors import FullshardError
 
 PACKAGES = ("starlette", "uvicorn", "plotly", "xxhash")
 
@@ -38,7 +38,7 @@ def page(
     """
     if any(find_spec(name) is None for name in PACKAGES):
         raise FullshardError("the page needs a web server and a charting library: pip install 'fullshard[page]'")
-    from fullshard.cluster.cluster import Cluster
+    from fullshard.cluster.topology import Cluster
     from fullshard.observe.page.plan_request import refuse_cluster, refuse_model
     from fullshard.observe.page.server import listen, open_runs, serve
 

@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import AsJson, Classes, EngineName, MinParams, Model, Names, describe_model, print_json
 from fullshard.commands.option_groups import grouped
 from fullshard.commands.search_plan import SearchOptions, search, show_found
 from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, refuse_beside_cluster, strategy_plan
-from fullshard.engine import ENGINES, refuse_engine
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import ENGINES, refuse_engine
 from fullshard.model import presets
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 
 
 def models(as_json: AsJson = False) -> None:
     """List the presets and their sizes."""
-    from fullshard.text import count_text, table
+    from fullshard.base.text import count_text, table
 
     found = {name: presets.describe(name) for name in presets.PRESETS}
     if as_json:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import EngineName
 from fullshard.commands.train import Given, join_ranks, launch_ranks
-from fullshard.errors import FullshardError
 from fullshard.launch.local import inside_ranks
-from fullshard.slurm import adopt_slurm
+from fullshard.ranks.slurm import adopt_slurm
 
 
 def profile(

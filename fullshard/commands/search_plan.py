@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.callables import is_callable_name
+from fullshard.base.callables import is_callable_name
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import describe_costs, print_json
-from fullshard.errors import FullshardError
 from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
 
 if TYPE_CHECKING:
-    from fullshard.cluster.cluster import Cluster
+    from fullshard.cluster.topology import Cluster
     from fullshard.model.description import Description
     from fullshard.planner.search.search import SearchResult
 
@@ -75,8 +75,8 @@ def search(
     model: str, sequence: int, options: SearchOptions, engine: str | None = None
 ) -> tuple["SearchResult", SaveCost | None]:
     """The best plan for an engine, and how often to save with it where `--mtbf` asks."""
+    from fullshard.base.text import parse_bytes
     from fullshard.planner.search.search import find_plan
-    from fullshard.text import parse_bytes
 
     assert options.cluster is not None
     if engine == "jax" and is_callable_name(model):
@@ -129,7 +129,7 @@ def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) 
 
 
 def _priced(name: str, price: float | None) -> "Cluster":
-    from fullshard.cluster.cluster import Cluster
+    from fullshard.cluster.topology import Cluster
 
     found = Cluster.load(name)
     if price is None:
@@ -140,7 +140,7 @@ def _priced(name: str, price: float | None) -> "Cluster":
 
 
 def _saving(found: "SearchResult", description: "Description", cluster: str, mtbf: float) -> SaveCost:
-    from fullshard.cluster.cluster import Cluster
+    from fullshard.cluster.topology import Cluster
 
     return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
 

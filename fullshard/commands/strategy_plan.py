@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from fullshard.base.errors import FullshardError
 from fullshard.commands.common import Classes, MinParams, Names, describe_model
-from fullshard.errors import FullshardError
 from fullshard.model.float8_weights import refuse_float8_tokens
-from fullshard.plan import Batch, Kernels, Plan, Precision, Prefetch, Wire
-from fullshard.plan_parts import BLOCK
+from fullshard.plan.choices import BLOCK
+from fullshard.plan.plan import Batch, Kernels, Plan, Precision, Prefetch, Wire
 from fullshard.planner.jax_limits import refuse_on_jax
-from fullshard.strategies import STRATEGIES, choose
+from fullshard.planner.strategies import STRATEGIES, choose
 
 Strategy = StrEnum("Strategy", {name: name for name in STRATEGIES})  # type: ignore[misc]
 Remat = StrEnum("Remat", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
@@ -116,7 +116,7 @@ def _given(options: Any, besides: str = "") -> dict[str, object]:
 
 def refuse_beside_cluster(strategy: StrategyOptions, units: UnitOptions) -> None:
     """Raise for options that a search would not heed, with what to write instead."""
-    from fullshard.planner.search.space import FIXABLE
+    from fullshard.planner.search.plan_space import FIXABLE
 
     for name, value in (strategy.given() | units.given()).items():
         text = str(value).lower() if isinstance(value, bool) else value

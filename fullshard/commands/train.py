@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import phases, say, tell, unsaid
 from fullshard.commands.common import EngineName
-from fullshard.engine import Engine, load_engine
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import Engine, load_engine
 from fullshard.launch.local import inside_ranks, launched
-from fullshard.slurm import adopt_slurm
-from fullshard.status import phases, say, tell, unsaid
+from fullshard.ranks.slurm import adopt_slurm
 
 if TYPE_CHECKING:
-    from fullshard.runs.prepare import Prepared
-    from fullshard.runs.recipe import Recipe
+    from fullshard.runs.prepare.prepare import Prepared
+    from fullshard.runs.recipe.recipe import Recipe
     from fullshard.runs.watchdog import Watchdog
 
 # By a parser of its own: typer's looks at the path, on a file system that may not answer, before anything watches.
@@ -101,7 +101,7 @@ class Given:
 def launch_ranks(given: Given) -> None:
     """Check everything, say what will happen, and start the ranks."""
     from fullshard.launch.local import become_ranks
-    from fullshard.runs.announce import announcement, dry_run_text
+    from fullshard.runs.announcement import announcement, dry_run_text
     from fullshard.runs.watchdog import Watchdog
 
     with Watchdog(given.run, HANG_SECONDS) as watchdog:
@@ -127,7 +127,7 @@ def join_ranks(given: Given) -> bool:
         with unsaid() if launch else nullcontext(), Watchdog(given.run, HANG_SECONDS) as watchdog:
             prepared = _prepare_together(given, watchdog)
         if launch is None and prepared.engine.is_first():
-            from fullshard.runs.announce import announcement
+            from fullshard.runs.announcement import announcement
 
             tell(announcement(prepared, given.run, given.resume))
         from fullshard.observe.profile.profile_files import write_profile
@@ -152,7 +152,7 @@ def _prepare_together(given: Given, watchdog: "Watchdog") -> "Prepared":
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     kept = _kept_by_all(given, engine) if given.resume else None
     prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog, kept))
-    from fullshard.runs.agreement import identity, refuse_disagreement
+    from fullshard.runs.prepare.rank_identity import identity, refuse_disagreement
 
     refuse_disagreement(engine.all_or_none(lambda: identity(prepared, given.run, given.resume)), engine)
     return prepared
@@ -169,8 +169,8 @@ def _kept_by_all(given: Given, engine: Engine[Any, Any]) -> dict[str, Any]:
 
 
 def _recipe(given: Given) -> "Recipe":
-    from fullshard.runs.profile_recipe import profile_recipe
-    from fullshard.runs.recipe import load_recipe
+    from fullshard.runs.recipe.profile_recipe import profile_recipe
+    from fullshard.runs.recipe.recipe import load_recipe
 
     recipe = load_recipe(given.recipe, given.overrides)
     return profile_recipe(recipe, given.profile) if given.profile else recipe
@@ -184,7 +184,7 @@ def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog", kept: dict[s
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
     from fullshard.runs.metrics import refuse_sinks
-    from fullshard.runs.prepare import prepare
+    from fullshard.runs.prepare.prepare import prepare
     from fullshard.runs.resuming import kept_of, refuse_resume
     from fullshard.runs.run_directory import refuse_path, refuse_run
 

@@ -3,11 +3,11 @@
 Knows neither torch nor jax. Token batches are numpy arrays.
 """
 
-from fullshard.data.batches import Batches, Boundaries, Packing, digest
-from fullshard.data.order import Order
 from fullshard.data.sample_batches import SampleBatches, SampleRules, StreamBatches
+from fullshard.data.sample_order import Order
+from fullshard.data.token_batches import Batches, Boundaries, Packing, digest
+from fullshard.data.token_files import TokenFile, TokenWriter
 from fullshard.data.tokenizer import refuse_different, refuse_other_tokenizer
-from fullshard.data.tokens import TokenFile, TokenWriter
 
 __all__ = [
     "Batches",

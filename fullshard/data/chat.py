@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.reading import parse_json
 from fullshard.data.sources import Record
 from fullshard.data.templates import Message, Template
 from fullshard.data.tokenizer import MarkedText
-from fullshard.errors import FullshardError, nearest
-from fullshard.reading import parse_json
 
 RECORD_FIELDS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
 OPTIONAL_FIELDS = ("system", "tools")  # any format may have them

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.data.objective_samples import Arrays
-from fullshard.errors import FullshardError, first_line
 
 Collate = Callable[[Sequence[Any]], Any]
 Pad = Literal["longest", "full"]

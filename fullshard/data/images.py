@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.base.errors import FullshardError, first_line
+from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_text
 from fullshard.data.sources import Record
-from fullshard.errors import FullshardError, first_line
-from fullshard.reading import is_directory, is_plain_file, parse_json, read_text
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff"}
 Resize = Literal["crop", "stretch", "none"]

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.batches import IGNORED
+from fullshard.base.errors import FullshardError, a_kind, nearest
 from fullshard.data.images import Decode
 from fullshard.data.text_encoder import TextEncoder
-from fullshard.errors import FullshardError, a_kind, nearest
+from fullshard.data.token_batches import IGNORED
 
 Arrays = dict[str, NDArray[Any]]
 TO_MASK, TO_RANDOM = 0.8, 0.9  # BERT's rule: 80% become the mask token, 10% a random one, 10% stay

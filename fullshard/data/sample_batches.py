@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from fullshard.base.errors import FullshardError, a_kind, first_line
 from fullshard.data.collate import Collate, collated, stack_rows
 from fullshard.data.objective_samples import KeepSample, MakeSample
-from fullshard.data.order import Order
+from fullshard.data.sample_order import Order
 from fullshard.data.step_batches import BatchLoader, IndexedBatches, PlainLoader, StepBatches, close
-from fullshard.errors import FullshardError, a_kind, first_line
 
 REMEDY = "make their shapes equal, or write data.collate = 'file.py:callable'"
 Seeded = Callable[[int, int], AbstractContextManager[Any]]

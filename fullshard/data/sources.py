@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError, first_line, nearest
-from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes
+from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_bytes
 
 Record = dict[str, Any]
 Located = tuple[str, Record]  # place and record

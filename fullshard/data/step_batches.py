@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 
 
 class BatchLoader(Protocol):

@@ -17,11 +17,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_directory, is_plain_file, read_text
 from fullshard.data import template_process
 from fullshard.data.template_process import Message as Message
 from fullshard.data.tokenizer import MarkedText, tokenizer_config
-from fullshard.errors import FullshardError
-from fullshard.reading import is_directory, is_plain_file, read_text
 
 MOST_CHARACTERS = 4 << 20  # of a conversation: about a million tokens
 SECONDS = 5  # of CPU time for a conversation

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.base.errors import FullshardError
 from fullshard.data.tokenizer import load_tokenizer, refusing_library_errors, special_tokens, tokenizer_file, tokenizer_hash
-from fullshard.errors import FullshardError
 
 MASKS, PADS = ("[MASK]", "<mask>"), ("[PAD]", "<pad>")
 BYTE_PAD, BYTE_MASK = 0, 255  # neither byte occurs in UTF-8 text

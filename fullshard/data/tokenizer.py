@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.tokens import TokenFile
-from fullshard.errors import FullshardError, first_line
-from fullshard.reading import is_directory, is_plain_file, parse_json, read_bytes, read_text
+from fullshard.base.errors import FullshardError, first_line
+from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_bytes, read_text
+from fullshard.data.token_files import TokenFile
 
 BYTES_END = 0  # the token that ends a document; text does not contain it
 MOST_BYTES = 256 << 20  # of a tokenizer.json: one of 256,000 tokens has 35 MB

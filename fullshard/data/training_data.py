@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fullshard.data.batches import Batches, Boundaries, Packing
 from fullshard.data.sample_batches import SampleBatches, SampleRules, StreamBatches
 from fullshard.data.step_batches import BatchLoader, PlainLoader, StepBatches
-from fullshard.data.tokens import TokenFile
+from fullshard.data.token_batches import Batches, Boundaries, Packing
+from fullshard.data.token_files import TokenFile
 
 MOST_WORKERS = 4  # of a rank, unless more are asked for
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from fullshard.errors import DIVERGED, LOST, REFUSED
+from fullshard.base.errors import DIVERGED, LOST, REFUSED
 from fullshard.storage.memory_limits import explain_kill, kills
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
@@ -47,7 +47,7 @@ def become_ranks(
     *,
     engine: str = "torch",
     command: str = "",
-    module: str = "fullshard.cli",
+    module: str = "fullshard.commands.cli",
 ) -> NoReturn:
     """Run `fullshard arguments` on every rank, then exit. `command`: the one that resumes the run. `module`: another one to run,
     which reads `given_arguments`.

@@ -7,9 +7,9 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from fullshard.engine import Engine, Messages, load_engine
-from fullshard.errors import LOST, FullshardError
-from fullshard.hang_report import call_with_timeout
+from fullshard.base.errors import LOST, FullshardError
+from fullshard.engine.protocols import Engine, Messages, load_engine
+from fullshard.ranks.hang_reports import call_with_timeout
 
 FIRST_SPEAKS = 1.0  # seconds: what all ranks find at once, the first one says
 ALONE = 5.0  # seconds: before ranks have met, their launcher ends the others once the first has spoken
@@ -54,7 +54,7 @@ def end_rank(error: Exception) -> NoReturn:
 
 def _met_engine() -> Engine[Any, Any] | None:
     """The engine whose ranks this one has met."""
-    distributed, processes = sys.modules.get("torch.distributed"), sys.modules.get("fullshard.on_jax.processes")
+    distributed, processes = sys.modules.get("torch.distributed"), sys.modules.get("fullshard.on_jax.ranks.processes")
     if distributed is not None and distributed.is_initialized():
         return load_engine("torch")
     return load_engine("jax") if processes is not None and processes.count() > 1 else None

@@ -10,9 +10,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
-from fullshard.errors import FullshardError
-from fullshard.model.kernel_workspace import WORKSPACES
-from fullshard.plan_parts import Mesh
+from fullshard.base.errors import FullshardError
+from fullshard.model.kernel_workspaces import WORKSPACES
+from fullshard.plan.choices import Mesh
 
 # Coefficients of 1, T, T², B, B·T, B·T²: B rows of T tokens.
 Polynomial = tuple[int, int, int, int, int, int]
@@ -71,7 +71,7 @@ class Event:
     `action`: `ready` means that a parameter's gradient is complete. `multiply` has no tensor: the section's first matrix
     product starts, after its result was allocated. `unit`: whose tensor it is; "" for the unit of this section. `tensor`: a
     number, or a role: `out0` a unit's output, `in0` the gradient of its input, `grad:NAME` the gradient of a parameter.
-    `rule`: for a kernel's own workspace, the name of its function in `kernel_workspace`; `size` then has its arguments.
+    `rule`: for a kernel's own workspace, the name of its function in `kernel_workspaces`; `size` then has its arguments.
     """
 
     action: Action

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text, count_text, table
 from fullshard.model.costs import Costs
-from fullshard.plan_parts import Batch, Sync
-from fullshard.text import bytes_text, count_text, table
+from fullshard.plan.choices import Batch, Sync
 
 ITEM_BYTES = {
     "fp64": 8,

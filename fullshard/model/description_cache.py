@@ -18,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.model.costs import Costs, from_json, to_json
 from fullshard.model.description import Description, Tensor, UnitDescription
-from fullshard.reading import is_directory, is_plain_file
 
 MAX_ENTRIES = 64
 MAX_CONFIG = 16 << 20  # bytes

@@ -3,9 +3,9 @@
 Standard library only.
 """
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.model.description import Tensor
-from fullshard.plan import Batch, Plan, Precision, Unit
+from fullshard.plan.plan import Batch, Plan, Precision, Unit
 
 GRAIN = 16  # dims of a product in float8 are multiples of it
 

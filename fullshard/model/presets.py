@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.base.errors import FullshardError, nearest
 from fullshard.model.costs import Costs, from_json
 from fullshard.model.description import Description, Tensor, UnitDescription
 

@@ -1,15 +1,15 @@
 """The JAX engine: carries a plan out on Flax NNX models, by shardings alone."""
 
-from fullshard.on_jax.compiled_collectives import CollectiveCheck
-from fullshard.on_jax.describe import Factory, describe
-from fullshard.on_jax.generate import generate
-from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.losses import Loss, called_loss, chunked_loss, cross_entropy, summed_loss
-from fullshard.on_jax.memory_analysis import StepMemory, memory_analysis
-from fullshard.on_jax.model_loading import NnxFactory, load_model
-from fullshard.on_jax.scanned_layers import scan_layers
-from fullshard.on_jax.shard import shard
-from fullshard.on_jax.step import JaxStep, check_collectives, compilations, lowered_step, train_step
+from fullshard.on_jax.loss.losses import Loss, called_loss, chunked_loss, cross_entropy, summed_loss
+from fullshard.on_jax.measuring.memory_analysis import StepMemory, memory_analysis
+from fullshard.on_jax.model.describe import Factory, describe
+from fullshard.on_jax.model.model_loading import NnxFactory, load_model
+from fullshard.on_jax.model.scanned_layers import scan_layers
+from fullshard.on_jax.parallelize.shard import shard
+from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.step.compiled_collectives import CollectiveCheck
+from fullshard.on_jax.step.generate import generate
+from fullshard.on_jax.step.train_step import JaxStep, check_collectives, compilations, lowered_step, train_step
 
 __all__ = [
     "CollectiveCheck",

@@ -1,4 +1,4 @@
-"""The JAX engine behind `fullshard.bench_engine.BenchEngine`: its functions are this module's."""
+"""The JAX engine behind `fullshard.engine.bench_protocols.BenchEngine`: its functions are this module's."""
 
 import os
 import platform
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from fullshard.bench_engine import CountedCollective, PeerRequest, refuse_peer
-from fullshard.errors import FullshardError
-from fullshard.on_jax.describe import Factory
-from fullshard.on_jax.flops import flops_per_token
-from fullshard.on_jax.hlo_collectives import collectives_of
-from fullshard.on_jax.jax_devices import known_device
-from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.losses import LossFunction
-from fullshard.on_jax.model_loading import built
+from fullshard.base.errors import FullshardError
+from fullshard.engine.bench_protocols import CountedCollective, PeerRequest, refuse_peer
+from fullshard.on_jax.communication.hlo_collectives import collectives_of
+from fullshard.on_jax.loss.losses import LossFunction
+from fullshard.on_jax.measuring.flops import flops_per_token
+from fullshard.on_jax.model.describe import Factory
+from fullshard.on_jax.model.model_loading import built
+from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
-from fullshard.on_jax.step import lowered_step, train_step
-from fullshard.plan import Mesh
+from fullshard.on_jax.ranks.jax_devices import known_device
+from fullshard.on_jax.step.train_step import lowered_step, train_step
+from fullshard.plan.plan import Mesh
 
 PEERS: tuple[str, ...] = ("plain",)
 KINDS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all_reduce", "other": "all_to_all"}
@@ -116,7 +116,7 @@ def hardware() -> str:
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol
-    from fullshard.bench_engine import BenchEngine
+    from fullshard.engine.bench_protocols import BenchEngine
     from fullshard.on_jax import bench_engine
 
     _: BenchEngine = bench_engine

@@ -1,4 +1,4 @@
-"""The JAX engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
+"""The JAX engine behind `fullshard.engine.protocols.Engine`: its functions are this module's. Nothing else belongs here."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -9,25 +9,20 @@ import jax
 import numpy as np
 from flax import nnx
 
-from fullshard.callables import is_callable_name, load_callable
+from fullshard.base.callables import is_callable_name, load_callable
+from fullshard.base.errors import FullshardError, first_line, nearest
 from fullshard.data.seeding import seeded
 from fullshard.data.thread_loader import ThreadLoader
-from fullshard.errors import FullshardError, first_line, nearest
-from fullshard.hang_report import HangReporter, innermost_line, main_thread_frame, stack_of
 from fullshard.model.description import Description
-from fullshard.on_jax.describe import Factory
-from fullshard.on_jax.describe import describe as describe_units
-from fullshard.on_jax.evaluate import evaluate
-from fullshard.on_jax.flops import flops_per_token
-from fullshard.on_jax.generate import generate
-from fullshard.on_jax.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
-from fullshard.on_jax.jax_profiler import JaxProfiler
-from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.layer_dtypes import refuse_other_dtypes
-from fullshard.on_jax.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
-from fullshard.on_jax.measure import measure
-from fullshard.on_jax.model_call import accepts
-from fullshard.on_jax.model_loading import (
+from fullshard.on_jax.loss.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
+from fullshard.on_jax.measuring.flops import flops_per_token
+from fullshard.on_jax.measuring.jax_profiler import JaxProfiler
+from fullshard.on_jax.measuring.measure import measure
+from fullshard.on_jax.model.describe import Factory
+from fullshard.on_jax.model.describe import describe as describe_units
+from fullshard.on_jax.model.layer_dtypes import refuse_other_dtypes
+from fullshard.on_jax.model.model_call import accepts
+from fullshard.on_jax.model.model_loading import (
     built,
     called,
     check_weights,
@@ -38,8 +33,13 @@ from fullshard.on_jax.model_loading import (
     scans,
     takes_positions,
 )
-from fullshard.on_jax.optax_optimizer import make_transformation
-from fullshard.on_jax.processes import (
+from fullshard.on_jax.model.scanned_layers import executed, find_stacks
+from fullshard.on_jax.optimizers.optax_optimizer import make_transformation
+from fullshard.on_jax.parallelize.shard import refuse as refuse_plan
+from fullshard.on_jax.parallelize.shard import shard as shard_model
+from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.ranks.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
+from fullshard.on_jax.ranks.processes import (
     CoordinatorMessages,
     all_or_none,
     data_share,
@@ -54,12 +54,12 @@ from fullshard.on_jax.processes import (
 from fullshard.on_jax.saving.restore import load_checkpoint
 from fullshard.on_jax.saving.save import checkpointer, save_checkpoint
 from fullshard.on_jax.saving.state_arrays import weights_of
-from fullshard.on_jax.scanned_layers import executed, find_stacks
-from fullshard.on_jax.shard import refuse as refuse_plan
-from fullshard.on_jax.shard import shard as shard_model
-from fullshard.on_jax.step import train_step
-from fullshard.optimizer import Optimizer
-from fullshard.plan import DType, Plan
+from fullshard.on_jax.step.evaluate import evaluate
+from fullshard.on_jax.step.generate import generate
+from fullshard.on_jax.step.train_step import train_step
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import DType, Plan
+from fullshard.ranks.hang_reports import HangReporter, innermost_line, main_thread_frame, stack_of
 
 name = "jax"
 forks = False
@@ -277,7 +277,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol
-    from fullshard.engine import Engine
+    from fullshard.engine.protocols import Engine
     from fullshard.on_jax import engine
 
     _: Engine[Factory, JaxState] = engine

@@ -1,24 +1,24 @@
 """The torch engine: carries a plan out on PyTorch FSDP2."""
 
-from fullshard.on_torch.collective_log import record
-from fullshard.on_torch.communication import Communication
-from fullshard.on_torch.describe import describe
-from fullshard.on_torch.dropout_seed import seed_dropout
-from fullshard.on_torch.factory import Factory
-from fullshard.on_torch.generate import generate
-from fullshard.on_torch.initialize import initialize
-from fullshard.on_torch.lora import add_adapters
-from fullshard.on_torch.loss import Loss, called_loss, summed_loss
-from fullshard.on_torch.loss_chunks import chunked_cross_entropy, chunked_loss
+from fullshard.on_torch.communication.collective_log import record
+from fullshard.on_torch.communication.replaced_collectives import Communication
+from fullshard.on_torch.loss.chunked_loss import chunked_cross_entropy, chunked_loss
+from fullshard.on_torch.loss.losses import Loss, called_loss, summed_loss
+from fullshard.on_torch.loss.objective_losses import class_loss, loss_of, masked_loss, objective_of, seq2seq_loss
 from fullshard.on_torch.measuring.measure import measure
-from fullshard.on_torch.model_loading import load_model
-from fullshard.on_torch.objectives import class_loss, loss_of, masked_loss, objective_of, seq2seq_loss
-from fullshard.on_torch.ranks import data_rank, finish, is_first, start
+from fullshard.on_torch.model.factory import Factory
+from fullshard.on_torch.model.initialize import initialize
+from fullshard.on_torch.model.lora import add_adapters
+from fullshard.on_torch.model.model_loading import load_model
+from fullshard.on_torch.optimizers.sharded_optimizer import clip_grad_norm_, global_norm
+from fullshard.on_torch.parallelize.shard import shard
+from fullshard.on_torch.parallelize.state import State, memory
+from fullshard.on_torch.ranks.device_meshes import data_rank, finish, is_first, start
 from fullshard.on_torch.saving.save import Checkpointer
-from fullshard.on_torch.shard import shard
-from fullshard.on_torch.sharded_optimizer import clip_grad_norm_, global_norm
-from fullshard.on_torch.state import State, memory
-from fullshard.on_torch.step import OutOfMemory, StepResult, evaluate, loss_factor, train_step
+from fullshard.on_torch.step.dropout_seed import seed_dropout
+from fullshard.on_torch.step.generate import generate
+from fullshard.on_torch.step.train_step import OutOfMemory, StepResult, evaluate, loss_factor, train_step
+from fullshard.on_torch.tracing.describe import describe
 
 __all__ = [
     "Checkpointer",

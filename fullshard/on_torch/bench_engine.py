@@ -1,4 +1,4 @@
-"""The torch engine behind `fullshard.bench_engine.BenchEngine`: its functions are this module's."""
+"""The torch engine behind `fullshard.engine.bench_protocols.BenchEngine`: its functions are this module's."""
 
 import os
 import platform
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.bench_engine import CountedCollective, PeerRequest, refuse_peer
-from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.measuring.device_presets import known_device
+from fullshard.engine.bench_protocols import CountedCollective, PeerRequest, refuse_peer
+from fullshard.on_torch.loss.losses import LossFunction
+from fullshard.on_torch.measuring.flops import flops_per_token
+from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.peers import other_libraries, torch_wrappers
 from fullshard.on_torch.peers.peer import TorchPeer, counted, peak_bytes, reset_peak
-from fullshard.on_torch.state import State
-from fullshard.on_torch.step import train_step
-from fullshard.on_torch.tracing.flops import flops_per_token
+from fullshard.on_torch.ranks.device_presets import known_device
+from fullshard.on_torch.step.train_step import train_step
 
 MAKERS: dict[str, Callable[[PeerRequest], TorchPeer]] = {
     "fully_shard": torch_wrappers.bare_fully_shard,
@@ -101,7 +101,7 @@ def hardware() -> str:
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol
-    from fullshard.bench_engine import BenchEngine
+    from fullshard.engine.bench_protocols import BenchEngine
     from fullshard.on_torch import bench_engine
 
     _: BenchEngine = bench_engine

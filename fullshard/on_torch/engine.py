@@ -1,4 +1,4 @@
-"""The torch engine behind `fullshard.engine.Engine`: its functions are this module's. Nothing else belongs here."""
+"""The torch engine behind `fullshard.engine.protocols.Engine`: its functions are this module's. Nothing else belongs here."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -7,43 +7,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.callables import is_callable_name, load_callable
+from fullshard.base.callables import is_callable_name, load_callable
+from fullshard.base.errors import FullshardError, nearest
 from fullshard.checkpoint.retention import Retention
-from fullshard.errors import FullshardError, nearest
-from fullshard.hang_report import HangReporter
-from fullshard.on_torch.agree import all_or_none, first_decides
-from fullshard.on_torch.batch_checks import objective_fault
-from fullshard.on_torch.describe import describe
-from fullshard.on_torch.dropout_seed import seed_dropout
-from fullshard.on_torch.failure import lost_a_peer
-from fullshard.on_torch.generate import generate
-from fullshard.on_torch.hang_position import main_thread_position
-from fullshard.on_torch.loader import collate, loader, seeded
-from fullshard.on_torch.lora import add_adapters
-from fullshard.on_torch.loss import LossFunction, called_loss, summed_loss
-from fullshard.on_torch.loss_chunks import chunked_loss
+from fullshard.on_torch.loss.batch_checks import objective_fault
+from fullshard.on_torch.loss.chunked_loss import chunked_loss
+from fullshard.on_torch.loss.losses import LossFunction, called_loss, summed_loss
+from fullshard.on_torch.loss.objective_losses import LOSSES
 from fullshard.on_torch.measuring import host_time
-from fullshard.on_torch.measuring.device_presets import local_cluster
+from fullshard.on_torch.measuring.flops import flops_per_token, peak_flops
 from fullshard.on_torch.measuring.measure import disk_rates_together as disk_rates
 from fullshard.on_torch.measuring.measure import measure
-from fullshard.on_torch.model_loading import classes_and_image_size, limits, takes_positions
-from fullshard.on_torch.model_loading import load_model as build_model
-from fullshard.on_torch.objectives import LOSSES
-from fullshard.on_torch.ranks import all_devices, data_share, finish, is_first, local_devices, rank_and_world, ranks_here, start
-from fullshard.on_torch.refuse import refuse as refuse_plan
+from fullshard.on_torch.measuring.torch_profiler import TorchProfiler
+from fullshard.on_torch.model.lora import add_adapters
+from fullshard.on_torch.model.model_loading import classes_and_image_size, limits, takes_positions
+from fullshard.on_torch.model.model_loading import load_model as build_model
+from fullshard.on_torch.model.weights import Weights
+from fullshard.on_torch.optimizers.sharded_optimizer import refuse_optimizer
+from fullshard.on_torch.parallelize.refuse import refuse as refuse_plan
+from fullshard.on_torch.parallelize.shard import shard
+from fullshard.on_torch.parallelize.state import State, memory
+from fullshard.on_torch.ranks.device_meshes import (
+    all_devices,
+    data_share,
+    finish,
+    is_first,
+    local_devices,
+    rank_and_world,
+    ranks_here,
+    start,
+)
+from fullshard.on_torch.ranks.device_presets import local_cluster
+from fullshard.on_torch.ranks.first_failure import lost_a_peer
+from fullshard.on_torch.ranks.hang_position import main_thread_position
+from fullshard.on_torch.ranks.rank_agreement import all_or_none, first_decides
+from fullshard.on_torch.ranks.store_messages import StoreClient
 from fullshard.on_torch.saving.restore import load_checkpoint
 from fullshard.on_torch.saving.save import Checkpointer, save_checkpoint
 from fullshard.on_torch.saving.state_tensors import weights_of
-from fullshard.on_torch.shard import shard
-from fullshard.on_torch.sharded_optimizer import refuse_optimizer
-from fullshard.on_torch.state import State, memory
-from fullshard.on_torch.step import evaluate, train_step
-from fullshard.on_torch.store_messages import StoreClient
-from fullshard.on_torch.torch_profiler import TorchProfiler
-from fullshard.on_torch.tracing.flops import flops_per_token, peak_flops
-from fullshard.on_torch.weights import Weights
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.on_torch.step.batch_loader import collate, loader, seeded
+from fullshard.on_torch.step.dropout_seed import seed_dropout
+from fullshard.on_torch.step.generate import generate
+from fullshard.on_torch.step.train_step import evaluate, train_step
+from fullshard.on_torch.tracing.describe import describe
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan
+from fullshard.ranks.hang_reports import HangReporter
 
 name = "torch"
 forks = True
@@ -177,7 +186,7 @@ def checkpointer(checkpoint_dir: str | Path, state: State, *, keep: Retention | 
 
 
 if TYPE_CHECKING:  # mypy holds this module against the Protocol
-    from fullshard.engine import Engine
+    from fullshard.engine.protocols import Engine
     from fullshard.on_torch import engine
 
     _: Engine[nn.Module, State] = engine

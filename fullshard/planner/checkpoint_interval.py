@@ -8,12 +8,12 @@ import math
 import re
 from dataclasses import dataclass
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text, seconds_text
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.plan import Plan
-from fullshard.planner.memory.peak import at_rest
-from fullshard.text import bytes_text, seconds_text
+from fullshard.plan.plan import Plan
+from fullshard.planner.memory.peak_memory import at_rest
 
 SECONDS = {"h": 3600.0, "d": 86_400.0, "y": 365.25 * 86_400}
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.plan import Batch, Home, Plan, Precision, Remat, Sync
+from fullshard.plan.plan import Batch, Home, Plan, Precision, Remat, Sync
 from fullshard.planner.estimate import Estimate, cores_share, estimate
-from fullshard.planner.memory.peak import most_by_term
-from fullshard.planner.memory.tape import Term
-from fullshard.planner.search.space import engine_for
+from fullshard.planner.memory.allocation_tape import Term
+from fullshard.planner.memory.peak_memory import most_by_term
+from fullshard.planner.search.plan_space import engine_for
+from fullshard.planner.strategies import choose
 from fullshard.planner.wire_bytes import WireBytes, wire_bytes
-from fullshard.strategies import choose
 
 # The terms of memory as a comparison shows them.
 GROUPS: dict[Term, str] = {

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from fullshard.base.text import bytes_text, count_text, seconds_text, table
 from fullshard.planner.comparison import ComparedPlan, Comparison
 from fullshard.planner.search.search import ON_JAX
-from fullshard.text import bytes_text, count_text, seconds_text, table
 
 GiB = 1 << 30
 MiB = 1 << 20

@@ -1,10 +1,10 @@
 """What of a plan a kind of device cannot carry out, or carries out slowly. Knows no engine."""
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.base.errors import FullshardError
 from fullshard.cluster.hardware import Device
-from fullshard.errors import FullshardError
-from fullshard.plan import Plan
-from fullshard.plan_parts import Kernels, Precision
+from fullshard.cluster.topology import Cluster
+from fullshard.plan.choices import Kernels, Precision
+from fullshard.plan.plan import Plan
 
 
 def refuse_on_devices(plan: Plan, cluster: Cluster) -> None:

@@ -4,20 +4,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError, checked_call
+from fullshard.base.errors import FullshardError, checked_call
+from fullshard.base.text import bytes_text, count_text, seconds_text, table
+from fullshard.cluster.topology import Cluster
 from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
-from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan
-from fullshard.plan_parts import idle_loss_kernel
+from fullshard.plan.choices import idle_loss_kernel
+from fullshard.plan.optimizer import AdamW, Optimizer
+from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_on_devices
-from fullshard.planner.memory.peak import PeakMemory, predict
+from fullshard.planner.memory.peak_memory import PeakMemory, predict
 from fullshard.planner.step.offload_bytes import slots_of
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.step_lanes import Timeline
 from fullshard.planner.time.timeline import timeline
-from fullshard.text import bytes_text, count_text, seconds_text, table
 
 CONTEXT = 1 << 30  # bytes of a device for CUDA's context and NCCL's buffers, which are not the allocator's
 MARGIN = 0.03  # of a device's memory, kept free for what is not predicted

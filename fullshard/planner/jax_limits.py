@@ -1,7 +1,7 @@
 """What of a plan the JAX engine cannot carry out on any device. Knows no JAX: `fullshard plan` asks it too."""
 
-from fullshard.errors import FullshardError
-from fullshard.plan import Plan, Prefetch, Wire
+from fullshard.base.errors import FullshardError
+from fullshard.plan.plan import Plan, Prefetch, Wire
 
 
 def refuse_on_jax(plan: Plan) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.plan import Plan, Unit
+from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.estimate import cores_share, host_available
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 from fullshard.planner.time.timeline import timeline
-from fullshard.text import bytes_text
 
 
 @dataclass(frozen=True)

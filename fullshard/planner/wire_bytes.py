@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fullshard.model.costs import AXIS_COLLECTIVES, evaluate
 from fullshard.model.description import Description
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.time.collectives import wire
 

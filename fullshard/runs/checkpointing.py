@@ -7,22 +7,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import say
+from fullshard.base.text import bytes_text
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.export import export
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.place import Place
+from fullshard.checkpoint.other_formats.export import export
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
-from fullshard.engine import PendingSave, RunState
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import PendingSave, RunState
 from fullshard.runs.metrics import Metrics
 from fullshard.runs.outcome import exportable
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of
+from fullshard.runs.prepare.prepare import Prepared, checkpoint_dir_of
 from fullshard.runs.progress import Bar
-from fullshard.runs.recipe import Recipe
+from fullshard.runs.recipe.recipe import Recipe
 from fullshard.runs.resuming import Change, refuse_changes, refuse_other_data
-from fullshard.status import say
-from fullshard.text import bytes_text
 
 
 class Checkpoints:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fullshard.errors import FullshardError
-from fullshard.reading import is_plain_file
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_plain_file
 from fullshard.runs.json_lines import Lines
-from fullshard.runs.recipe import Recipe
+from fullshard.runs.recipe.recipe import Recipe
 
 
 class Sink(Protocol):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.model.presets import PRESETS, LlamaSize
-from fullshard.runs.recipe import Recipe
+from fullshard.runs.recipe.recipe import Recipe
 
 LABEL = 12  # columns
 

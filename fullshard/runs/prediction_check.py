@@ -4,12 +4,12 @@ import statistics
 from dataclasses import dataclass
 from typing import Protocol
 
-from fullshard.engine import RunState
+from fullshard.base.text import bytes_text, seconds_text
+from fullshard.engine.protocols import RunState
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
-from fullshard.runs.prepare import Prepared
-from fullshard.runs.recipe_plan import step_seconds
-from fullshard.text import bytes_text, seconds_text
+from fullshard.runs.prepare.prepare import Prepared
+from fullshard.runs.prepare.recipe_plan import step_seconds
 
 FIRST, LAST = 3, 8  # steps that are looked at: the first ones warm up
 MEMORY, TIME = 0.03, 0.15  # shares by which a prediction may be off before it is called wrong

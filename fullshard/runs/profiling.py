@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from fullshard.engine import RunState, StepProfiler
-from fullshard.errors import FullshardError
-from fullshard.runs.prepare import Prepared
+from fullshard.base.errors import FullshardError
+from fullshard.engine.protocols import RunState, StepProfiler
+from fullshard.runs.prepare.prepare import Prepared
 
 Reporter = Callable[[Prepared, Path], str]  # writes a profile's report from the files of all ranks; the end of a sentence
 

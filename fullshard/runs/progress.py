@@ -10,8 +10,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from fullshard.status import settle, tell
-from fullshard.text import bytes_text, count_text
+from fullshard.base.status import settle, tell
+from fullshard.base.text import bytes_text, count_text
 
 MINUTE = 60.0  # seconds between lines of a log, at most
 WINDOW = 0.5  # seconds of steps that a rate is taken over, at least

@@ -9,20 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_json, read_text
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
-from fullshard.engine import load_engine
-from fullshard.errors import FullshardError
-from fullshard.plan import Plan, Precision, Wire
-from fullshard.reading import parse_json, read_text
-from fullshard.runs.agreement import flat
-from fullshard.runs.lr_schedule import factor
-from fullshard.runs.plan_choices import kept_choices
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of, prepare
-from fullshard.runs.recipe import Recipe, make_recipe
+from fullshard.engine.protocols import load_engine
+from fullshard.plan.plan import Plan, Precision, Wire
+from fullshard.runs.prepare.plan_choices import kept_choices
+from fullshard.runs.prepare.prepare import Prepared, checkpoint_dir_of, prepare
+from fullshard.runs.prepare.rank_identity import flat
+from fullshard.runs.recipe.lr_schedule import factor
+from fullshard.runs.recipe.recipe import Recipe, make_recipe
 from fullshard.runs.run_directory import engine_of_run, holds_run
 
 ORDER = ("data.sequence", "data.shuffle", "data.packing", "train.seed", "train.global_batch")  # of samples

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from fullshard.base.errors import DIVERGED, FullshardError
 from fullshard.checkpoint import commit
-from fullshard.errors import DIVERGED, FullshardError
 
 if TYPE_CHECKING:
     from fullshard.runs.run import Run

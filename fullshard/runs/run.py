@@ -7,32 +7,32 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import say, tell
 from fullshard.checkpoint import commit
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.place import Local
 from fullshard.data.sample_batches import StreamBatches
 from fullshard.data.step_batches import close
-from fullshard.engine import RunState, Step
-from fullshard.errors import FullshardError
+from fullshard.engine.protocols import RunState, Step
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
 from fullshard.runs.heartbeat import Heartbeat
-from fullshard.runs.loop import train
-from fullshard.runs.lr_schedule import factor
 from fullshard.runs.metrics import Metrics, open_metrics, rewind
-from fullshard.runs.open_data import batches
 from fullshard.runs.outcome import Outcome, outcome_lines
 from fullshard.runs.prediction_check import ThisHost, Verdict, explain_out_of_memory
-from fullshard.runs.prepare import Prepared, checkpoint_dir_of, disk_of
+from fullshard.runs.prepare.open_data import batches
+from fullshard.runs.prepare.prepare import Prepared, checkpoint_dir_of, disk_of
+from fullshard.runs.prepare.recipe_plan import make_optimizer, run_loss
 from fullshard.runs.profiling import Profiling, Reporter
 from fullshard.runs.progress import Bar
-from fullshard.runs.recipe_plan import make_optimizer, run_loss
+from fullshard.runs.recipe.lr_schedule import factor
 from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.samples import continuations
-from fullshard.runs.signals import Signals
+from fullshard.runs.stop_signals import Signals
+from fullshard.runs.train_loop import train
 from fullshard.runs.watchdog import Watchdog
-from fullshard.status import say, tell
 from fullshard.storage.memory_limits import resident_bytes
 
 

@@ -17,10 +17,10 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from fullshard.errors import FullshardError
-from fullshard.reading import is_directory, is_plain_file, parse_json, read_text
-from fullshard.runs.agreement import versions_of
-from fullshard.runs.prepare import Prepared
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_text
+from fullshard.runs.prepare.prepare import Prepared
+from fullshard.runs.prepare.rank_identity import versions_of
 
 EARLY = ("kernels", "recipe changed")  # events that are written before the first step
 

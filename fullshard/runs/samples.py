@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fullshard.runs.prepare import Prepared
+from fullshard.runs.prepare.prepare import Prepared
 
 
 def continuations(prepared: Prepared, model: Any, prompts: Iterable[str], seed: int) -> Iterator[tuple[str, str]]:

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from fullshard.engine import WatchedRanks, Where
-from fullshard.errors import HUNG
-from fullshard.hang_report import OneRank, call_with_timeout
+from fullshard.base.errors import HUNG
+from fullshard.engine.protocols import WatchedRanks, Where
+from fullshard.ranks.hang_reports import OneRank, call_with_timeout
 from fullshard.runs.disk_thread import DiskThread
 from fullshard.runs.heartbeat import EVERY, Heartbeat
 

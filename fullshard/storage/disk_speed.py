@@ -7,9 +7,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from fullshard.direct_io import ALIGNMENT, aligned, aligned_size
-from fullshard.storage.disk import IN_MEMORY, DiskFile, file_system
-from fullshard.text import bytes_text, rate_text, seconds_text
+from fullshard.base.direct_io import ALIGNMENT, aligned, aligned_size
+from fullshard.base.text import bytes_text, rate_text, seconds_text
+from fullshard.storage.disk_file import IN_MEMORY, DiskFile, file_system
 
 REQUEST = 32 << 20  # bytes
 IN_FLIGHT = 3  # requests, each of several parts: enough to keep a disk busy, few enough to end soon

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.errors import FullshardError
-from fullshard.text import bytes_text
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text
 
 MACHINE = "this machine"
 ROOT = Path("/")

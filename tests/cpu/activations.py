@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
-from fullshard.on_torch.offload.activations import hooks, host_pool
+from fullshard.on_torch.model.built_in import Llama
+from fullshard.on_torch.offload.activations import activation_hooks as hooks
+from fullshard.on_torch.offload.activations import host_pool
 from tests.cpu import hugging_face, parity
 
 ROWS, LENGTH, STEPS = 2, parity.LENGTH, 4

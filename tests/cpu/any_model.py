@@ -179,7 +179,7 @@ def _classes(logits: Tensor, labels: Tensor) -> on_torch.Loss:
 
 def parts(batch: Any, count: int) -> list[Any]:
     """The rows of a global batch, in as many micro-batches."""
-    from fullshard.on_torch.batch_tree import rows
+    from fullshard.on_torch.tensors.batch_tree import rows
 
     size = ROWS // count
     return [rows(batch, slice(i * size, (i + 1) * size)) for i in range(count)]

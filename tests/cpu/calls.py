@@ -6,7 +6,7 @@ import torch
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from tests.cpu import parity
 
 

@@ -154,8 +154,8 @@ def _rank(attempt: Attempt, rank: int, meeting: str) -> None:
     import torch.distributed as dist
 
     from fullshard.checkpoint import lease
-    from fullshard.runs.prepare import prepare
-    from fullshard.runs.recipe import load_recipe
+    from fullshard.runs.prepare.prepare import prepare
+    from fullshard.runs.recipe.recipe import load_recipe
     from fullshard.runs.run import execute
 
     lease.RENEWAL = 0.05  # seconds: often enough to be killed in
@@ -241,7 +241,7 @@ def _watch_rollback(kill: Kill, reached: Callable[[str], bool]) -> None:
 
 
 def _watch_store(kill: Kill, reached: Callable[[str], bool]) -> None:
-    from fullshard.checkpoint.place import Remote
+    from fullshard.checkpoint.directories import Remote
 
     def watched(name: str, function: Callable) -> Callable:
         def call(place, *args, **kwargs):
@@ -298,8 +298,8 @@ BASE = ["checkpoint.every=2", "checkpoint.keep=2", "schedule.kind=constant", "tr
 def _warm(here: str, world: int, store: bool) -> None:
     """Import, before the first fork, what the ranks will need."""
 
-    from fullshard.runs.prepare import prepare
-    from fullshard.runs.recipe import load_recipe
+    from fullshard.runs.prepare.prepare import prepare
+    from fullshard.runs.recipe.recipe import load_recipe
 
     os.chdir(here)
     prepare(load_recipe("recipe.toml", BASE), world)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.checkpoint import commit, lease
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.retention import Retention
 from fullshard.model.presets import GPTSize
-from fullshard.on_torch.agree import acquire_group, gather_integers, gather_then_finish, release_group
-from fullshard.on_torch.models import GPT
+from fullshard.on_torch.model.built_in import GPT
+from fullshard.on_torch.ranks.rank_agreement import acquire_group, gather_integers, gather_then_finish, release_group
 from fullshard.on_torch.saving.save import Checkpointer
 from fullshard.on_torch.saving.state_tensors import checkpoint_bytes, model_tensors, optimizer_tensors
 from tests.cpu import parity

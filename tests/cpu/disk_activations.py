@@ -12,9 +12,9 @@ import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model import presets
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
-from fullshard.on_torch.offload.activations import disk_activations, hooks
-from fullshard.planner.memory.peak import predict
+from fullshard.on_torch.model.built_in import Llama
+from fullshard.on_torch.offload.activations import activation_hooks, disk_activations
+from fullshard.planner.memory.peak_memory import predict
 from fullshard.planner.step import saved_activations
 from fullshard.planner.step.schedule import schedule
 from tests.cpu import parity
@@ -101,8 +101,8 @@ def requests(case: Case, steps: int = 1) -> dict:
 def as_planned() -> tuple[list[int], list[int], dict[str, int]]:
     """Bytes that a step spills, fetches, writes and reads; what the schedule says of them; and the planner's on disk. Both
     leave alone what is small beside a block's input of 8 × 192 numbers in bf16."""
-    before = hooks.SMALL["cpu"], saved_activations.SMALL
-    hooks.SMALL["cpu"] = saved_activations.SMALL = 2048
+    before = activation_hooks.SMALL["cpu"], saved_activations.SMALL
+    activation_hooks.SMALL["cpu"] = saved_activations.SMALL = 2048
     try:
         name, shape, accumulate = "llama-bytes", (1, 8), 2
         costed, bf16 = presets.describe(name), fs.Precision(compute="bf16")
@@ -120,7 +120,7 @@ def as_planned() -> tuple[list[int], list[int], dict[str, int]]:
         said = [sum(op.nbytes for op in operations if op.kind == kind) for kind in ("spill", "fetch", "spill", "fetch")]
         return found, said, predict(plan, costed, reserved=False).disk
     finally:
-        hooks.SMALL["cpu"], saved_activations.SMALL = before
+        activation_hooks.SMALL["cpu"], saved_activations.SMALL = before
 
 
 def grown(case: Case) -> tuple[list[int], bool]:

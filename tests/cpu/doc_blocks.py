@@ -28,7 +28,14 @@ NOT_RUN = re.compile(r"#[ \t]*not run\b[ \t]*:?[ \t]*(.*)")
 SHELL = ("sh", "bash", "console")
 ANYTHING = "…"  # in shown output: any text; alone on a line: any lines
 # Before the forks: they take seconds, and most pages need them.
-PRELOADED = ("fullshard.cli", "fullshard.planner.search.search", "fullshard.on_torch", "torch._dynamo", "transformers", "peft")
+PRELOADED = (
+    "fullshard.commands.cli",
+    "fullshard.planner.search.search",
+    "fullshard.on_torch",
+    "torch._dynamo",
+    "transformers",
+    "peft",
+)
 SHARED = ("README.md", "docs", "examples", "recipes")  # what a page finds in its directory
 
 

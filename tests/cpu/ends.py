@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import all_or_none
-from fullshard.runs.agreement import identity, refuse_disagreement
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.base.errors import FullshardError
+from fullshard.on_torch.ranks.rank_agreement import all_or_none
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.prepare.rank_identity import identity, refuse_disagreement
+from fullshard.runs.recipe.recipe import load_recipe
 
 
 def compare(here: str, told: list[list[str]], options: list[tuple[str, str | None]]) -> str:
@@ -45,9 +45,9 @@ def dies_while_comparing() -> bool:
 
     import torch.distributed as dist
 
-    from fullshard.engine import load_engine
-    from fullshard.on_torch.failure import lost_a_peer
-    from fullshard.on_torch.store_messages import StoreClient
+    from fullshard.engine.protocols import load_engine
+    from fullshard.on_torch.ranks.first_failure import lost_a_peer
+    from fullshard.on_torch.ranks.store_messages import StoreClient
 
     rank = dist.get_rank()
     if rank == 1:

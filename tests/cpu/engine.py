@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.presets import GPTSize, LlamaSize
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.models import GPT, Llama
+from fullshard.on_torch.model.built_in import GPT, Llama
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from tests.cpu import hugging_face, parity
 
 

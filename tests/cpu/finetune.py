@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.weights import Weights
+from fullshard.on_torch.model.weights import Weights
 
 
 def load(directory: str, strategy: str, tensor: int = 1, lora: bool = False) -> dict:

@@ -14,7 +14,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 
 SIZE = LlamaSize(dim=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=64, sequence=64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fullshard import on_torch
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from tests.cpu import homes
 
 NAME = "model.layers.0.mlp.up_proj.weight"

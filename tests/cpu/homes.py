@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
-from fullshard import on_torch, update_pieces
-from fullshard.on_torch.kernels.low_bit_adam import low_bit_of
-from fullshard.on_torch.offload.kernels.adam import apply_rule
-from fullshard.on_torch.offload.stores.packing import pack, unpack
-from fullshard.on_torch.offload.units import local
-from fullshard.on_torch.offload.updates import gpu
-from fullshard.plan import Home
-from fullshard.strategies import choose
+from fullshard import on_torch
+from fullshard.on_torch.offload.units.offloaded_unit import local
+from fullshard.on_torch.offload.updates import gpu_lane
+from fullshard.on_torch.optimizers.adam_update import apply_rule
+from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
+from fullshard.on_torch.optimizers.packed_masters import pack, unpack
+from fullshard.plan import update_pieces
+from fullshard.plan.plan import Home
+from fullshard.planner.strategies import choose
 
 ROWS, LENGTH, VOCABULARY = 2, 16, 64
 ADAMW = fs.AdamW(lr=1e-2, weight_decay=0.1, decay_all=False)
@@ -157,15 +158,15 @@ class ByTorch:
 
 def by_one_kernel(cases: list[Case]) -> list[float]:
     """How far each case is from itself with a kernel for a run of a piece."""
-    found, before = [], gpu.triton_kernel
+    found, before = [], gpu_lane.triton_kernel
     with tempfile.TemporaryDirectory() as disk:
         for case in cases:
             plain = train(case, disk)
-            gpu.triton_kernel = lambda device, rule: ByTorch
+            gpu_lane.triton_kernel = lambda device, rule: ByTorch
             try:
                 own = train(case, disk)
             finally:
-                gpu.triton_kernel = before
+                gpu_lane.triton_kernel = before
             assert own["state"].offload.gpu.triton_kernel is ByTorch
             assert own["state"].offload.moved() == plain["state"].offload.moved()
             found.append(apart(own["values"], plain["values"]))
@@ -503,7 +504,7 @@ def start_memory(path: str) -> tuple[int, int]:
     """Bytes of a model's masters, and how far the anonymous memory of this process rose above what stays, while the model was
     sharded with all its state on disk."""
     from fullshard.model.presets import LlamaSize
-    from fullshard.on_torch.models import Llama
+    from fullshard.on_torch.model.built_in import Llama
 
     with torch.device("meta"):
         model = Llama(LlamaSize(dim=320, layers=12, heads=4, kv_heads=4, ffn=960, vocab=1024, sequence=64))

@@ -10,7 +10,7 @@ from torch import nn
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from tests.cpu import hugging_face, parity
 
 

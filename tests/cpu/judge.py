@@ -11,8 +11,8 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.verify import problems
 from fullshard.commands import checkpoint as commands
 from fullshard.data import TokenFile
-from fullshard.runs.prepare import checkpoint_dir_of
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.prepare.prepare import checkpoint_dir_of
+from fullshard.runs.recipe.recipe import load_recipe
 from tests.cpu.chaos import Attempt, row_digest, run_once
 
 ROWS = 4  # of a step

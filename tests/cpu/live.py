@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch import sharded_optimizer
-from fullshard.on_torch.batch_tree import leaves
-from fullshard.on_torch.kernels import one_pass_adam
-from fullshard.on_torch.private import WRAPPERS, clear_dtensor_cache, sole_owner
+from fullshard.on_torch.optimizers import one_pass_adam, sharded_optimizer
+from fullshard.on_torch.private.torch_internals import WRAPPERS, clear_dtensor_cache, sole_owner
+from fullshard.on_torch.tensors.batch_tree import leaves
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 
 aten = torch.ops.aten

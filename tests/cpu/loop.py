@@ -16,12 +16,12 @@ from fullshard import on_torch
 from fullshard.commands.train import Given, _prepare_together
 from fullshard.observe.profile.profile_files import write_profile
 from fullshard.on_torch import engine
-from fullshard.on_torch.loss import summed_loss
-from fullshard.on_torch.offload.kernels import cpu_adam
-from fullshard.runs.open_data import batches as make_batches
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
-from fullshard.runs.recipe_plan import make_optimizer
+from fullshard.on_torch.loss.losses import summed_loss
+from fullshard.on_torch.optimizers import cpu_adam
+from fullshard.runs.prepare.open_data import batches as make_batches
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.prepare.recipe_plan import make_optimizer
+from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run import execute
 from fullshard.runs.watchdog import Watchdog
 

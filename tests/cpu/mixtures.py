@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.weights import Weights
+from fullshard.on_torch.model.weights import Weights
 
 VOCAB, LENGTH = 40, 12
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")

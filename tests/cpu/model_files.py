@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run import execute
 
 VOCAB, LENGTH, ROWS, STEPS, LR, SEED = 256, 16, 8, 4, 0.1, 11

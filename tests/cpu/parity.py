@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 
 DEVICE = os.environ.get("FULLSHARD_TEST_DEVICE", "cpu")  # the GPU tests run the same code
 VOCAB, ROWS, LENGTH, STEPS, LR = 50, 16, 12, 4, 1e-4

@@ -4,10 +4,10 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.bench_engine import PeerRequest
+from fullshard.engine.bench_protocols import PeerRequest
 from fullshard.on_torch import bench_engine
 from fullshard.on_torch.engine import named_loss
-from fullshard.on_torch.ranks import rank_and_world
+from fullshard.on_torch.ranks.device_meshes import rank_and_world
 
 STEPS, ACCUMULATE = 4, 2
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.data.pack import pack
-from fullshard.runs.prepare import Prepared, prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.data.pack_tokens import pack
+from fullshard.runs.prepare.prepare import Prepared, prepare
+from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run import execute
 
 MODELS = """
-from fullshard.on_torch.models import GPT, Llama
+from fullshard.on_torch.model.built_in import GPT, Llama
 from fullshard.model.presets import GPTSize, LlamaSize
 
 def llama():

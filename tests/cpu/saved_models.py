@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.checkpoint.export import export
-from fullshard.on_torch.saving import gather_tensors, save_pretrained
-from fullshard.plan import Home
+from fullshard.checkpoint.other_formats.export import export
+from fullshard.on_torch.parallelize import save_pretrained
+from fullshard.on_torch.ranks import gather_tensors
+from fullshard.plan.plan import Home
 from tests.cpu import hugging_face, parity
 from tests.cpu.interop import whole
 

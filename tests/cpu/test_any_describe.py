@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.costs import evaluate
-from fullshard.planner.memory import peak
+from fullshard.planner.memory import peak_memory
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
 from fullshard.planner.time.timeline import timeline
@@ -203,7 +203,7 @@ def test_the_peak_is_that_of_the_engine_at_other_rows_too(name, monkeypatch):
     plans = [fs.zero3(found, devices=4, precision=BF16, batch=found.batch(4), remat=remat) for remat in ("none", "full")]
     measured = [live.run_step(build(name), plan, loss, 0, [batch(4)]).peak for plan in plans]
     _without_cuda(monkeypatch)
-    predicted = [_peak(peak.steady(plan, found, schedule(plan, found), slots=2)) for plan in plans]
+    predicted = [_peak(peak_memory.steady(plan, found, schedule(plan, found), slots=2)) for plan in plans]
     assert [abs(p - m) <= few for p, m in zip(predicted, measured, strict=True)] == [True, True], (predicted, measured)
 
 
@@ -279,7 +279,7 @@ def test_skipping_equal_blocks_changes_nothing(name, monkeypatch):
     whole = described(name)
     for remat in ("none", "selective", "full"):
         plan = fs.zero3(whole, devices=4, precision=BF16, remat=remat)
-        assert peak.predict(plan, skipped).allocated == peak.predict(plan, whole).allocated
+        assert peak_memory.predict(plan, skipped).allocated == peak_memory.predict(plan, whole).allocated
 
 
 def test_strategies_search_and_estimate():

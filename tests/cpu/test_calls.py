@@ -10,7 +10,7 @@ from torch.utils import checkpoint
 
 from fullshard import on_torch
 from fullshard.on_torch.measuring import host_time
-from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.parallelize.remat import apply_remat
 from fullshard.on_torch.tracing.trace import trace
 from fullshard.on_torch.tracing.trace_batch import token_batch
 

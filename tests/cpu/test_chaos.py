@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.verify import problems
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from tests.cpu.chaos import LEASE_PHASES, PHASES, RETENTION_PHASES, ROLLBACK_PHASES
 from tests.cpu.test_divergence import MODEL as FRAGILE
 from tests.cpu.test_divergence import plant

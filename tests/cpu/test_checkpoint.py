@@ -10,9 +10,9 @@ import pytest
 
 import fullshard as fs
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.background_writer import Background
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import checksum
-from fullshard.checkpoint.place import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.on_torch.saving.pending_copies import PendingCopies
 from tests.cpu import checkpoint

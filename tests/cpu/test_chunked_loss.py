@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.on_torch import chunked_cross_entropy
-from fullshard.on_torch.loss_chunks import BYTES_PER_LOGIT
+from fullshard.on_torch.loss.chunked_loss import BYTES_PER_LOGIT
 from tests.cpu import engine, parity
 from tests.cpu.parity import Case
 

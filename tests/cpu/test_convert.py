@@ -13,12 +13,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fullshard.checkpoint.export import export
-from fullshard.checkpoint.importing import import_weights
-from fullshard.checkpoint.place import Local
+from fullshard.base.errors import FullshardError
+from fullshard.checkpoint.directories import Local
+from fullshard.checkpoint.other_formats.export import export
+from fullshard.checkpoint.other_formats.import_weights import import_weights
 from fullshard.checkpoint.reader import open_checkpoint
 from fullshard.checkpoint.verify import problems
-from fullshard.errors import FullshardError
 from tests.cpu import checkpoint
 from tests.cpu.test_finetune import save_model
 
@@ -52,7 +52,7 @@ def test_hugging_face_in_and_out_is_byte_for_byte_the_same(tmp_path, ranks, dtyp
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path, ranks, monkeypatch):
     save_model(tmp_path / "model")
     ranks(2).run(checkpoint.from_hugging_face, str(tmp_path / "model"), str(tmp_path / "checkpoint_dir"))
-    monkeypatch.setattr("fullshard.checkpoint.export.FILE_BYTES", 100_000)
+    monkeypatch.setattr("fullshard.checkpoint.other_formats.export.FILE_BYTES", 100_000)
     export(str(tmp_path / "checkpoint_dir"), tmp_path / "out", "hf", dtype="bf16")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -97,7 +97,7 @@ def test_presets_become_llamas_of_transformers(tmp_path, ranks):
     with pytest.raises(FullshardError, match="give --config DIR"):
         export(str(place), tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
-    from fullshard.checkpoint.export import export_hugging_face
+    from fullshard.checkpoint.other_formats.export import export_hugging_face
 
     found = open_checkpoint(tmp_path / "checkpoint_dir")
     object.__setattr__(found.manifest, "recipe", {"model": {"name": "llama-nano"}})
@@ -221,7 +221,7 @@ def test_crafted_files_do_nothing_but_fail_with_a_sentence(tmp_path, kind):
 
 
 def pickle_of(storage: str = "0", shape: int = 2) -> bytes:
-    from fullshard.checkpoint.torch_pickles import pickled_text, state_dict_pickle
+    from fullshard.checkpoint.other_formats.torch_pickles import pickled_text, state_dict_pickle
 
     return state_dict_pickle([("w", "F32", (shape,))]).replace(pickled_text("0"), pickled_text(storage))
 
@@ -242,9 +242,9 @@ def test_export_takes_memory_for_one_tensor_not_for_the_model(tmp_path):
     code = f"""
 import resource, numpy as np
 from pathlib import Path
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.writer import TensorSource, write_checkpoint
-from fullshard.checkpoint.export import export
+from fullshard.checkpoint.other_formats.export import export
 make = lambda i: (lambda: np.full(2_000_000, i, '<f4').tobytes())
 sources = [TensorSource(f'model.w{{i}}', 'F32', (2_000_000,), make(i)) for i in range(40)]  # 320 MB
 write_checkpoint(Local(Path({str(tmp_path)!r})), sources, step=1)

@@ -3,7 +3,7 @@ failed or was skipped has left nothing. Held against runs that nothing disturbs,
 
 import pytest
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import copies
 from tests.cpu.homes import Case
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fullshard as fs
-from fullshard.on_torch.offload.kernels import cpu_adam
-from fullshard.on_torch.offload.kernels.adam import apply_rule, rule_of
-from fullshard.on_torch.offload.kernels.cpu_adam import OnePass
-from fullshard.on_torch.offload.stores.packing import pack, unpack
+from fullshard.on_torch.optimizers import cpu_adam
+from fullshard.on_torch.optimizers.adam_update import apply_rule, rule_of
+from fullshard.on_torch.optimizers.cpu_adam import OnePass
+from fullshard.on_torch.optimizers.packed_masters import pack, unpack
 
 COUNT, VECTORS = 4099, 4096  # torch rounds what is left over after its vectors in another order
 

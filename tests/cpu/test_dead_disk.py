@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli import app
-from fullshard.data.pack import pack
+from fullshard.commands.cli import app
+from fullshard.data.pack_tokens import pack
 from tests.cpu.dead_disk import library, surroundings
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from fullshard import FullshardError
-from fullshard.runs.disk_space import free_disk, refuse_full_disk
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import make_recipe
-from fullshard.text import bytes_text
+from fullshard.base.text import bytes_text
+from fullshard.runs.prepare.disk_space import free_disk, refuse_full_disk
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.recipe.recipe import make_recipe
 
 STATE = 12 * 70_553_706_496  # bytes of llama3-70b's masters and moments in fp32
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from tests.cpu import loop
 from tests.cpu.test_train import RECIPE, metrics
 
@@ -19,7 +19,7 @@ MODEL = """
 import json
 from pathlib import Path
 import torch
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from fullshard.model.presets import LlamaSize
 
 class Fragile(Llama):

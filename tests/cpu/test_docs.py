@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.plan import Plan
-from fullshard.runs.recipe import Recipe
+from fullshard.plan.plan import Plan
+from fullshard.runs.recipe.recipe import Recipe
 from tests.cpu.doc_blocks import FENCE, NOT_RUN, ROOT, SHELL, Block, blocks_of, commands_of, shows
 
 RUN = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]  # pages whose blocks are run

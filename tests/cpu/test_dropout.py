@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from tests.cpu import dropout, loop
 from tests.cpu.test_train import RECIPE, metrics
 

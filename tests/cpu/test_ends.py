@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from tests.cpu.ends import compare, dies_while_comparing, prepare_together
 from tests.cpu.ranks import Ranks
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
@@ -121,7 +121,8 @@ def test_a_disagreement_ends_a_real_run_in_seconds(here):
     script = here / "told.py"
     own = "['optim.lr=2e-3'] if os.environ['RANK'] == '1' else []"
     script.write_text(
-        f"import os, sys\nfrom fullshard import cli\nsys.argv = ['fullshard', 'train', 'recipe.toml', *({own})]\ncli.main()"
+        "import os, sys\nfrom fullshard.commands import cli\n"
+        f"sys.argv = ['fullshard', 'train', 'recipe.toml', *({own})]\ncli.main()"
     )
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(line, cwd=here, env=environment(), capture_output=True, text=True, timeout=200, check=False)
@@ -239,7 +240,7 @@ def test_torchrun_restarts_ranks_on_the_first_try(here, turn):
         sys.executable,
         *launcher,
         "-m",
-        "fullshard.cli",
+        "fullshard",
         "--",
         "train",
         "recipe.toml",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fullshard as fs
 from fullshard import FullshardError, on_torch
 from fullshard.model.costs import ANY_ROWS
-from fullshard.planner.memory import peak
+from fullshard.planner.memory import peak_memory
 from fullshard.planner.step.schedule import schedule
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, LOSSES, _fresh, _peak, _without_cuda  # noqa: F401 (a fixture)
@@ -56,7 +56,7 @@ def off(build, remat: str, loss: str, monkeypatch) -> int:
     plan = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat=remat)
     measured = live.run_step(build(), plan, LOSSES[loss], VOCAB)
     _without_cuda(monkeypatch)
-    return _peak(peak.steady(plan, found, schedule(plan, found, loss=loss), slots=2)) - measured.peak
+    return _peak(peak_memory.steady(plan, found, schedule(plan, found, loss=loss), slots=2)) - measured.peak
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

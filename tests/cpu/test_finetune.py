@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
-from fullshard.runs.lr_schedule import factor
+from fullshard.data.pack_tokens import pack
+from fullshard.runs.recipe.lr_schedule import factor
 from tests.cpu import finetune
 from tests.cpu.test_train import metrics, train
 
@@ -203,7 +203,7 @@ def test_damaged_or_other_weights_are_refused(here, tmp_path, ranks, kind):
 
 def test_flops_are_the_fields_own_count(here):
     from fullshard.on_torch import load_model
-    from fullshard.on_torch.tracing.flops import flops_per_token
+    from fullshard.on_torch.measuring.flops import flops_per_token
 
     model = load_model("llama3-8b")
     table = 128_256 * 4096

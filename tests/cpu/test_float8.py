@@ -11,10 +11,10 @@ pytest.importorskip("torchao", reason="float8 is torchao's: make test-float8")
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.data.pack import pack
-from fullshard.on_torch.float8 import EMULATED, refuse_float8_device
-from fullshard.on_torch.private import options_without_saved
-from fullshard.on_torch.refuse import refuse
+from fullshard.data.pack_tokens import pack
+from fullshard.on_torch.parallelize.float8 import EMULATED, refuse_float8_device
+from fullshard.on_torch.parallelize.refuse import refuse
+from fullshard.on_torch.private.torch_internals import options_without_saved
 from tests.cpu import float8, mixtures, parity
 
 KINDS = ["tensorwise", "rowwise"]

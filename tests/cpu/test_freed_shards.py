@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import freed_shards
 from tests.cpu.homes import Case
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.verify import problems
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.runs.json_lines import Lines
 from fullshard.runs.metrics import Metrics, rewind
 from tests.cpu import loop

@@ -10,7 +10,7 @@ from torch import nn
 from fullshard import on_torch
 from fullshard.model.costs import Costs, Op, evaluate
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch.models.llama import Llama
+from fullshard.on_torch.model.built_in.llama import Llama
 
 ROWS, TOKENS, DIM, KV, FFN = 2, 128, 256, 128, 768
 SIZE = LlamaSize(dim=DIM, layers=4, heads=4, kv_heads=2, ffn=FFN, vocab=64, sequence=TOKENS)

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from fullshard import FullshardError
-from fullshard.on_torch import hf_config, load_model
+from fullshard.on_torch import load_model
+from fullshard.on_torch.model import hf_config
 
 pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import pytest
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from fullshard.planner.step.schedule import schedule
 from tests.cpu import homes
 from tests.cpu.homes import Case

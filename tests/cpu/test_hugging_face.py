@@ -5,7 +5,7 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 from tests.cpu import hugging_face
 from tests.cpu.parity import Case
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from fullshard.checkpoint.importing import import_weights
-from fullshard.checkpoint.place import Local
+from fullshard.base.errors import FullshardError
+from fullshard.checkpoint.directories import Local
+from fullshard.checkpoint.other_formats.import_weights import import_weights
 from fullshard.checkpoint.reader import open_checkpoint
-from fullshard.errors import FullshardError
 from tests.cpu.test_convert import deepspeed
 from tests.fuzz import torch_files
 
@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_a_tensor_is_found(tmp_path, kind):
 
 
 def test_a_file_without_checksums_is_imported_and_said(tmp_path, capsys, monkeypatch):
-    from fullshard.cli import main
+    from fullshard.commands.cli import main
 
     torch.serialization.set_crc32_options(False)
     try:

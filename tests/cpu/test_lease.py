@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from fullshard import FullshardError
 from fullshard.checkpoint import commit, lease
+from fullshard.checkpoint.directories import Local, open_place
 from fullshard.checkpoint.lease import Lease, LeaseLostError, read_leases, take_lease
-from fullshard.checkpoint.place import Local, open_place
 from fullshard.checkpoint.verify import problems
-from fullshard.cli import app
-from fullshard.data.pack import pack
+from fullshard.commands.cli import app
+from fullshard.data.pack_tokens import pack
 from tests.cpu import checkpoint
 from tests.cpu.test_full_disk import Training, steps
 from tests.cpu.test_s3 import checkpoint_dir, s3  # noqa: F401
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from fullshard.checkpoint import lease
-from fullshard.checkpoint.place import open_place
+from fullshard.checkpoint.directories import open_place
 from fullshard import FullshardError
 lease.DYING = float(sys.argv[2])
 place = open_place(sys.argv[1])
@@ -174,7 +174,7 @@ def test_half_a_lease_is_no_lease(tmp_path, quick):
 
 
 def test_a_store_without_conditions_has_one_winner_too(monkeypatch):
-    module = importlib.import_module("fullshard.checkpoint.place")
+    module = importlib.import_module("fullshard.checkpoint.directories")
     monkeypatch.setattr(module, "SETTLING", 0.5)
     import fsspec
 

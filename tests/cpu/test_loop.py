@@ -10,11 +10,11 @@ import torch
 import fullshard as fs
 from fullshard import FullshardError
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
-from fullshard.data.pack import pack
+from fullshard.checkpoint.directories import Local
+from fullshard.data.pack_tokens import pack
 from fullshard.on_torch import initialize, load_model, summed_loss
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run_directory import refuse_run
 from tests.cpu import loop
 from tests.cpu.test_train import MODEL, RECIPE, metrics

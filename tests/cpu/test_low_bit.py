@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.kernels.moment_codes import NEAREST, RANDOM, ElementRange, MomentFormat, round_to_bf16
-from fullshard.plan import Home, Precision
+from fullshard.on_torch.optimizers.moment_codes import NEAREST, RANDOM, ElementRange, MomentFormat, round_to_bf16
+from fullshard.plan.plan import Home, Precision
 from tests.cpu import homes, low_bit
 from tests.cpu.homes import Case
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fullshard import on_torch
-from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.base.errors import FullshardError
 from fullshard.cluster.measured import MeasuredGemm
-from fullshard.errors import FullshardError
+from fullshard.cluster.topology import Cluster, Measured
 from fullshard.on_torch.measuring import timings
-from fullshard.on_torch.measuring.device_presets import device_preset, local_cluster, measured_cluster
 from fullshard.on_torch.measuring.measure import fit
+from fullshard.on_torch.ranks.device_presets import device_preset, local_cluster, measured_cluster
 
 TIMED_ON_CPU = (
     "memory",

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.runs.migrate.config_kinds import migrate
 from tests.cpu import recipes
 from tests.pure.migrations import FILES

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fullshard.checkpoint.export import export
+from fullshard.checkpoint.other_formats.export import export
 from tests.cpu import mixtures
 
 

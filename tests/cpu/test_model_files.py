@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import fullshard as fs
 from fullshard import FullshardError, on_torch
-from fullshard.cli import app
-from fullshard.data.pack import pack
-from fullshard.on_torch.model_call import logits, set_call
-from fullshard.runs.recipe import make_recipe
+from fullshard.commands.cli import app
+from fullshard.data.pack_tokens import pack
+from fullshard.on_torch.model.model_call import logits, set_call
+from fullshard.runs.recipe.recipe import make_recipe
 from tests.cpu import model_files
 from tests.cpu.model_files import FILE, KINDS, LENGTH, SEED, VOCAB
 from tests.cpu.test_train import metrics

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard import FullshardError, on_torch
-from fullshard.checkpoint.export import export
-from fullshard.on_torch.batch_checks import objective_fault
+from fullshard.checkpoint.other_formats.export import export
+from fullshard.on_torch.loss.batch_checks import objective_fault
 from tests.cpu import objectives
 
 OTHERS = [kind for kind in objectives.KINDS if kind != "LlamaForCausalLM"]
@@ -181,7 +181,7 @@ class Refusals:
 
 @pytest.mark.parametrize(("key", "value"), [("problem_type", "regression"), ("num_labels", 1)])
 def test_models_of_numbers_are_no_classifiers(key, value):
-    from fullshard.on_torch.batch_checks import first_batch_fault
+    from fullshard.on_torch.loss.batch_checks import first_batch_fault
 
     kind = "BertForSequenceClassification"
     model = objectives.build(kind)
@@ -192,8 +192,8 @@ def test_models_of_numbers_are_no_classifiers(key, value):
 
 
 def test_a_run_on_next_tokens_refuses_other_models(tmp_path):
-    from fullshard.runs.prepare import prepare
-    from fullshard.runs.recipe import Recipe
+    from fullshard.runs.prepare.prepare import prepare
+    from fullshard.runs.recipe.recipe import Recipe
 
     objectives.save("BertForMaskedLM", tmp_path)
     recipe = {"model": {"name": str(tmp_path)}, "data": {"path": "none", "sequence": 8}, "optim": {"lr": 1e-3}}

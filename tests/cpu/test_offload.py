@@ -10,10 +10,10 @@ import torch
 
 import fullshard as fs
 from fullshard import Home, on_torch
-from fullshard.on_torch.offload.events import DONE
 from fullshard.on_torch.offload.stores.disk_state import StateFile
-from fullshard.on_torch.offload.units import Piece, offloaded_units
-from fullshard.planner.memory.peak import predict
+from fullshard.on_torch.offload.units.offloaded_unit import Piece, offloaded_units
+from fullshard.on_torch.tensors.streams import DONE
+from fullshard.planner.memory.peak_memory import predict
 from tests.cpu import live
 from tests.cpu.test_planner import BF16, ROWS, TOKENS, VOCAB, build, description
 

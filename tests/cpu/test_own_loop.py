@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 import fullshard as fs
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import own_loop
 from tests.cpu.homes import Case
 

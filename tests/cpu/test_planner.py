@@ -10,14 +10,15 @@ from peft import LoraConfig, get_peft_model
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.model import kernel_workspace
+from fullshard.model import kernel_workspaces
 from fullshard.model.costs import evaluate
 from fullshard.model.presets import LlamaSize
-from fullshard.on_torch import loss_chunks
-from fullshard.on_torch.models import Llama
-from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.loss import chunked_loss
+from fullshard.on_torch.model.built_in import Llama
+from fullshard.on_torch.parallelize.remat import apply_remat
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
-from fullshard.planner.memory import peak, section_events, tape
+from fullshard.planner.memory import allocation_tape as tape
+from fullshard.planner.memory import peak_memory, section_events
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, SPLIT_CHUNK_BYTES, schedule
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import live
@@ -110,7 +111,7 @@ def test_the_peak_is_that_of_the_storages_alive(name, loss, monkeypatch):
     _without_cuda(monkeypatch)
     kind, wanted = case(name)
     operations = schedule(wanted, description(kind), loss=loss)
-    tape = peak.steady(wanted, description(kind), operations, slots=2)
+    tape = peak_memory.steady(wanted, description(kind), operations, slots=2)
     assert abs(_peak(tape) - ran(name, loss).peak) <= 64  # bytes: counters and factors of the step itself
 
 
@@ -120,9 +121,9 @@ def _peak(tape: tape.Tape) -> int:
 
 def _without_cuda(monkeypatch) -> None:
     """CPU kernels have other temporaries, or none."""
-    for rule in kernel_workspace.WORKSPACES:
-        monkeypatch.setitem(kernel_workspace.WORKSPACES, rule, lambda *_: ())
-    monkeypatch.setitem(kernel_workspace.WORKSPACES, "chunk_cat", lambda *_: (0,))
+    for rule in kernel_workspaces.WORKSPACES:
+        monkeypatch.setitem(kernel_workspaces.WORKSPACES, rule, lambda *_: ())
+    monkeypatch.setitem(kernel_workspaces.WORKSPACES, "chunk_cat", lambda *_: (0,))
     section_events.sized_events.cache_clear()
 
 
@@ -184,8 +185,8 @@ def test_a_compiled_block_keeps_no_product_that_backward_never_reads():
 
 
 def test_chunks_are_cut_as_the_engine_cuts_them():
-    assert (CHUNK_BUDGET, CHUNK_TILE) == (loss_chunks.BUDGET, loss_chunks.TILE)
-    assert (CHUNK_BYTES, SPLIT_CHUNK_BYTES) == (loss_chunks.BYTES_PER_LOGIT, loss_chunks.BYTES_PER_SPLIT_LOGIT)
+    assert (CHUNK_BUDGET, CHUNK_TILE) == (chunked_loss.BUDGET, chunked_loss.TILE)
+    assert (CHUNK_BYTES, SPLIT_CHUNK_BYTES) == (chunked_loss.BYTES_PER_LOGIT, chunked_loss.BYTES_PER_SPLIT_LOGIT)
 
 
 @pytest.mark.full
@@ -194,7 +195,7 @@ def test_blocks_that_stood_aside_cost_what_blocks_cost(monkeypatch):
     wanted = fs.zero3(found, devices=4, precision=BF16, batch=fs.Batch(ROWS, TOKENS), remat="full", remat_every=2)
     measured = live.run_step(build("plain", layers=6), wanted, on_torch.chunked_loss, VOCAB)
     _without_cuda(monkeypatch)
-    tape = peak.steady(wanted, found, schedule(wanted, found, loss="chunked"), slots=2)
+    tape = peak_memory.steady(wanted, found, schedule(wanted, found, loss="chunked"), slots=2)
     assert abs(_peak(tape) - measured.peak) <= 64
 
 

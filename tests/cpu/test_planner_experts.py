@@ -8,10 +8,10 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.model import kernel_workspace
+from fullshard.model import kernel_workspaces
 from fullshard.model.costs import AXIS_COLLECTIVES, evaluate
-from fullshard.on_torch import experts
-from fullshard.planner.memory import peak, section_events
+from fullshard.on_torch.parallelize import experts
+from fullshard.planner.memory import peak_memory, section_events
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.collectives import collective_seconds
 from tests.cpu import live
@@ -76,12 +76,12 @@ def test_the_schedule_issues_the_collectives_that_the_engine_issues(expert, rema
 
 @pytest.mark.parametrize(("expert", "remat"), [(1, "none"), (2, "none"), (2, "full"), (4, "none")])
 def test_the_peak_is_that_of_the_storages_alive(expert, remat, monkeypatch):
-    for rule in kernel_workspace.WORKSPACES:
-        monkeypatch.setitem(kernel_workspace.WORKSPACES, rule, lambda *_: ())
-    monkeypatch.setitem(kernel_workspace.WORKSPACES, "chunk_cat", lambda *_: (0,))
+    for rule in kernel_workspaces.WORKSPACES:
+        monkeypatch.setitem(kernel_workspaces.WORKSPACES, rule, lambda *_: ())
+    monkeypatch.setitem(kernel_workspaces.WORKSPACES, "chunk_cat", lambda *_: (0,))
     section_events.sized_events.cache_clear()
     wanted = plan(expert, remat=remat)
-    tape = peak.steady(wanted, description(), schedule(wanted, description(), loss="plain"), slots=2)
+    tape = peak_memory.steady(wanted, description(), schedule(wanted, description(), loss="plain"), slots=2)
     found = max(accumulate(d if term != "workspace" else 0 for d, term in zip(tape.deltas, tape.terms, strict=True)))
     section_events.sized_events.cache_clear()
     want = ran(wanted, monkeypatch).peak

@@ -11,9 +11,9 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.model.costs import AXIS_COLLECTIVES, evaluate
 from fullshard.model.presets import GPTSize, LlamaSize
-from fullshard.on_torch.models import GPT, Llama
-from fullshard.planner.memory import peak, section_events
-from fullshard.planner.search.space import PlanRequest, strategies
+from fullshard.on_torch.model.built_in import GPT, Llama
+from fullshard.planner.memory import peak_memory, section_events
+from fullshard.planner.search.plan_space import PlanRequest, strategies
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
@@ -73,7 +73,7 @@ def test_collectives_and_the_peak_are_those_of_the_engine(name, monkeypatch):
     assert sent.total == pytest.approx(sum(sent_bytes(*c) for c in ran.collectives))
     assert sent.axis > 0
     _without_cuda(monkeypatch)
-    tape = peak.steady(wanted, description(vocab), operations, slots=2)
+    tape = peak_memory.steady(wanted, description(vocab), operations, slots=2)
     assert abs(_peak(tape) - ran.peak) <= 64  # bytes: counters and factors of the step itself
 
 
@@ -88,7 +88,7 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
     rows = 16 + 8 + 8 + 22 + 22  # of queries, keys, values, gate and up on a rank of the tensor axis
     block = (rows * 32 + 32 * 16 + 32 * 22) // 2  # and half of them by FSDP
     norms, tables = 7 * 32 // 2, 2 * 13 * 32  # norms are whole on the tensor axis; 25 rows of a vocabulary are 13 and 12
-    assert peak.at_rest(wanted, description(50), 2)["device"]["params"] == 4 * (3 * block + norms + tables)
+    assert peak_memory.at_rest(wanted, description(50), 2)["device"]["params"] == 4 * (3 * block + norms + tables)
     cluster = fs.Cluster.load("4xh100")
     found = timeline(wanted, description(50), cluster, loss="plain")
     assert found.busy["tensor"] > 0

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.runs.prediction_check import FIRST, LAST, ThisHost, Verdict
-from fullshard.runs.prepare import Prepared, prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.prepare.prepare import Prepared, prepare
+from fullshard.runs.recipe.recipe import load_recipe
 
 RECIPE = """
 model.name = "llama-125m"

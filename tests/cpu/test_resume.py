@@ -9,10 +9,10 @@ import pytest
 
 from fullshard import FullshardError, Plan
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.verify import problems
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.model import presets
 from fullshard.runs.resuming import resumable
 from tests.command import fullshard_here

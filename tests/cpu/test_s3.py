@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import open_place
+from fullshard.checkpoint.directories import open_place
 from fullshard.checkpoint.verify import problems
-from fullshard.cli import main
-from fullshard.data.pack import pack
+from fullshard.commands.cli import main
+from fullshard.data.pack_tokens import pack
 from tests.cpu import loop
 from tests.cpu.chaos import STORE_PHASES
 from tests.cpu.test_chaos import carry_out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import saved_models
 from tests.cpu.saved_models import Case
 

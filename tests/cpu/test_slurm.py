@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.pack import pack
-from fullshard.slurm import PORTS, adopt_slurm, first_host
+from fullshard.data.pack_tokens import pack
+from fullshard.ranks.slurm import PORTS, adopt_slurm, first_host
 from tests.cpu.slurm import free_ports, slurm  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from fullshard.model.presets import LlamaSize
 
 def make():
@@ -56,7 +56,7 @@ def own(here) -> list[float]:
 
 
 def cli(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", *arguments]
+    return [sys.executable, "-m", "fullshard", "train", "recipe.toml", *arguments]
 
 
 def options(here: Path, extra: dict[str, str] | None = None) -> dict:
@@ -198,7 +198,7 @@ def test_two_launchers_are_two_machines(here, own):
 
     def launch(node: int) -> subprocess.Popen:
         where = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        target = ["-m", "--", "fullshard.cli", "train", "recipe.toml", "plan.strategy=hybrid", "plan.replicate=2", "--run", "two"]
+        target = ["-m", "--", "fullshard", "train", "recipe.toml", "plan.strategy=hybrid", "plan.replicate=2", "--run", "two"]
         line = [sys.executable, "-m", "torch.distributed.run", *where, *target]
         return subprocess.Popen(line, **given, stderr=subprocess.PIPE)
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import FullshardError
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.data import Order, SampleBatches, SampleRules, StreamBatches
 from fullshard.on_torch import describe, initialize, load_model, loss_of
-from fullshard.on_torch.loader import AheadLoader, collate, seeded
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import Recipe, load_recipe
+from fullshard.on_torch.step.batch_loader import AheadLoader, collate, seeded
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.recipe.recipe import Recipe, load_recipe
 from tests.cpu import loop, recipes
 from tests.cpu.test_resume import forget
 from tests.cpu.test_train import metrics, start, wait_until

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.direct_io import aligned
-from fullshard.errors import FullshardError
-from fullshard.storage.disk import PART, DiskFile
+from fullshard.base.direct_io import aligned
+from fullshard.base.errors import FullshardError
+from fullshard.storage.disk_file import PART, DiskFile
 from fullshard.storage.disk_speed import Rates, disk_rates, no_disk, verdict
-from fullshard.storage.host import Arena, bytes_of, room
 from fullshard.storage.memory_limits import own_groups
+from fullshard.storage.pinned_arena import Arena, bytes_of, room
 
 MiB, PAGE = 1 << 20, 4096
 SHM = Path("/dev/shm")
@@ -256,8 +256,8 @@ def test_a_request_that_no_disk_takes_is_refused_on_every_file_system(directory,
 
 KILLED = """
 import sys, time
-from fullshard.direct_io import aligned
-from fullshard.storage.disk import DiskFile
+from fullshard.base.direct_io import aligned
+from fullshard.storage.disk_file import DiskFile
 file = DiskFile(sys.argv[1], "moments", 64 << 20)
 file.write(0, aligned(64 << 20)).result()
 print("written", flush=True)

@@ -94,7 +94,7 @@ def test_nothing_half_written_is_left(model):
 def test_a_kept_description_plans_without_torch(model):
     describe_costs(model, 32, "bf16")
     code = (
-        "import sys\nfrom fullshard.cli import app\n"
+        "import sys\nfrom fullshard.commands.cli import app\n"
         f"app(['plan', {model!r}, '--cluster', '8xh100', '--sequence', '32'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from fullshard import FullshardError, Plan
-from fullshard import optimizer as optimizers
 from fullshard.data import Batches, TokenFile
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.on_torch import describe, initialize, load_model
-from fullshard.runs.lr_schedule import factor
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
-from fullshard.runs.recipe_plan import make_optimizer
-from fullshard.strategies import zero3
+from fullshard.plan import optimizer as optimizers
+from fullshard.planner.strategies import zero3
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.prepare.recipe_plan import make_optimizer
+from fullshard.runs.recipe.lr_schedule import factor
+from fullshard.runs.recipe.recipe import load_recipe
 from tests.command import fullshard_here
 
 MODEL = """
-from fullshard.on_torch.models import Llama
+from fullshard.on_torch.model.built_in import Llama
 from fullshard.model.presets import LlamaSize
 
 def make():
@@ -62,7 +62,7 @@ def here(tmp_path_factory) -> Path:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "fullshard.cli", *arguments]
+    return [sys.executable, "-m", "fullshard", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_the_same_losses_at_every_world_size_and_by_hand(here, ranks, options):
 
 @pytest.mark.full
 def test_evaluation_and_an_outer_torchrun(here):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fullshard.cli")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fullshard")
     # torchrun would take --run for an option of its own: the directory is the default
     done = train(here, "data.valid=valid", "eval.every=3", "eval.batches=2", launcher=torchrun)
     assert done.returncode == 0, done.stderr

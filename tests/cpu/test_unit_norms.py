@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import unit_norms
 
 full = pytest.mark.full

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fullshard import FullshardError
-from fullshard.on_torch.offload.kernels import cpu_adam
-from fullshard.on_torch.offload.kernels.adam import Rule
-from fullshard.on_torch.offload.updates import gpu
-from fullshard.plan import Home
+from fullshard.on_torch.offload.updates import gpu_lane
+from fullshard.on_torch.optimizers import cpu_adam
+from fullshard.on_torch.optimizers.adam_update import Rule
+from fullshard.plan.plan import Home
 from tests.cpu import homes
 from tests.cpu.homes import Case
 
@@ -59,23 +59,23 @@ def test_a_state_says_which_kernels_update_it(ranks, tmp_path):
 )
 def test_without_triton_torchs_kernels_do_it_and_say_why(monkeypatch, error, said):
     plant(monkeypatch, error)
-    assert gpu.find_kernel.__wrapped__(CUDA, ADAMW)[0] is None
-    assert said in gpu.find_kernel.__wrapped__(CUDA, ADAMW)[1]
+    assert gpu_lane.find_kernel.__wrapped__(CUDA, ADAMW)[0] is None
+    assert said in gpu_lane.find_kernel.__wrapped__(CUDA, ADAMW)[1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: invalid argument"), KeyError("float32"), AssertionError()])
 def test_a_fault_of_the_kernel_is_no_missing_compiler(monkeypatch, error):
     plant(monkeypatch, error)
     with pytest.raises(FullshardError, match="fails on this GPU") as caught:
-        gpu.find_kernel.__wrapped__(CUDA, ADAMW)
+        gpu_lane.find_kernel.__wrapped__(CUDA, ADAMW)
     assert "\n" not in str(caught.value)
 
 
 def plant(monkeypatch, error: Exception | None) -> None:
     """A kernel whose trial ends so: without a GPU there is no other."""
-    import fullshard.on_torch.offload.kernels as package
+    import fullshard.on_torch.optimizers as package
 
-    module = ModuleType("fullshard.on_torch.offload.kernels.triton_adam")
+    module = ModuleType("fullshard.on_torch.optimizers.triton_adam")
 
     def agrees(rule: Rule, device: torch.device) -> bool:
         if error is not None:

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from fullshard.on_torch.offload.updates.threads import WorkerThreads
+from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 
 
 def shared(workers, call, parts):

@@ -5,10 +5,9 @@ import torch
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.errors import FullshardError
-from fullshard.on_torch import sharded_optimizer
-from fullshard.on_torch.fsdp_groups import GatherGroup
-from fullshard.on_torch.kernels import one_pass_adam
+from fullshard.base.errors import FullshardError
+from fullshard.on_torch.optimizers import one_pass_adam, sharded_optimizer
+from fullshard.on_torch.private.fsdp_groups import GatherGroup
 
 CASES = [
     ("zero3", fs.Batch(2, 32), fs.Precision("bf16")),

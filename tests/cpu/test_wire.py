@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard as fs
 from benchmarks.wire_loss import demo_losses, simulated_losses
 from fullshard import on_torch
-from fullshard.data.pack import pack
-from fullshard.on_torch.block_quantization import BlockFormat, ErrorMeter
-from fullshard.on_torch.kernels import selection
-from fullshard.on_torch.kernels.message_kernel import find_messages
+from fullshard.data.pack_tokens import pack
+from fullshard.on_torch.communication.block_quantization import BlockFormat, ErrorMeter
+from fullshard.on_torch.communication.message_kernel import find_messages
+from fullshard.on_torch.parallelize import kernel_report
 from fullshard.planner.step.quantized_wire import Quantization
 from tests.cpu import live, recipes, wire
 
@@ -48,7 +48,7 @@ def largest(tensor: torch.Tensor, block: int) -> torch.Tensor:
 @pytest.mark.parametrize("elements", [1, 255, 256, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_within_the_bound(elements, dtype, monkeypatch):
-    monkeypatch.setattr("fullshard.on_torch.block_quantization.SLICE", 700)  # in several slices
+    monkeypatch.setattr("fullshard.on_torch.communication.block_quantization.SLICE", 700)  # in several slices
     for code, bound in (
         ("int8", lambda x, top: top / 127 / 2),
         ("fp8", lambda x, top: torch.maximum(x.abs() / 16, top / 448 / 1024)),
@@ -168,20 +168,20 @@ def test_the_planner_counts_the_bytes_of_torchs_passes(code, dtype):
 )
 def test_the_log_says_which_kernel_packs(monkeypatch, trial, said):
     """With a kernel whose trial ends so: without a GPU there is no other. Both formats must pass."""
-    planted = ModuleType("fullshard.on_torch.kernels.triton_messages")
+    planted = ModuleType("fullshard.on_torch.communication.triton_messages")
     planted.gives_torchs_bits = trial
     monkeypatch.setitem(sys.modules, planted.__name__, planted)
-    monkeypatch.setattr("fullshard.on_torch.kernels.triton_messages", planted, raising=False)
+    monkeypatch.setattr("fullshard.on_torch.communication.triton_messages", planted, raising=False)
     find_messages.cache_clear()
-    monkeypatch.setattr(selection, "find_softmax", lambda: (None, "not tried"))  # needs a GPU
+    monkeypatch.setattr(kernel_report, "find_softmax", lambda: (None, "not tried"))  # needs a GPU
     planned = lambda wire: fs.zero3(fs.presets.describe("llama-nano"), devices=2, wire=wire)
-    kernels = lambda wire: selection.step_kernels(torch.device("cuda"), None, planned(wire))
+    kernels = lambda wire: kernel_report.step_kernels(torch.device("cuda"), None, planned(wire))
     assert kernels(fs.Wire("int8", "fp8"))["wire"] == said
     find_messages.cache_clear()
     large = kernels(fs.Wire("int8", block=16_385))["wire"]
     assert large == "torch (Triton's kernel is for blocks of at most 16,384 elements)"
     assert "wire" not in kernels(fs.Wire())
-    assert selection.step_kernels(torch.device("cpu"), None, planned(INT8)) == {}
+    assert kernel_report.step_kernels(torch.device("cpu"), None, planned(INT8)) == {}
 
 
 # -- bytes --------------------------------------------------------------------------------------------

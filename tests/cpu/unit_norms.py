@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu.parity import DEVICE, LENGTH, LR, ROWS, build, checked, data
 
 

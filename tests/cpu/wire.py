@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.model import presets
-from fullshard.on_torch.collective_memory import use_memory
-from fullshard.on_torch.fsdp_groups import gather_group
+from fullshard.on_torch.communication.collective_memory import use_memory
+from fullshard.on_torch.private.fsdp_groups import gather_group
 from fullshard.planner.wire_bytes import sent_bytes, wire_bytes
 from tests.cpu import recipes
 

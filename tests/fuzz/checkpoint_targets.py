@@ -15,13 +15,13 @@ from random import Random
 import numpy as np
 import typer
 
-from fullshard.checkpoint.importing import import_weights
+from fullshard.base.errors import FullshardError
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, checksum
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.other_formats.import_weights import import_weights
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.checkpoint.writer import TensorSource, write_checkpoint
 from fullshard.commands import checkpoint as commands
-from fullshard.errors import FullshardError
 from tests.fuzz import hostile, torch_files
 from tests.fuzz.harness import Target
 

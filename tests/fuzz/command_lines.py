@@ -11,11 +11,11 @@ from typing import Any
 
 import typer
 
-from fullshard.cli import app, refusal, refuse_arguments
+from fullshard.base.errors import FullshardError
+from fullshard.commands.cli import app, refusal, refuse_arguments
 from fullshard.data import TokenWriter
-from fullshard.errors import FullshardError
 from fullshard.model import presets
-from fullshard.strategies import zero3
+from fullshard.planner.strategies import zero3
 from tests.fuzz import mutate
 from tests.fuzz.harness import Target
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 
 CPU_LIMIT = 10  # seconds of CPU time per case, so that a loaded machine is no finding
 CLOCK_LIMIT = 120  # seconds of wall-clock time per case, for one that waits

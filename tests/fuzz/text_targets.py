@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from fullshard import Cluster, Home, Plan
-from fullshard.cluster.cluster import NOMINAL
+from fullshard.base.errors import FullshardError
+from fullshard.cluster.topology import NOMINAL
 from fullshard.data import Batches, TokenFile, TokenWriter
 from fullshard.data import templates as chat_templates
 from fullshard.data.chat import conversation
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.data.templates import Template
-from fullshard.errors import FullshardError
 from fullshard.model import presets
-from fullshard.runs.recipe import load_recipe
-from fullshard.strategies import zero3
+from fullshard.planner.strategies import zero3
+from fullshard.runs.recipe.recipe import load_recipe
 from tests.fuzz import mutate
 from tests.fuzz.command_lines import COMMAND_LINES
 from tests.fuzz.harness import Target
@@ -308,7 +308,7 @@ def configs() -> list[dict[str, Any]]:
     import transformers
     from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
-    from fullshard.on_torch import hf_config
+    from fullshard.on_torch.model import hf_config
 
     hf_config.MAX_MODULES = 400
     transformers.logging.set_verbosity_error()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from fullshard import on_torch
-    from fullshard.plan import Home
+    from fullshard.plan.plan import Home
     from tests.cpu import copies, homes
     from tests.cpu.homes import Case
     from tests.cpu.ranks import Ranks

@@ -26,7 +26,7 @@ def ranks():
 
 def make_plan(kind: str | None, devices: int = 1, make=fs.zero3, **more):
     from fullshard import on_torch
-    from fullshard.on_torch.models import Llama
+    from fullshard.on_torch.model.built_in import Llama
 
     with torch.device("meta"):
         model = Llama(SIZE)
@@ -104,8 +104,8 @@ def as_one_of_eight(kind: str | None, make: str, remat: str) -> tuple[int, int, 
     import torch.distributed as dist
 
     from fullshard import on_torch
-    from fullshard.on_torch.private import fake_ranks
-    from fullshard.planner.memory.peak import predict
+    from fullshard.on_torch.private.torch_internals import fake_ranks
+    from fullshard.planner.memory.peak_memory import predict
 
     dist.destroy_process_group()
     with fake_ranks(8):

@@ -31,7 +31,7 @@ def step(state, i):
 def test_reading_a_freed_parameter_is_a_sentence_and_leaves_the_device_usable():
     """An illegal address would end every later call on the device."""
     import fullshard as fs
-    from fullshard.errors import FullshardError
+    from fullshard.base.errors import FullshardError
 
     (state, losses), (plain, expected) = trained(fs.Home("host", "host")), trained(fs.Home())
     p = state.model.get_parameter(NAME)

@@ -23,10 +23,10 @@ def precisions():
 @pytest.mark.parametrize("which", range(5))
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_the_kernel_gives_the_bits_of_torchs(kind, which):
-    from fullshard.on_torch.dtypes import PLAN_DTYPES
-    from fullshard.on_torch.kernels.low_bit_update import LowBitRule
-    from fullshard.on_torch.kernels.triton_low_bit import gives_torchs_bits
-    from fullshard.on_torch.offload.kernels.adam import Rule
+    from fullshard.on_torch.optimizers.adam_update import Rule
+    from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
+    from fullshard.on_torch.optimizers.triton_low_bit import gives_torchs_bits
+    from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 
     precision = precisions()[which]
     how = LowBitRule.of(precision, Rule(kind, ("exp_avg", "exp_avg_sq")))
@@ -35,7 +35,7 @@ def test_the_kernel_gives_the_bits_of_torchs(kind, which):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_those_of_the_cpu(signed):
-    from fullshard.on_torch.kernels.moment_codes import ElementRange, MomentFormat
+    from fullshard.on_torch.optimizers.moment_codes import ElementRange, MomentFormat
 
     moments, count = MomentFormat("int8"), 10_000
     values = torch.randn(count, generator=torch.Generator().manual_seed(0)) * torch.logspace(-12, 3, count)
@@ -79,7 +79,7 @@ def plan_of(precision, home=None):
 @pytest.mark.parametrize("which", range(5))
 def test_host_memory_trains_as_the_device_does(which):
     """Streamed pieces are updated by the same kernel. Those of the CPU are within rounding, and one step of a code."""
-    from fullshard.plan import Home
+    from fullshard.plan.plan import Home
 
     precision = precisions()[which]
     losses, weights, state = trained(plan_of(precision)[0])
@@ -94,7 +94,7 @@ def test_host_memory_trains_as_the_device_does(which):
 
 
 def test_moments_save_the_memory_that_is_predicted():
-    from fullshard.planner.memory.peak import predict
+    from fullshard.planner.memory.peak_memory import predict
 
     found = []
     for precision in precisions()[:2]:
@@ -113,11 +113,11 @@ def test_moments_save_the_memory_that_is_predicted():
 
 def test_speed():
     """Printed, not asserted: milliseconds of an update of 200 million parameters."""
-    from fullshard.on_torch.kernels.low_bit_adam import make_low_bit_adam
-    from fullshard.on_torch.kernels.low_bit_update import LowBitRule
-    from fullshard.on_torch.kernels.one_pass_adam import one_pass
-    from fullshard.on_torch.offload.kernels.adam import Rule
-    from fullshard.plan import Precision
+    from fullshard.on_torch.optimizers.adam_update import Rule
+    from fullshard.on_torch.optimizers.low_bit_adam import make_low_bit_adam
+    from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
+    from fullshard.on_torch.optimizers.one_pass_adam import one_pass
+    from fullshard.plan.plan import Precision
 
     rule, settings = (
         Rule("adamw", ("exp_avg", "exp_avg_sq")),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.storage.host import Arena, room
+from fullshard.storage.pinned_arena import Arena, room
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -48,13 +48,13 @@ def full_device():
 
 
 def test_out_of_memory_is_answered_with_what_would_help_and_what_it_costs(full_device, tmp_path):
-    from fullshard.data.pack import pack
+    from fullshard.data.pack_tokens import pack
 
     (tmp_path / "recipe.toml").write_text(RECIPE)
     pack(sorted(Path(json.__file__).parent.parent.glob("*.py"))[:40], tmp_path / "tokens", workers=1)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
-        [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", "run"],
+        [sys.executable, "-m", "fullshard", "train", "recipe.toml", "--run", "run"],
         cwd=tmp_path,
         env=clean
         | {

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.cpu import own_loop
 from tests.cpu.homes import Case
 from tests.cpu.ranks import Ranks

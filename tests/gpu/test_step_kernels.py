@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("columns", [301, 32_000, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradient_are_torchs(columns, dtype):
-    from fullshard.on_torch.kernels.softmax_loss import _by_rows, softmax_loss_
+    from fullshard.on_torch.loss.softmax_loss import _by_rows, softmax_loss_
 
     draw = torch.Generator("cuda").manual_seed(0)
     logits = (4 * torch.randn(130, columns, device="cuda", generator=draw)).to(dtype)
@@ -25,7 +25,7 @@ def test_loss_and_gradient_are_torchs(columns, dtype):
 
 
 def test_scaling_gives_torchs_bits():
-    from fullshard.on_torch.kernels.softmax_loss import scaled
+    from fullshard.on_torch.loss.softmax_loss import scaled
 
     given, factor = torch.randn(1001, 300, device="cuda") * 1e-3, torch.tensor(1 / 16_383, device="cuda")
     for kind in (torch.bfloat16, torch.float16):
@@ -33,7 +33,7 @@ def test_scaling_gives_torchs_bits():
 
 
 def test_a_label_outside_the_vocabulary_is_no_number():
-    from fullshard.on_torch.kernels.softmax_loss import softmax_loss_
+    from fullshard.on_torch.loss.softmax_loss import softmax_loss_
 
     labels = torch.tensor([3, 99], device="cuda")
     assert softmax_loss_(torch.zeros(2, 8, device="cuda"), labels).isnan().tolist() == [False, True]
@@ -41,13 +41,13 @@ def test_a_label_outside_the_vocabulary_is_no_number():
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_one_pass_gives_the_bits_of_torchs_kernels(kind):
-    from fullshard.on_torch.kernels.triton_one_pass import gives_torchs_bits
+    from fullshard.on_torch.optimizers.triton_one_pass import gives_torchs_bits
 
     assert gives_torchs_bits(kind, torch.device("cuda"))
 
 
 def test_it_reads_bf16_gradients_and_skips():
-    from fullshard.on_torch.kernels.one_pass_adam import one_pass
+    from fullshard.on_torch.optimizers.one_pass_adam import one_pass
 
     start, gradient = torch.randn(5000, device="cuda"), torch.randn(5000, device="cuda").bfloat16()
     found = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.on_torch.offload.kernels.adam import Rule
+from fullshard.on_torch.optimizers.adam_update import Rule
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -13,16 +13,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_it_gives_the_bits_of_torchs_kernels(kind):
-    from fullshard.on_torch.offload.kernels.triton_adam import agrees
+    from fullshard.on_torch.optimizers.triton_adam import agrees
 
     assert agrees(Rule(kind, MOMENTS), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_with_weight_decay_it_differs_by_a_rounding_of_the_gradient_or_less(kind):
-    from fullshard.on_torch.offload.kernels import triton_adam
-    from fullshard.on_torch.offload.kernels.adam import apply_rule
-    from fullshard.on_torch.offload.stores.packing import pack, unpack
+    from fullshard.on_torch.optimizers import triton_adam
+    from fullshard.on_torch.optimizers.adam_update import apply_rule
+    from fullshard.on_torch.optimizers.packed_masters import pack, unpack
 
     torch.manual_seed(0)
     rule, group = Rule(kind, MOMENTS), {**triton_adam.SETTINGS, "weight_decay": 0.1}

@@ -17,13 +17,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def format_of(code, block, kind=""):
     import fullshard as fs
-    from fullshard.on_torch.block_quantization import BlockFormat
+    from fullshard.on_torch.communication.block_quantization import BlockFormat
 
     return BlockFormat(code, fs.Wire("int8", "int8", block), kind)
 
 
 def kernel():
-    from fullshard.on_torch.kernels import triton_messages
+    from fullshard.on_torch.communication import triton_messages
 
     return triton_messages
 
@@ -111,9 +111,9 @@ def test_messages_are_those_of_a_cpu(code):
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("code", CODES)
 def test_parameters_of_a_message_lie_side_by_side(code, feedback):
-    from fullshard.on_torch.block_quantization import ErrorMeter
-    from fullshard.on_torch.kernels.message_kernel import unpack
-    from fullshard.on_torch.quantized_collectives import _pack, _parameters
+    from fullshard.on_torch.communication.block_quantization import ErrorMeter
+    from fullshard.on_torch.communication.message_kernel import unpack
+    from fullshard.on_torch.communication.quantized_collectives import _pack, _parameters
 
     how, sizes, found = format_of(code, 256), [7, 256, 1000, 33, 4096], []
     for where in (DEVICE, torch.device("cpu")):
@@ -130,7 +130,7 @@ def test_parameters_of_a_message_lie_side_by_side(code, feedback):
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_meter_measures_as_torchs_does(code):
-    from fullshard.on_torch.block_quantization import ErrorMeter
+    from fullshard.on_torch.communication.block_quantization import ErrorMeter
 
     how, by, given = format_of(code, 256, "reduce"), kernel(), values(3, 100_001, torch.float32).clamp(-1e10, 1e10)
     found = []
@@ -144,7 +144,7 @@ def test_the_meter_measures_as_torchs_does(code):
 
 def test_the_log_names_it_and_says_why_not():
     import fullshard as fs
-    from fullshard.on_torch.kernels.selection import step_kernels
+    from fullshard.on_torch.parallelize.kernel_report import step_kernels
 
     def kernels(wire):
         return step_kernels(DEVICE, None, fs.zero3(fs.presets.describe("llama-nano"), devices=2, wire=wire))

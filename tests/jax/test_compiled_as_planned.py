@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.on_jax import compiled_check
+from fullshard.on_jax.step import compiled_check
 from fullshard.runs.run import Run
 from tests.jax.test_computed_as_planned import BATCH, DIM, LR, VOCABULARY, losses, sharded
 

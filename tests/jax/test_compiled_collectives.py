@@ -7,8 +7,8 @@ import pytest
 import fullshard as fs
 from fullshard import on_jax
 from fullshard.model.presets import describe as describe_preset
-from fullshard.on_jax.compiled_collectives import compare
-from fullshard.on_jax.hlo_collectives import CompiledCollective, collectives_of
+from fullshard.on_jax.communication.hlo_collectives import CompiledCollective, collectives_of
+from fullshard.on_jax.step.compiled_collectives import compare
 from fullshard.planner.step.schedule import schedule
 from tests.jax.test_on_jax import LR, ROWS, STRATEGIES, batch, llama, make_plan
 
@@ -90,8 +90,8 @@ def test_traffic_that_should_not_be_is_found():
 
 def test_the_schedule_is_that_of_the_planner():
     """For a preset, whose costs are traced from torch: the same gathers and reductions as for the order of units alone."""
-    from fullshard.on_jax.compiled_collectives import _scheduled
-    from fullshard.on_jax.models import NnxLlama
+    from fullshard.on_jax.model.built_in import NnxLlama
+    from fullshard.on_jax.step.compiled_collectives import _scheduled
 
     make = lambda rngs: NnxLlama(fs.presets.preset("llama-nano"), rngs=rngs)
     plan = fs.hybrid(on_jax.describe(make), replicate=2, shard=4, batch=fs.Batch(1, 16, 2), precision=fs.Precision("fp32"))

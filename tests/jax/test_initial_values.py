@@ -14,8 +14,8 @@ from flax import nnx
 
 import fullshard as fs
 from fullshard import on_jax
-from fullshard.on_jax.initial_values import ArrayPrograms, init_rngs
-from fullshard.on_jax.models import NnxGPT, NnxLlama, NnxLlamaSize
+from fullshard.on_jax.model.built_in import NnxGPT, NnxLlama, NnxLlamaSize
+from fullshard.on_jax.model.initial_values import ArrayPrograms, init_rngs
 from tests.jax.test_on_jax import GPT, LLAMA
 
 PADDED = NnxLlamaSize(**vars(replace(LLAMA, tied=True)), padding=3, attention_dropout=0.1)
@@ -25,8 +25,8 @@ import jax
 import fullshard as fs
 from fullshard import on_jax
 from fullshard.model.presets import LlamaSize
-from fullshard.on_jax import processes
-from fullshard.on_jax.models import NnxLlama
+from fullshard.on_jax.ranks import processes
+from fullshard.on_jax.model.built_in import NnxLlama
 
 def kilobytes(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

@@ -10,7 +10,7 @@ import pytest
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.on_jax import memory_kinds
+from fullshard.on_jax.offload import memory_kinds
 from tests.jax.test_on_jax import LR, batch, llama, make_plan, train
 
 OPTIMIZER = fs.Home(optimizer="host")

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 import fullshard as fs
-from fullshard.cli import app
-from fullshard.on_jax import measure as timing
-from fullshard.on_jax.measure import measure
+from fullshard.commands.cli import app
+from fullshard.on_jax.measuring import measure as timing
+from fullshard.on_jax.measuring.measure import measure
 
 
 def test_a_measured_machine_is_a_cluster_that_plans(tmp_path):

@@ -15,11 +15,11 @@ from safetensors.numpy import save_file
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.data.pack import pack
-from fullshard.engine import load_engine
+from fullshard.data.pack_tokens import pack
+from fullshard.engine.protocols import load_engine
 from fullshard.on_jax import engine
-from fullshard.runs.prepare import prepare
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.prepare.prepare import prepare
+from fullshard.runs.recipe.recipe import load_recipe
 from tests.cpu.slurm import slurm  # noqa: F401 - a fixture
 from tests.jax.conftest import QUICK
 
@@ -102,7 +102,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train(here: Path, run: str, *arguments: str, on: str = "jax", **more: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", run, "--engine", on, *arguments]
+    line = [sys.executable, "-m", "fullshard", "train", "recipe.toml", "--run", run, "--engine", on, *arguments]
     return subprocess.run(line, cwd=here, env=environment(**more), capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -159,7 +159,7 @@ def test_a_run_goes_on_on_the_other_engine(here, whole, on_torch):
 
 
 def test_a_signal_ends_a_run_at_a_step_and_it_goes_on(here):
-    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", "ended", "--engine", "jax", "--ranks", "2"]
+    line = [sys.executable, "-m", "fullshard", "train", "recipe.toml", "--run", "ended", "--engine", "jax", "--ranks", "2"]
     running = subprocess.Popen([*line, "train.steps=5000"], cwd=here, env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not ((here / "ended" / "metrics.jsonl").exists() and len(lines(here, "ended")) > 3):
@@ -196,7 +196,7 @@ def together(here: Path, run: str, *arguments: str) -> list[subprocess.Completed
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [sys.executable, "-m", "fullshard.cli", "train", "recipe.toml", "--run", run, "--engine", "jax", *arguments]
+    line = [sys.executable, "-m", "fullshard", "train", "recipe.toml", "--run", run, "--engine", "jax", *arguments]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1), "JAX_NUM_CPU_DEVICES": "2"}
     started = [
         subprocess.Popen(
@@ -229,7 +229,7 @@ def test_ranks_of_torchrun_are_processes(here, whole):
 
 def launched(here: Path, run: str, launcher: list[str], **more: str) -> list[float]:
     """The losses of two processes of one device each, started by another launcher."""
-    line = [*launcher, "-m", "fullshard.cli", "train", "recipe.toml", "--engine", "jax", "--run", run]
+    line = [*launcher, "-m", "fullshard", "train", "recipe.toml", "--engine", "jax", "--run", run]
     given = environment(JAX_NUM_CPU_DEVICES="1", PYTHONPATH=str(Path(__file__).parents[2]), **more)
     given = {k: v for k, v in given.items() if not k.startswith("SLURM") or k in more}
     done = subprocess.run(line, cwd=here, env=given, capture_output=True, text=True, timeout=200)

@@ -24,16 +24,16 @@ from typer.testing import CliRunner
 import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.checkpoint import commit, lease
-from fullshard.checkpoint.importing import import_weights
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
+from fullshard.checkpoint.other_formats.import_weights import import_weights
 from fullshard.checkpoint.reader import open_checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.verify import problems
 from fullshard.checkpoint.writer import TensorSource, write_checkpoint
-from fullshard.cli import app
+from fullshard.commands.cli import app
 from fullshard.model.presets import PRESETS
 from fullshard.on_jax import saving
-from fullshard.on_jax.models import NnxGPT, NnxLlama
+from fullshard.on_jax.model.built_in import NnxGPT, NnxLlama
 from fullshard.on_jax.saving.state_arrays import state_arrays
 from tests.cpu.ranks import Ranks
 from tests.jax import torch_side
@@ -469,7 +469,7 @@ def test_damage_and_other_models_are_refused(tmp_path, trained):
 
 KILLED = """
 import sys, threading
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.on_jax import saving
 from tests.jax.test_jax_saving import make_state
 
@@ -573,7 +573,7 @@ def nested(params) -> dict:
 
 
 def test_orbax_restores_an_export(tmp_path, monkeypatch):
-    monkeypatch.setattr("fullshard.checkpoint.export_orbax.CHUNK", 900)  # several chunks, the last one padded
+    monkeypatch.setattr("fullshard.checkpoint.other_formats.export_orbax.CHUNK", 900)  # several chunks, the last one padded
     state = make_state(optimizer=None)
     saving.JaxCheckpointer(tmp_path / "run", state).save().result()
     command("export", str(tmp_path / "run"), "-o", str(tmp_path / "orbax"), "--format", "orbax")
@@ -614,7 +614,7 @@ def test_bad_orbax_directories(tmp_path):
 
 PROCESS = """
 import json, os, sys
-from fullshard.on_jax import processes
+from fullshard.on_jax.ranks import processes
 processes.start()
 import jax, numpy as np
 import fullshard as fs

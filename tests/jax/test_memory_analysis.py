@@ -4,7 +4,7 @@ import pytest
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.on_jax.models import NnxLlama
+from fullshard.on_jax.model.built_in import NnxLlama
 from tests.jax.test_on_jax import LR, ROWS, STRATEGIES, batch, llama, make_plan
 
 BATCH = 2 * 4 * ROWS * 12  # input_ids and labels in int32

@@ -22,14 +22,14 @@ from safetensors.numpy import load_file, save_file
 import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.model.presets import PRESETS
-from fullshard.on_jax import model_loading
-from fullshard.on_jax.hf_config import FAMILIES, read_size
-from fullshard.on_jax.models.nnx_attention import attend, document_numbers
-from fullshard.on_jax.models.rope import frequencies
-from fullshard.on_jax.module_tree import parameter_names
-from fullshard.on_jax.read_weights import WeightFiles
+from fullshard.on_jax.model import model_loading
+from fullshard.on_jax.model.built_in.nnx_attention import attend, document_numbers
+from fullshard.on_jax.model.built_in.rope import frequencies
+from fullshard.on_jax.model.hf_config import FAMILIES, read_size
+from fullshard.on_jax.model.module_tree import parameter_names
+from fullshard.on_jax.model.read_weights import WeightFiles
 
-GENERATE, SHARD = sys.modules["fullshard.on_jax.generate"], sys.modules["fullshard.on_jax.shard"]
+GENERATE, SHARD = sys.modules["fullshard.on_jax.step.generate"], sys.modules["fullshard.on_jax.parallelize.shard"]
 FP32 = fs.Precision(compute="fp32")
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 SMALL = {
@@ -349,13 +349,13 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import fullshard as fs
 from fullshard import on_jax
-from fullshard.on_jax import read_weights
+from fullshard.on_jax.model import read_weights
 kept = []
 class Recorded(read_weights.WeightFiles):
     def __init__(self, *args):
         super().__init__(*args)
         kept.append(self)
-sys.modules["fullshard.on_jax.shard"].WeightFiles = Recorded
+sys.modules["fullshard.on_jax.parallelize.shard"].WeightFiles = Recorded
 make = on_jax.load_model(sys.argv[3])
 plan = fs.zero3(on_jax.describe(make), devices=4, precision=fs.Precision(compute="fp32"))
 state = on_jax.shard(make, plan, weights=sys.argv[3])
@@ -475,7 +475,7 @@ import jax.numpy as jnp
 from flax import nnx
 from fullshard.model.presets import PRESETS
 from fullshard.on_jax import Loss
-from fullshard.on_jax.models import NnxLlama
+from fullshard.on_jax.model.built_in import NnxLlama
 
 def make(rngs):
     print("made")

@@ -6,7 +6,7 @@ import pytest
 
 import fullshard as fs
 from fullshard import on_jax
-from fullshard.on_jax.models import NnxLlama
+from fullshard.on_jax.model.built_in import NnxLlama
 from tests.jax.test_on_jax import FP32, LLAMA, LR, STRATEGIES, batch
 
 ODD = replace(LLAMA, vocab=63, dim=28, heads=7, kv_heads=7, ffn=40)

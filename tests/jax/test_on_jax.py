@@ -14,7 +14,7 @@ from flax import nnx
 import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.model.presets import GPTSize, LlamaSize
-from fullshard.on_jax.models import NnxGPT, NnxLlama
+from fullshard.on_jax.model.built_in import NnxGPT, NnxLlama
 
 LLAMA = LlamaSize(32, 2, 4, 2, 64, 64, 128)
 GPT = GPTSize(16, 2, 2, 64, 64)
@@ -135,7 +135,7 @@ def test_a_tensor_axis(wanted, strategy):
 
 
 def test_gpt_and_the_chunked_loss(wanted, monkeypatch):
-    monkeypatch.setattr("fullshard.on_jax.losses.BUDGET", 2000)
+    monkeypatch.setattr("fullshard.on_jax.loss.losses.BUDGET", 2000)
     found, _ = train(gpt, make_plan(gpt, "zero3", remat="full"), loss=on_jax.chunked_loss)
     assert found == pytest.approx(wanted("gpt"), abs=2e-6)
 

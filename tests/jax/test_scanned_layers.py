@@ -8,10 +8,10 @@ from flax import nnx
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.checkpoint.place import open_place
+from fullshard.checkpoint.directories import open_place
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.on_jax.flops import flops_per_token
-from fullshard.on_jax.models import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
+from fullshard.on_jax.measuring.flops import flops_per_token
+from fullshard.on_jax.model.built_in import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
 from tests.jax.test_on_jax import CLIP, FP32, GPT, LLAMA, batch
 
 DEEP = replace(LLAMA, layers=3)

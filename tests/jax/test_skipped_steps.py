@@ -7,8 +7,8 @@ from flax import nnx
 
 import fullshard as fs
 from fullshard import on_jax
-from fullshard.on_jax.evaluate import evaluate
 from fullshard.on_jax.saving.state_arrays import plain
+from fullshard.on_jax.step.evaluate import evaluate
 from tests.jax.test_on_jax import FP32, class_loss
 
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.on_jax.models import NnxLlama
+from fullshard.on_jax.model.built_in import NnxLlama
 from tests.cpu.ranks import Ranks
 from tests.jax import torch_side
 from tests.jax.test_on_jax import LLAMA, batch, llama

@@ -38,7 +38,7 @@ def test_an_environment_without_torch_trains(tmp_path):
     assert "No module named 'torch'" in run(python, "-c", "import torch").stderr
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("a text of some letters, again and again. " * 400)
-    fullshard = (python, "-m", "fullshard.cli")
+    fullshard = (python, "-m", "fullshard")
     packed = run(*fullshard, "data", "pack", "text.txt", "-o", "tokens")
     assert packed.returncode == 0, packed.stderr
     trained = run(*fullshard, "train", "recipe.toml", "--run", "run", "--engine", "jax", "--ranks", "2")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard import on_torch
 from fullshard.model.presets import GPTSize, LlamaSize
-from fullshard.on_torch.models import GPT, Llama
+from fullshard.on_torch.model.built_in import GPT, Llama
 
 
 def make_state(size: LlamaSize | GPTSize, optimizer, batches: list, weights: str | None = None) -> on_torch.State:

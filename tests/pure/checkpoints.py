@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fullshard.checkpoint.place import Local, Place
+from fullshard.checkpoint.directories import Local, Place
 from fullshard.checkpoint.writer import TensorSource, write_checkpoint
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli import app
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.commands.cli import app
 from fullshard.observe.bench import report
 from fullshard.observe.bench.axes import Axis, full_key, parse_axes, product, split_values
 from fullshard.observe.bench.base_recipe import Base, with_choices

@@ -2,16 +2,16 @@
 
 import pytest
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model import presets
-from fullshard.optimizer import AdamW
+from fullshard.plan.optimizer import AdamW
 from fullshard.planner.estimate import available
-from fullshard.planner.search import full_model
+from fullshard.planner.search import exact_estimates
 from fullshard.planner.search.bounds import BOUND_SHARE, CandidatePool, DeviceCandidate
 from fullshard.planner.search.pick import reduced_model
+from fullshard.planner.search.plan_space import PlanRequest, plan_request
 from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.search.search import find_plan
-from fullshard.planner.search.space import PlanRequest, plan_request
 
 ASKED = [
     ("llama3-8b", "64xh100", 8192, 1024, None),
@@ -68,14 +68,14 @@ def test_lower_bounds_hold_for_every_plan(case):
 
 def test_if_the_allocator_needs_too_much_the_next_plan_of_the_family_is_tried(monkeypatch):
     """Of two micro-batches of 8B selective remat fits; if it then turned out not to, full remat would."""
-    tried = full_model.FullModel.judge
+    tried = exact_estimates.FullModel.judge
 
     def no_selective(self, plan, *rest, **more):
         found = tried(self, plan, *rest, **more)
         selective = any(u.remat == "selective" for u in plan.units)
-        return full_model.FullResult(plan, self.room + 1) if selective else found
+        return exact_estimates.FullResult(plan, self.room + 1) if selective else found
 
-    monkeypatch.setattr(full_model.FullModel, "judge", no_selective)
+    monkeypatch.setattr(exact_estimates.FullModel, "judge", no_selective)
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
     assert {u.remat for u in found.plan.units if "layers" in u.name} <= {"full", "none"}
     assert found.estimate.needed <= found.estimate.available

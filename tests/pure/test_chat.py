@@ -10,7 +10,7 @@ import pytest
 from fullshard import FullshardError
 from fullshard.data import Batches, TokenFile
 from fullshard.data.chat import messages_of
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.data.sources import HubDataset
 
 CHATML = """{% for message in messages %}

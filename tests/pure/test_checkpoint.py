@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint import commit, file_writer
 from fullshard.checkpoint.average import average, cast_to_bf16
 from fullshard.checkpoint.compare import differences, statistics
+from fullshard.checkpoint.directories import Local, open_place
 from fullshard.checkpoint.manifest import MANIFEST, Chunk, FileRecord, Manifest, ManifestError, TensorRecord, checksum
-from fullshard.checkpoint.place import Local, open_place
 from fullshard.checkpoint.reader import Checkpoint, open_checkpoint, refuse_mismatch
 from fullshard.checkpoint.retention import CheckpointSummary, Retention, to_remove
 from fullshard.checkpoint.verify import problems
-from fullshard.errors import FullshardError
 from tests.pure.checkpoints import arrays, make
 
 FILE = FileRecord(8, "0" * 32)
@@ -380,7 +380,7 @@ def test_files_of_others_are_not_touched(tmp_path):
 @pytest.mark.parametrize("length", [0, 1, 4096, 65536 * 3, 65536 * 9 + 5])
 def test_a_file_made_piece_by_piece_is_the_file(tmp_path, monkeypatch, length):
     monkeypatch.setattr(file_writer, "PIECE", 65536)  # so that buffers are reused
-    monkeypatch.setattr("fullshard.checkpoint.place.PUT", 65536)
+    monkeypatch.setattr("fullshard.checkpoint.directories.PUT", 65536)
     whole = random.Random(length).randbytes(length)
     for place in (Local(tmp_path), open_place("memory://made")):
         asked: list[tuple[int, int]] = []

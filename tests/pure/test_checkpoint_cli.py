@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.commit import lock_run
-from fullshard.cli import app
-from fullshard.errors import FullshardError
+from fullshard.commands.cli import app
 from tests.pure.checkpoints import arrays, make
 from tests.pure.test_cli import fullshard, without  # noqa: F401
 

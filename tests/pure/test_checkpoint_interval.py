@@ -6,9 +6,9 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli import app
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.cluster.topology import Cluster
+from fullshard.commands.cli import app
 from fullshard.planner.checkpoint_interval import daly, parse_mtbf
 
 HOUR = 3600.0

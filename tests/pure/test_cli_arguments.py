@@ -6,8 +6,8 @@ import os
 import pytest
 
 from fullshard import FullshardError
-from fullshard.cli import app, refusal, refuse_arguments
-from fullshard.data.pack import pack
+from fullshard.commands.cli import app, refusal, refuse_arguments
+from fullshard.data.pack_tokens import pack
 from fullshard.runs.run_directory import refuse_path
 from tests import command
 

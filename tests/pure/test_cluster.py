@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from fullshard.cluster.cluster import Cluster, ClusterError, Measured, Quantity
 from fullshard.cluster.hardware import DEVICES, NETWORKS, NODES
 from fullshard.cluster.measured import MeasuredAttention, MeasuredCollective, MeasuredGemm
+from fullshard.cluster.topology import Cluster, ClusterError, Measured, Quantity
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cluster.md"
 # Dense bf16 TFLOP/s and HBM TB/s from the makers' datasheets, memory as labelled (GB).
@@ -244,5 +244,5 @@ def test_the_table_shows_both():
 
 
 def test_importing_it_imports_no_torch():
-    code = "import sys, fullshard.cluster.cluster, fullshard.planner.time.collectives; sys.exit('torch' in sys.modules)"
+    code = "import sys, fullshard.cluster.topology, fullshard.planner.time.collectives; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

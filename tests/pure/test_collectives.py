@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.cluster.cluster import Cluster, ClusterError, Measured
 from fullshard.cluster.hardware import Link
 from fullshard.cluster.measured import MeasuredCollective
-from fullshard.plan import Mesh
+from fullshard.cluster.topology import Cluster, ClusterError, Measured
+from fullshard.plan.plan import Mesh
 from fullshard.planner.time.collectives import KINDS, Spread, axis, collective_seconds, collective_source, spread_of
 
 GiB = 1 << 30

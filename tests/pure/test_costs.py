@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.errors import FullshardError
-from fullshard.model import kernel_workspace
+from fullshard.base.errors import FullshardError
+from fullshard.model import kernel_workspaces
 from fullshard.model.costs import Calls, Costs, Event, Op, Section, Trace, constant, evaluate, fit, from_json, to_json
 
 GRID = [(b, t) for b in (1, 3) for t in (5, 8, 20)]
@@ -67,4 +67,4 @@ def test_what_was_not_traced_is_said():
     ],
 )
 def test_kernels_allocate_what_was_measured(rule, arguments, measured):
-    assert list(kernel_workspace.WORKSPACES[rule](*arguments)) == measured
+    assert list(kernel_workspaces.WORKSPACES[rule](*arguments)) == measured

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fullshard import FullshardError
 from fullshard.data import Batches, Order, TokenFile, TokenWriter, digest, refuse_different, refuse_other_tokenizer
-from fullshard.data.order import permute
+from fullshard.data.sample_order import permute
 
 GOLDEN, GOLDEN_LARGE = [249, 286, 400, 625, 809, 470], 923267269181119
 

@@ -5,8 +5,8 @@ from torch import nn
 from fullshard import FullshardError, on_torch, zero3
 from fullshard.model.description import Description
 from fullshard.on_torch import describe
-from fullshard.on_torch.forward_errors import early_notes
-from fullshard.on_torch.refuse import refuse
+from fullshard.on_torch.parallelize.forward_errors import early_notes
+from fullshard.on_torch.parallelize.refuse import refuse
 from tests.cpu import odd_models
 
 

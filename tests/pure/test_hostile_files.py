@@ -16,15 +16,15 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from fullshard.checkpoint.importing import import_weights
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.other_formats.import_weights import import_weights
+from fullshard.checkpoint.other_formats.torch_pickles import pickled_int as number
+from fullshard.checkpoint.other_formats.torch_pickles import pickled_ints as numbers
+from fullshard.checkpoint.other_formats.torch_pickles import pickled_text as text
+from fullshard.checkpoint.other_formats.torch_pickles import state_dict_pickle
 from fullshard.checkpoint.reader import open_checkpoint
-from fullshard.checkpoint.torch_pickles import pickled_int as number
-from fullshard.checkpoint.torch_pickles import pickled_ints as numbers
-from fullshard.checkpoint.torch_pickles import pickled_text as text
-from fullshard.checkpoint.torch_pickles import state_dict_pickle
-from fullshard.cli import main
+from fullshard.commands.cli import main
 from tests.pure.checkpoints import make
 from tests.pure.test_checkpoint import sealed, tree_of
 
@@ -181,7 +181,7 @@ def test_a_storage_is_compared_once_and_piece_by_piece(tmp_path, monkeypatch):
             read.append(len(data))
             return zlib.crc32(data, *before)
 
-    monkeypatch.setattr("fullshard.checkpoint.torch_pickles.zlib", Counted)
+    monkeypatch.setattr("fullshard.checkpoint.other_formats.torch_pickles.zlib", Counted)
     with at_most(40 * MiB):
         import_weights(str(path), Local(tmp_path / "out"))
     assert sum(read) == 64 * MiB + len(table(*views))

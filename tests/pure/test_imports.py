@@ -17,35 +17,20 @@ HOUSE = Path(fullshard.__file__).parent
 # What the package shows from above L0: `fs.train`, which imports its engine when it is called, and the planner, which
 # needs nothing but the standard library.
 SHOWN = {
-    "fullshard.runs.loop",
+    "fullshard.runs.train_loop",
     "fullshard.planner.estimate",
+    "fullshard.planner.strategies",
     *(f"fullshard.planner.search.{x}" for x in ("search", "staging_slots")),
 }
 FACE = 5  # the package's own __init__: above what it shows, below the command line
 ROOMS = [
-    {
-        *("errors", "text", "reading", "plan", "plan_parts", "plan_json", "plan_text", "strategies", "optimizer", "engine"),
-        *(
-            "model",
-            "cluster",
-            "direct_io",
-            "update_pieces",
-            "slurm",
-            "callables",
-            "status",
-            "loss_value",
-            "hang_report",
-            "rank_messages",
-            "bench_engine",
-        ),
-    },
+    {"base", "plan", "cluster", "model", "ranks", "engine"},
     {"planner", "storage", "checkpoint", "data"},
     {"on_torch", "on_jax"},
     {"runs", "launch"},
     {"observe", "doctor"},  # they start runs and read what runs wrote
     {""},
     {"commands"},
-    {"cli"},
     {"__main__"},
 ]
 LAYER = {room: layer for layer, rooms in enumerate(ROOMS) for room in rooms}
@@ -203,53 +188,53 @@ def test_no_two_files_import_each_other():
 
 
 def test_the_files_were_read():
-    assert {"fullshard", "fullshard.plan", "fullshard.cli", "fullshard.on_torch.models.llama"} <= MODULES
-    plan = next(s for s in SOURCES if s.module == "fullshard.on_torch.describe")
-    assert {("fullshard.errors", "top"), ("torch", "top"), ("typing", "top")} <= set(imports(plan, MODULES))
+    assert {"fullshard", "fullshard.plan.plan", "fullshard.commands.cli", "fullshard.on_torch.model.built_in.llama"} <= MODULES
+    plan = next(s for s in SOURCES if s.module == "fullshard.on_torch.tracing.describe")
+    assert {("fullshard.base.errors", "top"), ("torch", "top"), ("typing", "top")} <= set(imports(plan, MODULES))
 
 
 # -- planted violations are found ---------------------------------------------------------------------
 
 PLANTED = [
-    ("fullshard.plan", "import numpy", "L0 is standard library only"),
-    ("fullshard.plan", "def f():\n    import torch", "L0 is standard library only"),
-    ("fullshard.plan", "from fullshard.planner import schedule", "imports point downward"),
-    ("fullshard.plan", "def f():\n    from fullshard import on_torch", "imports point downward"),
-    ("fullshard.plan", "from . import cli", "imports point downward"),
-    ("fullshard.plan", "import fullshard", "imports point downward"),
-    ("fullshard.plan", "from fullshard import Plan", "imports point downward"),
+    ("fullshard.plan.plan", "import numpy", "L0 is standard library only"),
+    ("fullshard.plan.plan", "def f():\n    import torch", "L0 is standard library only"),
+    ("fullshard.plan.plan", "from fullshard.planner import schedule", "imports point downward"),
+    ("fullshard.plan.plan", "def f():\n    from fullshard import on_torch", "imports point downward"),
+    ("fullshard.plan.plan", "from .. import commands", "imports point downward"),
+    ("fullshard.plan.plan", "import fullshard", "imports point downward"),
+    ("fullshard.plan.plan", "from fullshard import Plan", "imports point downward"),
     ("fullshard.planner.search.search", "import torch", "only engines import it"),
-    ("fullshard.planner.search.search", "from fullshard.storage import host", "imports point downward"),
+    ("fullshard.planner.search.search", "from fullshard.storage import pinned_arena", "imports point downward"),
     ("fullshard.checkpoint.commit", "try:\n    import torch\nexcept ImportError:\n    pass", "only engines import it"),
-    ("fullshard.on_torch.shard", "from fullshard import on_jax", "imports point downward"),
-    ("fullshard.on_torch.shard", "import jax.numpy as jnp", "only engines import it"),
-    ("fullshard.on_torch.shard", "from fullshard.planner import search", "engines carry plans out, they do not search"),
+    ("fullshard.on_torch.parallelize.shard", "from fullshard import on_jax", "imports point downward"),
+    ("fullshard.on_torch.parallelize.shard", "import jax.numpy as jnp", "only engines import it"),
+    ("fullshard.on_torch.model.weights", "from fullshard.planner import search", "engines carry plans out, they do not search"),
     (
-        "fullshard.on_torch.shard",
+        "fullshard.on_torch.parallelize.shard",
         "from fullshard.planner.search.search import find",
         "engines carry plans out, they do not search",
     ),
-    ("fullshard.on_torch.shard", "from ..runs import loop", "imports point downward"),
-    ("fullshard.on_jax.shard", "import torch", "only engines import it"),
-    ("fullshard.on_jax.shard", "def f():\n    from fullshard.on_torch import describe", "imports point downward"),
-    ("fullshard.runs.loop", "from torch import nn", "only engines import it"),
-    ("fullshard.runs.loop", "class A:\n    import torch", "only engines import it"),
-    ("fullshard.runs.loop", "from fullshard.observe import page", "imports point downward"),
-    ("fullshard.runs.loop", "def f():\n    from fullshard.on_torch import shard", "ask load_engine or engine_of"),
+    ("fullshard.on_torch.parallelize.shard", "from ...runs import train_loop", "imports point downward"),
+    ("fullshard.on_jax.parallelize.shard", "import torch", "only engines import it"),
+    ("fullshard.on_jax.parallelize.shard", "def f():\n    from fullshard.on_torch import describe", "imports point downward"),
+    ("fullshard.runs.train_loop", "from torch import nn", "only engines import it"),
+    ("fullshard.runs.train_loop", "class A:\n    import torch", "only engines import it"),
+    ("fullshard.runs.train_loop", "from fullshard.observe import page", "imports point downward"),
+    ("fullshard.runs.train_loop", "def f():\n    from fullshard.on_torch import shard", "ask load_engine or engine_of"),
     ("fullshard.commands.train", "from fullshard import on_torch", "ask load_engine or engine_of"),
-    ("fullshard.cli", "def f():\n    import torch", "only engines import it"),
+    ("fullshard.commands.cli", "def f():\n    import torch", "only engines import it"),
     ("fullshard.shed.plan", "", "is in no layer"),
-    ("fullshard.cli", "from fullshard.shed import plan", "it is in no layer"),
+    ("fullshard.commands.cli", "from fullshard.shed import plan", "it is in no layer"),
 ]
 ALLOWED = [
-    ("fullshard.plan", "import json\nfrom fullshard.errors import nearest\nfrom .text import table"),
-    ("fullshard.storage.host", "import torch\nfrom fullshard.storage import disk"),
-    ("fullshard.planner.search.search", "from fullshard.planner import schedule\nfrom fullshard.cluster.cluster import Cluster"),
-    ("fullshard.on_torch.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
-    ("fullshard.on_jax.shard", "import jax, optax"),
-    ("fullshard.runs.metrics", "from fullshard.engine import load_engine\ndef f():\n    import torch"),
-    ("fullshard.runs.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-    ("fullshard.cli", "import typer, fullshard\ndef f():\n    from fullshard.runs import loop"),
+    ("fullshard.plan.plan", "import json\nfrom fullshard.base.errors import nearest\nfrom .text import table"),
+    ("fullshard.storage.pinned_arena", "import torch\nfrom fullshard.storage import disk_file"),
+    ("fullshard.planner.search.search", "from fullshard.planner import schedule\nfrom fullshard.cluster.topology import Cluster"),
+    ("fullshard.on_torch.parallelize.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
+    ("fullshard.on_jax.parallelize.shard", "import jax, optax"),
+    ("fullshard.runs.metrics", "from fullshard.engine.protocols import load_engine\ndef f():\n    import torch"),
+    ("fullshard.runs.train_loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ("fullshard.commands.cli", "import typer, fullshard\ndef f():\n    from fullshard.runs import train_loop"),
 ]
 PLANNED = MODULES | {
     "fullshard.planner.search.search",
@@ -273,11 +258,11 @@ def test_allowed(module, text):
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("from fullshard.plan import Plan", 0),
+        ("from fullshard.plan.plan import Plan", 0),
         ("from fullshard.planner import memory", 1),
         ("from .on_torch import shard", 1),
-        ("def train():\n    from fullshard.runs import loop", 0),
-        ("def main():\n    from fullshard import cli", 1),
+        ("def train():\n    from fullshard.runs import train_loop", 0),
+        ("def main():\n    from fullshard.commands import cli", 1),
     ],
 )
 def test_the_package_itself(text, count):
@@ -301,7 +286,7 @@ def in_order(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
-@pytest.mark.parametrize("name", ["fullshard", "fullshard.on_torch", "fullshard.on_torch.models"])
+@pytest.mark.parametrize("name", ["fullshard", "fullshard.on_torch", "fullshard.on_torch.model.built_in"])
 def test_all(name):
     module = importlib.import_module(name)
     assert module.__all__ == sorted(module.__all__, key=in_order)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import fullshard as fs
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 from fullshard.planner.step.phases import phase_sections
 
 MODEL, H200 = fs.presets.describe("llama-1.5b"), fs.Cluster.load("1xh200")
@@ -95,7 +95,7 @@ def test_the_schedule_has_the_workspace_of_the_plans_attention():
 
 
 def test_flash_attention_needs_once_more_the_gradient_of_the_queries():
-    from fullshard.model.kernel_workspace import WORKSPACES
+    from fullshard.model.kernel_workspaces import WORKSPACES
 
     shape = (4, 32, 8, 4096, 4096, 64, 2)  # the workspaces that were measured on an H200, in MiB, beside the results' 96
     assert round(WORKSPACES["attention_backward"](*shape)[0] / 2**20) == 354 - 96

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import fullshard as fs
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model import presets
 from fullshard.planner.time.lane_spans import StepSpans, lane_spans
 from fullshard.planner.time.timeline import timeline

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.storage.memory_limits import MACHINE, explain_kill, host_limit, kills, limits, refuse_more_than
 
 GiB = 1 << 30

@@ -12,7 +12,7 @@ import fullshard as fs
 import fullshard.model.presets
 from fullshard.model.reduced_description import reduced_description
 from fullshard.planner.memory.allocator import Allocator, replay
-from fullshard.planner.memory.peak import peak_bytes, predict
+from fullshard.planner.memory.peak_memory import peak_bytes, predict
 from fullshard.planner.search.reduced_model import ReducedModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
@@ -137,7 +137,7 @@ def test_predicted_peaks_are_those_measured(row):
 def test_planning_a_preset_needs_no_torch():
     program = (
         "import sys, fullshard as fs, fullshard.model.presets\n"
-        "from fullshard.planner.memory.peak import predict\n"
+        "from fullshard.planner.memory.peak_memory import predict\n"
         "d = fs.presets.describe('llama3-405b')\n"
         "plan = fs.zero3(d, devices=512, precision=fs.Precision(compute='bf16'), batch=fs.Batch(1, 8192), remat='full')\n"
         "assert predict(plan, d).allocated > 0 and 'torch' not in sys.modules\n"

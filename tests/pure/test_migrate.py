@@ -7,10 +7,10 @@ import tomllib
 import pytest
 import yaml
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.runs.migrate import config_kinds
 from fullshard.runs.migrate.config_kinds import migrate
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe.recipe import load_recipe
 from tests.pure import migrations
 from tests.pure.migrations import FILES
 

@@ -8,7 +8,7 @@ from torch import nn
 from fullshard import FullshardError
 from fullshard.model.presets import GPTSize, LlamaSize
 from fullshard.on_torch import load_model
-from fullshard.on_torch.models import GPT, Llama, build
+from fullshard.on_torch.model.built_in import GPT, Llama, build
 
 IDS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
 

@@ -7,10 +7,10 @@ import pytest
 import fullshard as fs
 from fullshard import Home
 from fullshard.model import presets
-from fullshard.planner.memory.peak import PeakMemory, predict
+from fullshard.plan.update_pieces import PIECE
+from fullshard.planner.memory.peak_memory import PeakMemory, predict
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import timeline
-from fullshard.update_pieces import PIECE
 
 NAME = "llama-1.5b"
 MODEL = presets.describe(NAME)

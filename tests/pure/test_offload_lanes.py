@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fullshard as fs
 from fullshard import Home
-from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.cluster.topology import Cluster, Measured
 from fullshard.model import presets
 from fullshard.planner.step.offload_bytes import pieces
 from fullshard.planner.step.schedule import schedule

@@ -11,10 +11,10 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from fullshard.cli import app
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text
+from fullshard.commands.cli import app
 from fullshard.commands.common import describe_costs
-from fullshard.errors import FullshardError
-from fullshard.text import bytes_text
 from tests.pure.checkpoints import make
 
 pytest.importorskip("starlette", reason="the page needs fullshard[page]")

@@ -5,7 +5,7 @@ from typing import Any
 import fullshard as fs
 from benchmarks.peak_blocks import measured_peak, planned_peak
 from fullshard.model import presets
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 
 MIB = 1 << 20
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 import fullshard as fs
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.planner.device_limits import slow_precision
 from fullshard.planner.estimate import estimate
-from fullshard.runs.announce import announcement
-from fullshard.runs.plan_choices import choice_lines, kept_choices
-from fullshard.runs.prepare import Prepared
-from fullshard.runs.recipe import Recipe, make_recipe
-from fullshard.runs.recipe_plan import RecipePlan, find_recipe_plan
+from fullshard.runs.announcement import announcement
+from fullshard.runs.prepare.plan_choices import choice_lines, kept_choices
+from fullshard.runs.prepare.prepare import Prepared
+from fullshard.runs.prepare.recipe_plan import RecipePlan, find_recipe_plan
+from fullshard.runs.recipe.recipe import Recipe, make_recipe
 from fullshard.runs.run_directory import write_run
 
 

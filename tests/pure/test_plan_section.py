@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 import fullshard as fs
-from fullshard.cli import app
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
+from fullshard.commands.cli import app
 from fullshard.model.description import Tensor
-from fullshard.runs.recipe import load_recipe
-from fullshard.runs.recipe_plan import make_plan
+from fullshard.runs.prepare.recipe_plan import make_plan
+from fullshard.runs.recipe.recipe import load_recipe
 
 SMALL = """
 plan = "zero3"

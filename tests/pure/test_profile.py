@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard import FullshardError
-from fullshard.cli import app
+from fullshard.commands.cli import app
 from fullshard.observe.profile.breakdown import LANES, break_down
 from fullshard.observe.profile.intervals import intersect, length, partition, subtract, union
 from fullshard.observe.profile.memory_at_peak import memory_peak

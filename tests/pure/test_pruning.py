@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.pruning import Inventory, size_problems
 from fullshard.checkpoint.retention import CheckpointSummary, Retention
 from fullshard.checkpoint.verify import problems
-from fullshard.cli import app
+from fullshard.commands.cli import app
 from tests.pure.checkpoints import make
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 import fullshard as fs
-from fullshard.cluster.cluster import Cluster
-from fullshard.planner.memory.peak import predict
+from fullshard.cluster.topology import Cluster
+from fullshard.planner.memory.peak_memory import predict
 from fullshard.planner.time.timeline import timeline
 from fullshard.planner.wire_bytes import wire_bytes
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fullshard import Cluster, FullshardError, Plan
+from fullshard.base.errors import LONGEST
+from fullshard.base.reading import DEEPEST, parse_json, parse_toml, read_text
 from fullshard.data import TokenFile, TokenWriter
-from fullshard.data.pack import pack
+from fullshard.data.pack_tokens import pack
 from fullshard.data.tokenizer import open_tokenizer
-from fullshard.errors import LONGEST
-from fullshard.reading import DEEPEST, parse_json, parse_toml, read_text
-from fullshard.runs.recipe import load_recipe
+from fullshard.runs.recipe.recipe import load_recipe
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 

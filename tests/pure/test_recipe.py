@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fullshard import FullshardError
-from fullshard.runs.lr_schedule import factor
-from fullshard.runs.recipe import Recipe, load_recipe
+from fullshard.runs.recipe.lr_schedule import factor
+from fullshard.runs.recipe.recipe import Recipe, load_recipe
 
 SMALL = """
 [model]
@@ -217,8 +217,8 @@ def test_schedules_stay_between_final_and_one(kind):
 
 @pytest.mark.parametrize("name", ["AdamW", "adamw", "ADAMW"])
 def test_an_optimizer_is_the_same_in_upper_and_lower_case(tmp_path, name):
-    from fullshard.optimizer import AdamW
-    from fullshard.runs.recipe_plan import make_optimizer
+    from fullshard.plan.optimizer import AdamW
+    from fullshard.runs.prepare.recipe_plan import make_optimizer
 
     recipe = load(tmp_path, SMALL, f"optim.name={name}")
     assert recipe.optim.name == "adamw"

@@ -13,15 +13,15 @@ import typer.main
 from pydantic_core import PydanticUndefined
 
 import fullshard
+from fullshard.base.text import bytes_text
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.cli import app
-from fullshard.cluster.cluster import Cluster
 from fullshard.cluster.measured import Measured
+from fullshard.cluster.topology import Cluster
+from fullshard.commands.cli import app
 from fullshard.data import TokenWriter
 from fullshard.model.description import Tensor
-from fullshard.planner.search.space import FIXABLE
-from fullshard.runs.recipe import Recipe
-from fullshard.text import bytes_text
+from fullshard.planner.search.plan_space import FIXABLE
+from fullshard.runs.recipe.recipe import Recipe
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
 GUIDES = REFERENCE.parent / "guides"

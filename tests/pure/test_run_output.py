@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from fullshard import status
+from fullshard.base import status
+from fullshard.base.status import phases, say, settle, shown, tell, unsaid
 from fullshard.model.presets import describe
-from fullshard.plan import Batch
-from fullshard.plan_text import plan_summary
-from fullshard.runs.announce import differences, recipe_lines
+from fullshard.plan.plan import Batch
+from fullshard.plan.plan_text import plan_summary
+from fullshard.planner.strategies import zero3
+from fullshard.runs.announcement import differences, recipe_lines
 from fullshard.runs.outcome import Outcome, outcome_lines
 from fullshard.runs.progress import Bar
-from fullshard.runs.recipe import Recipe, load_recipe
+from fullshard.runs.recipe.recipe import Recipe, load_recipe
 from fullshard.runs.run_directory import holds_run
-from fullshard.status import phases, say, settle, shown, tell, unsaid
 from fullshard.storage.memory_limits import resident_bytes
-from fullshard.strategies import zero3
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 

@@ -10,10 +10,10 @@ import pytest
 from fullshard import FullshardError
 from fullshard.data import SampleBatches, SampleRules, StreamBatches
 from fullshard.data.collate import PadRows
-from fullshard.data.columns import open_columns
 from fullshard.data.images import Decode, open_image_folder
 from fullshard.data.objective_samples import KeepSample, Labels, LabelText, MaskText, PairTexts
 from fullshard.data.sample_batches import is_indexed
+from fullshard.data.tables import open_columns
 from fullshard.data.text_encoder import TextEncoder, open_encoder
 
 BYTES = TextEncoder(None)

@@ -11,12 +11,12 @@ import pytest
 from fullshard import FullshardError
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
 from fullshard.checkpoint.manifest_records import ManifestFields
-from fullshard.checkpoint.nodes import Nodes, find_whole
-from fullshard.checkpoint.rank_agreement import RankAgreement
 from fullshard.checkpoint.reader import Checkpoint, open_checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, NotFiniteError, Saving
+from fullshard.checkpoint.shared_disks import Nodes, find_whole
 from fullshard.checkpoint.verify import file_checksum, problems
+from fullshard.ranks.agreement import RankAgreement
 
 WORLD, ROWS = 3, 4
 

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 import fullshard as fs
 from fullshard import FullshardError
-from fullshard.cli import app
-from fullshard.cluster.cluster import Cluster
+from fullshard.base.text import bytes_text, parse_bytes
+from fullshard.cluster.topology import Cluster
+from fullshard.commands.cli import app
 from fullshard.model import presets
 from fullshard.planner.estimate import estimate
 from fullshard.planner.remedies import remedies
-from fullshard.planner.search import full_model
-from fullshard.planner.search.explain import NothingFitsError
+from fullshard.planner.search import exact_estimates
+from fullshard.planner.search.alternatives import NothingFitsError
 from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.search import find_plan
-from fullshard.text import bytes_text, parse_bytes
 
 EIGHT = "llama-1.5b"
 
@@ -82,8 +82,8 @@ def test_plans_for_jax_have_only_what_jax_can_do():
 
 def test_blocks_go_without_remat_as_long_as_there_is_room(monkeypatch):
     judged = []
-    tried = full_model.FullModel.judge
-    monkeypatch.setattr(full_model.FullModel, "judge", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
+    tried = exact_estimates.FullModel.judge
+    monkeypatch.setattr(exact_estimates.FullModel, "judge", lambda *a, **k: judged.append(tried(*a, **k)) or judged[-1])
     found = find_plan(presets.describe("llama3-8b"), Cluster.named("64xh100"), sequence=8192, global_batch=256)
     spared = [u.name for u in found.plan.units if "layers" in u.name and u.remat == "none"]
     assert 0 < len(spared) < 32
@@ -406,8 +406,8 @@ def test_staging_on_the_way_to_disk_counts_as_host_memory():
 @pytest.mark.full
 def test_few_candidates_are_estimated_exactly_where_nothing_fits_on_the_device(monkeypatch):
     judged = []
-    predict = full_model.predict
-    monkeypatch.setattr(full_model, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
+    predict = exact_estimates.predict
+    monkeypatch.setattr(exact_estimates, "predict", lambda plan, *a, **k: judged.append(plan) or predict(plan, *a, **k))
     found = find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, global_batch=64)
     assert found.estimate.fits
     assert len(judged) <= 6

@@ -2,7 +2,7 @@ import pytest
 
 import fullshard as fs
 from fullshard.model.description import Description, Tensor, UnitDescription
-from fullshard.strategies import STRATEGIES
+from fullshard.planner.strategies import STRATEGIES
 
 
 def described(name: str, kind: str, numel: int) -> UnitDescription:

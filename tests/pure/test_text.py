@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.errors import nearest
-from fullshard.text import bytes_text, count_text, spans, table
+from fullshard.base.errors import nearest
+from fullshard.base.text import bytes_text, count_text, spans, table
 
 
 @pytest.mark.parametrize(

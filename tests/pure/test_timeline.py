@@ -6,9 +6,9 @@ import pytest
 
 import fullshard as fs
 from benchmarks import published
-from fullshard.cluster import cluster as clusters
+from fullshard.cluster import topology as clusters
 from fullshard.cluster.calibration import HOPPER, Fitted
-from fullshard.cluster.cluster import Cluster, Measured
+from fullshard.cluster.topology import Cluster, Measured
 from fullshard.model import presets
 from fullshard.model.costs import Calls
 from fullshard.model.presets import preset

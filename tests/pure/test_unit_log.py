@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.on_torch.unit_log import END, PlaceLog, UnitLog, explain, first_difference
+from fullshard.on_torch.ranks.unit_log import END, PlaceLog, UnitLog, explain, first_difference
 
 E, A, B, C, H = range(5)
 NAMES = ["embed", "a", "b", "c", "head", END]

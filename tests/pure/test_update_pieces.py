@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.errors import FullshardError
-from fullshard.update_pieces import GRAIN, PIECE, cut, deal
+from fullshard.base.errors import FullshardError
+from fullshard.plan.update_pieces import GRAIN, PIECE, cut, deal
 
 
 @given(st.integers(1, 40 * PIECE))

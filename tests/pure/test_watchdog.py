@@ -17,7 +17,7 @@ WATCHED = """
 import os, sys, time
 from pathlib import Path
 from fullshard.runs.heartbeat import Heartbeat
-from fullshard.runs.signals import Signals
+from fullshard.runs.stop_signals import Signals
 run = Path(sys.argv[1])
 with w.Watchdog(run, 1.0) as dog, Signals():
     dog.heartbeat = Heartbeat(run / "ranks", 0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fullshard as fs
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 FILES = ("2026-11-17-jax-memory-h200.json", "2026-11-18-jax-memory-h200.json")

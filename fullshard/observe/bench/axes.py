@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from fullshard.errors import FullshardError, nearest
-from fullshard.runs.recipe import Recipe, parse_value
+from fullshard.base.errors import FullshardError, nearest
+from fullshard.runs.recipe.recipe import Recipe, parse_value
 
 # A key that only means something with certain values of another one. Elsewhere it is left out, so that one command can
 # try strategies that take different keys.

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.engine import Engine
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_directory, is_plain_file, parse_toml, read_text
+from fullshard.base.status import say
+from fullshard.engine.protocols import Engine
 from fullshard.model import presets
 from fullshard.observe.bench.axes import UNUSED, Axis, Choices
-from fullshard.reading import is_directory, is_plain_file, parse_toml, read_text
-from fullshard.runs.recipe import MOST_BYTES
-from fullshard.status import say
+from fullshard.runs.recipe.recipe import MOST_BYTES
 
 SEQUENCE = 1024  # tokens in a sample of a MODEL, unless it takes fewer
 STEPS_OF_DATA = 3  # random tokens for this many of the largest steps; then they repeat

@@ -13,18 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.bench_engine import BenchEngine, Contestant, PeerRequest, load_bench_engine
+from fullshard.base.errors import FullshardError
 from fullshard.data.step_batches import close
-from fullshard.engine import Engine, load_engine
-from fullshard.errors import FullshardError
+from fullshard.engine.bench_protocols import BenchEngine, Contestant, PeerRequest, load_bench_engine
+from fullshard.engine.protocols import Engine, load_engine
 from fullshard.launch.local import become_ranks, die_with_parent, given_arguments
 from fullshard.launch.rank_end import end_rank
 from fullshard.observe.bench.resident_memory import Resident
 from fullshard.planner.wire_bytes import sent_bytes
-from fullshard.runs.open_data import batches
-from fullshard.runs.prepare import Prepared, disk_of, prepare
-from fullshard.runs.recipe import make_recipe
-from fullshard.runs.recipe_plan import make_optimizer, run_loss
+from fullshard.runs.prepare.open_data import batches
+from fullshard.runs.prepare.prepare import Prepared, disk_of, prepare
+from fullshard.runs.prepare.recipe_plan import make_optimizer, run_loss
+from fullshard.runs.recipe.recipe import make_recipe
 
 MODULE = "fullshard.observe.bench.case_process"
 OUT_OF_MEMORY = re.compile(r"want of host memory|out of memory|DefaultCPUAllocator|Cannot allocate memory", re.I)

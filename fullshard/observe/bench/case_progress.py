@@ -9,10 +9,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fullshard.base.text import bytes_text, seconds_text
 from fullshard.observe.bench.axes import Axis
 from fullshard.observe.bench.cases import Case
 from fullshard.observe.bench.run_cases import Result
-from fullshard.text import bytes_text, seconds_text
 
 
 class CaseProgress:

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.bench_engine import BenchEngine
-from fullshard.engine import Engine
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import say, unsaid
+from fullshard.engine.bench_protocols import BenchEngine
+from fullshard.engine.protocols import Engine
 from fullshard.observe.bench.axes import Axis, Choices, product
 from fullshard.observe.bench.base_recipe import Base, Tree, with_choices
 from fullshard.observe.bench.case_process import Spec
 from fullshard.planner.wire_bytes import wire_bytes
-from fullshard.runs.prepare import Prepared, prepare
-from fullshard.runs.recipe import make_recipe
-from fullshard.runs.recipe_plan import describe_costs, expected_of, planned_loss
-from fullshard.status import say, unsaid
+from fullshard.runs.prepare.prepare import Prepared, prepare
+from fullshard.runs.prepare.recipe_plan import describe_costs, expected_of, planned_loss
+from fullshard.runs.recipe.recipe import make_recipe
 
 OWN = "fullshard"
 TITLES = {  # of peers, for tables

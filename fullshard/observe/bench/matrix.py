@@ -7,18 +7,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fullshard.bench_engine import BenchEngine, load_bench_engine, refuse_peer
-from fullshard.engine import load_engine
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.status import say
+from fullshard.base.text import bytes_text, seconds_text, table
+from fullshard.engine.bench_protocols import BenchEngine, load_bench_engine, refuse_peer
+from fullshard.engine.protocols import load_engine
 from fullshard.observe.bench import pareto_plot
 from fullshard.observe.bench.axes import Axis, parse_axes, product
 from fullshard.observe.bench.base_recipe import Base, load_base, with_choices, write_tokens
 from fullshard.observe.bench.cases import Case, Settings, checked, make_cases
 from fullshard.observe.bench.report import Bench, markdown, to_dict
 from fullshard.observe.bench.run_cases import CaseFiles, Result, known_result, run_all
-from fullshard.runs.recipe import load_recipe, make_recipe
-from fullshard.status import say
-from fullshard.text import bytes_text, seconds_text, table
+from fullshard.runs.recipe.recipe import load_recipe, make_recipe
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.text import count_text
 from fullshard.observe.bench.cases import OWN
 from fullshard.observe.bench.report import Bench
 from fullshard.observe.bench.run_cases import Result
-from fullshard.text import count_text
 
 MISSING = "no plot was drawn: pip install 'fullshard[plot]' for matplotlib; the tables are written"
 NAMES = ("bench.png", "bench.svg")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.base.text import bytes_text, count_text, seconds_text, table
 from fullshard.observe.bench.axes import Axis
 from fullshard.observe.bench.cases import OWN, TITLES, label
 from fullshard.observe.bench.run_cases import Result
-from fullshard.text import bytes_text, count_text, seconds_text, table
 
 NONE = "–"
 ON_CPU = (

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.text import seconds_text
 from fullshard.observe.bench.case_process import MODULE, OUT_OF_MEMORY
 from fullshard.observe.bench.cases import Case, Predicted
-from fullshard.text import seconds_text
 
 GRACE = 5.0  # seconds that a case gets to end by itself after its time
 UNDISTURBED = 3  # on a CPU, the mean of the fastest third of steps: other programs only make steps slower

@@ -14,15 +14,15 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from fullshard.base.errors import FullshardError
 from fullshard.cluster.hardware import DEVICES
-from fullshard.errors import FullshardError
 from fullshard.model import presets
 from fullshard.observe.page.plan_answer import Describe, plan_answer
 from fullshard.observe.page.plan_request import PlanQuestion
 from fullshard.observe.page.plan_worker import PlanWorker, SupersededError
 from fullshard.observe.page.run_view import RunView
-from fullshard.planner.search.space import REMATS
-from fullshard.strategies import STRATEGIES
+from fullshard.planner.search.plan_space import REMATS
+from fullshard.planner.strategies import STRATEGIES
 
 STATIC = Path(__file__).parent / "static"
 CHARTS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

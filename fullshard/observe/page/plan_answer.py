@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.observe.page.plan_request import PlanQuestion, refuse_cluster, refuse_model
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 from fullshard.planner.estimate import COMPUTE_WORDS, WAIT_WORDS, Estimate
-from fullshard.planner.search.explain import NothingFitsError, Shortage
+from fullshard.planner.search.alternatives import NothingFitsError, Shortage
 from fullshard.planner.search.labels import home_words
 from fullshard.planner.search.search import ON_JAX, SearchResult, find_plan
 from fullshard.planner.time.lane_spans import lane_spans
-from fullshard.text import bytes_text
 
 # (model, sequence, compute, tensor) to the model's description with costs
 Describe = Callable[[str, int, Any, int], Description]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError, nearest
+from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.model import presets
-from fullshard.reading import is_directory, is_plain_file
 
 WORDS = ("strategy", "remat", "home.params", "home.optimizer", "home.activations", "compute")  # choices that are words
 NUMBERS = ("replicate", "tensor", "micro_batch")  # choices that are numbers

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.place import Local
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.pruning import size_problems
 from fullshard.checkpoint.verify import problems
-from fullshard.errors import FullshardError
 
 STAGED = re.compile(r"\.(step-\d+)\.[0-9a-f]+\.(partial|removed)")
 

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_text
 from fullshard.observe.page.run_checkpoints import RunCheckpoints
 from fullshard.observe.page.run_metrics import MetricsReader
-from fullshard.reading import is_directory, is_plain_file, parse_json, read_text
 
 SETTLED = 5.0  # seconds between two looks at checkpoints and profiles, which cost more than the metrics
 SILENT = 3  # times what a rank has between two writes: it is called silent after that

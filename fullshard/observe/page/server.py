@@ -9,7 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.observe.page.app import make_app
 from fullshard.observe.page.guard import Guard
 from fullshard.observe.page.plan_answer import Describe

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_json, read_text
 from fullshard.observe.profile.memory_picture import draw_memory
 from fullshard.observe.profile.profile_report import recommendation_text, report
 from fullshard.observe.profile.profile_summary import VERSION, summarize
 from fullshard.observe.profile.recommend import PlannedStep, predicted_lanes, recommend
 from fullshard.observe.profile.trace_file import AGAIN, read_traces, trace_files
-from fullshard.reading import parse_json, read_text
-from fullshard.runs.prepare import Prepared
-from fullshard.runs.recipe_plan import make_optimizer
+from fullshard.runs.prepare.prepare import Prepared
+from fullshard.runs.prepare.recipe_plan import make_optimizer
 
 BREAKDOWN, REPORT = "breakdown.json", "report.txt"
 MOST_BYTES = 1 << 26  # of a breakdown

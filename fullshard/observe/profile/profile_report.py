@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from fullshard.base.text import bytes_text, counted, rate_text, seconds_text, table
 from fullshard.observe.profile.breakdown import LANES
 from fullshard.observe.profile.recommend import LANE_WORDS
-from fullshard.text import bytes_text, counted, rate_text, seconds_text, table
 
 UNITS = 12  # rows of a table of units; the rest is in breakdown.json
 NOTABLE = 0.02  # of a step: exposed or idle time below it is not told as a finding

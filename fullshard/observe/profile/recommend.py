@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan, Prefetch, Remat
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan, Prefetch, Remat
 from fullshard.planner.estimate import Estimate, available, cores_share, host_available
-from fullshard.planner.memory.peak import predict
+from fullshard.planner.memory.peak_memory import predict
 from fullshard.planner.time.timeline import timeline
 
 LEAST = 0.01  # of a step: a smaller gain is not recommended

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.observe.profile.jax_trace import read_jax
 from fullshard.observe.profile.rank_trace import RankTrace
 from fullshard.observe.profile.torch_trace import STEP, read_torch

@@ -11,11 +11,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fullshard.bench_engine import PeerRequest
-from fullshard.errors import FullshardError
-from fullshard.on_jax.jax_dtypes import JAX_DTYPES
-from fullshard.on_jax.losses import summed_loss
-from fullshard.optimizer import AdamW
+from fullshard.base.errors import FullshardError
+from fullshard.engine.bench_protocols import PeerRequest
+from fullshard.on_jax.loss.losses import summed_loss
+from fullshard.on_jax.tensors.dtypes import JAX_DTYPES
+from fullshard.plan.optimizer import AdamW
 
 
 @dataclass

@@ -11,18 +11,18 @@ import jax
 import numpy as np
 import xxhash
 
+from fullshard.base.direct_io import aligned, aligned_size
 from fullshard.checkpoint import manifest
-from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.background_writer import Background
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
 from fullshard.checkpoint.manifest_records import TensorTypes
-from fullshard.checkpoint.nodes import Nodes
-from fullshard.checkpoint.place import Place
-from fullshard.checkpoint.rank_agreement import RankAgreement
 from fullshard.checkpoint.saver import NotFiniteError, no_room
-from fullshard.direct_io import aligned, aligned_size
-from fullshard.on_jax.processes import processes_here
+from fullshard.checkpoint.shared_disks import Nodes
+from fullshard.on_jax.ranks.processes import processes_here
 from fullshard.on_jax.saving.state_arrays import Check, HostOrDevice, array_types
-from fullshard.on_jax.stacked_arrays import LayerSlice
+from fullshard.on_jax.tensors.stacked_arrays import LayerSlice
+from fullshard.ranks.agreement import RankAgreement
 from fullshard.storage.memory_limits import host_limit
 
 AHEAD = 8  # copies from a device that are under way at once

@@ -3,8 +3,8 @@
 import itertools
 from typing import Any
 
-from fullshard.checkpoint.rank_agreement import RankAgreement
-from fullshard.on_jax import processes
+from fullshard.on_jax.ranks import processes
+from fullshard.ranks.agreement import RankAgreement
 
 _numbers = itertools.count()  # every process makes its agreements in the same order, so that equal numbers belong together
 

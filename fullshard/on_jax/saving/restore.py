@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from fullshard.base.errors import FullshardError
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.nodes import find_whole
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.errors import FullshardError
-from fullshard.on_jax.jax_dtypes import FILE_DTYPES
-from fullshard.on_jax.jax_state import JaxState
+from fullshard.checkpoint.shared_disks import find_whole
+from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
+from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
 from fullshard.on_jax.saving.state_arrays import (
     RNG,
@@ -31,8 +31,8 @@ from fullshard.on_jax.saving.state_arrays import (
     slot_names,
     variables,
 )
-from fullshard.on_jax.scanned_layers import is_stacked, layer_names
-from fullshard.on_jax.stacked_arrays import layer_sharding, stacked_array
+from fullshard.on_jax.tensors.dtypes import FILE_DTYPES
+from fullshard.on_jax.tensors.stacked_arrays import layer_sharding, stacked_array
 
 
 def load_checkpoint(

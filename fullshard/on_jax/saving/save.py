@@ -8,8 +8,8 @@ from typing import Any
 from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, CopiedChecksum, Saving
-from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.processes import is_first
+from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.ranks.processes import is_first
 from fullshard.on_jax.saving.array_staging import ArrayStaging
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
 from fullshard.on_jax.saving.state_arrays import checkpoint_bytes, checks, state_arrays, without_slots

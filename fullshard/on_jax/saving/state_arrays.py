@@ -18,15 +18,15 @@ import numpy as np
 import optax
 from flax import nnx
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.manifest_records import TensorTypes
-from fullshard.errors import FullshardError
-from fullshard.on_jax.describe import Factory, abstract
-from fullshard.on_jax.jax_dtypes import JAX_DTYPES, safetensors_name
-from fullshard.on_jax.jax_state import JaxState
-from fullshard.on_jax.module_tree import named_parameters
-from fullshard.on_jax.scanned_layers import is_stacked, layer_names
-from fullshard.on_jax.stacked_arrays import LayerSlice
-from fullshard.plan import Plan
+from fullshard.on_jax.model.describe import Factory, abstract
+from fullshard.on_jax.model.module_tree import named_parameters
+from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
+from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.tensors.dtypes import JAX_DTYPES, safetensors_name
+from fullshard.on_jax.tensors.stacked_arrays import LayerSlice
+from fullshard.plan.plan import Plan
 
 HostOrDevice = np.ndarray | jax.Array | LayerSlice
 RNG = "rng.jax."

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptim
 
-from fullshard.errors import FullshardError
-from fullshard.on_torch.ranks import data_rank, start
+from fullshard.base.errors import FullshardError
+from fullshard.on_torch.optimizers.sharded_optimizer import clip_grad_norm_, group_settings, set_group_settings
+from fullshard.on_torch.parallelize.shard import shard
+from fullshard.on_torch.parallelize.state import State
+from fullshard.on_torch.ranks.device_meshes import data_rank, start
 from fullshard.on_torch.saving.restore import load_checkpoint
 from fullshard.on_torch.saving.save import save_checkpoint
-from fullshard.on_torch.shard import shard
-from fullshard.on_torch.sharded_optimizer import clip_grad_norm_, group_settings, set_group_settings
-from fullshard.on_torch.state import State
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan
 
 try:
     from lightning_fabric.strategies import ModelParallelStrategy

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
+from fullshard.on_torch.optimizers.sharded_optimizer import group_settings, set_group_settings
+from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.saving.restore import load_checkpoint
 from fullshard.on_torch.saving.save import save_checkpoint
-from fullshard.on_torch.sharded_optimizer import group_settings, set_group_settings
-from fullshard.on_torch.state import State
 
 FOLDER = "fullshard"  # of the state's own checkpoint, inside a directory of the other library
 WRAPPERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")  # distributed types that shard by themselves

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, Trainer
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.on_torch.interop.hf_accelerate import FOLDER, ShardedOptimizer, mark_prepared, refuse_accelerator
+from fullshard.on_torch.optimizers.sharded_optimizer import clip_grad_norm_, global_norm
+from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.saving.restore import load_checkpoint
 from fullshard.on_torch.saving.save import save_checkpoint
-from fullshard.on_torch.sharded_optimizer import clip_grad_norm_, global_norm
-from fullshard.on_torch.state import State
 
 # TrainingArguments that would be ignored or do a part of the plan's work, and what to write instead.
 UNFIT = {

@@ -25,10 +25,10 @@ from fullshard.cluster.calibration import HOPPER
 from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
-from fullshard.on_torch.models.llama import LlamaBlock
-from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.model.built_in.llama import LlamaBlock
+from fullshard.on_torch.parallelize.remat import apply_remat
 from fullshard.on_torch.tracing.python_calls import counting_contexts
-from fullshard.plan import Remat
+from fullshard.plan.plan import Remat
 
 ROUNDS = 5  # of all remat runs in turn
 REPEATS = 2  # steps per reading of the issue clock

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.cluster.cluster import PACES, Cluster, Measured
+from fullshard.base.errors import FullshardError
 from fullshard.cluster.measured import CollectiveKind, MeasuredAttention, MeasuredCollective, MeasuredGemm
-from fullshard.errors import FullshardError
-from fullshard.on_torch.agree import acquire_group, gather_results, release_group
+from fullshard.cluster.topology import PACES, Cluster, Measured
 from fullshard.on_torch.measuring import host_time, pointwise, timings
-from fullshard.on_torch.measuring.device_presets import measured_cluster
-from fullshard.on_torch.offload.kernels.adam import rule_of
 from fullshard.on_torch.offload.updates.cpu_share import at_once
-from fullshard.on_torch.ranks import local_world_size, start, world_size
-from fullshard.optimizer import AdamW
+from fullshard.on_torch.optimizers.adam_update import rule_of
+from fullshard.on_torch.ranks.device_meshes import local_world_size, start, world_size
+from fullshard.on_torch.ranks.device_presets import measured_cluster
+from fullshard.on_torch.ranks.rank_agreement import acquire_group, gather_results, release_group
+from fullshard.plan.optimizer import AdamW
 from fullshard.storage.disk_speed import Rates, disk_rates, no_disk
 from fullshard.storage.memory_limits import limits
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.on_torch.measuring.timings import alternate, seconds
-from fullshard.on_torch.models.llama import rotary, rotate
+from fullshard.on_torch.model.built_in.llama import rotary, rotate
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels, kernel_work
 
 ROWS, HEADS, HEAD_DIM, HIDDEN = 1024, 6, 32, 512  # a model small enough to train on a CPU

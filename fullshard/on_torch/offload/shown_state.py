@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
-from fullshard.on_torch.offload.units import OffloadedUnit
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
 
 
 @contextmanager

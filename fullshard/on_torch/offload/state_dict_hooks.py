@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
-from fullshard.on_torch.offload.units import OffloadedUnit, local, part_of, shadow
-from fullshard.on_torch.offload.weak_hooks import gone
-from fullshard.on_torch.ranks import ranks_here
-from fullshard.storage.host import refuse_more_than
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, local, part_of, shadow
+from fullshard.on_torch.offload.units.weak_hooks import gone
+from fullshard.on_torch.ranks.device_meshes import ranks_here
+from fullshard.storage.pinned_arena import refuse_more_than
 
 
 def hook_model(offload: TieredOptimizer, model: nn.Module) -> None:

@@ -16,27 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.offload.events import GatherPace, StreamEvent
-from fullshard.on_torch.offload.stores.fetch import free_shards
+from fullshard.base.errors import FullshardError
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
-from fullshard.on_torch.offload.units import OffloadedUnit, gradient_dtype, local
+from fullshard.on_torch.offload.stores.shard_fetcher import free_shards
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, gradient_dtype, local
+from fullshard.on_torch.offload.units.unit_update import StepDecision, UnitUpdate
+from fullshard.on_torch.offload.units.weak_hooks import weakly
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
-from fullshard.on_torch.offload.updates.cpu import CpuUpdater
+from fullshard.on_torch.offload.updates.cpu_lane import CpuUpdater
 from fullshard.on_torch.offload.updates.cpu_share import update_threads
-from fullshard.on_torch.offload.updates.gpu import GpuUpdater
+from fullshard.on_torch.offload.updates.gpu_lane import GpuUpdater
 from fullshard.on_torch.offload.updates.gradient_limit import GradientLimit
-from fullshard.on_torch.offload.updates.lane import UpdateLane
 from fullshard.on_torch.offload.updates.lane_memory import make_cpu_buffers, make_staging, widen_cpu_buffers
-from fullshard.on_torch.offload.updates.threads import WorkerThreads
-from fullshard.on_torch.offload.updates.unit_update import StepDecision, UnitUpdate
+from fullshard.on_torch.offload.updates.update_lane import UpdateLane
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
-from fullshard.on_torch.offload.weak_hooks import weakly
-from fullshard.on_torch.sharded_optimizer import copies_of, local_norms, sum_of_squares
-from fullshard.on_torch.watched_shard import watch_values
-from fullshard.plan import Plan
-from fullshard.update_pieces import Lane
+from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
+from fullshard.on_torch.optimizers.sharded_optimizer import copies_of, local_norms, sum_of_squares
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.on_torch.tensors.streams import GatherPace, StreamEvent
+from fullshard.on_torch.tensors.watched_shard import watch_values
+from fullshard.plan.plan import Plan
+from fullshard.plan.update_pieces import Lane
 
 
 class TieredOptimizer:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from fullshard.bench_engine import PeerRequest
+from fullshard.engine.bench_protocols import PeerRequest
 from fullshard.on_torch.peers.peer import TorchPeer, block_classes, torch_optimizer, whole_model
 
 

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.bench_engine import CountedCollective, PeerRequest
-from fullshard.errors import FullshardError
-from fullshard.on_torch.collective_log import record
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.initialize import initialize
-from fullshard.on_torch.loss import IGNORED
-from fullshard.on_torch.ranks import start
-from fullshard.on_torch.shard import apply_remat_and_compile, compiled_modules
-from fullshard.on_torch.sharded_optimizer import make_optimizer
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.base.errors import FullshardError
+from fullshard.engine.bench_protocols import CountedCollective, PeerRequest
+from fullshard.on_torch.communication.collective_log import record
+from fullshard.on_torch.loss.losses import IGNORED
+from fullshard.on_torch.model.initialize import initialize
+from fullshard.on_torch.optimizers.sharded_optimizer import make_optimizer
+from fullshard.on_torch.parallelize.shard import apply_remat_and_compile, compiled_modules
+from fullshard.on_torch.ranks.device_meshes import start
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan
 
 Context = Callable[[], AbstractContextManager[Any]]
 

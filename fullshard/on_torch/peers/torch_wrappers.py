@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.bench_engine import PeerRequest
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.initialize import materialize
+from fullshard.engine.bench_protocols import PeerRequest
+from fullshard.on_torch.model.initialize import materialize
+from fullshard.on_torch.parallelize.shard import modules_of
 from fullshard.on_torch.peers.peer import TorchPeer, autocast, block_classes, prepare_blocks, torch_optimizer, whole_model
-from fullshard.on_torch.shard import modules_of
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 
 
 def bare_fully_shard(request: PeerRequest) -> TorchPeer:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from fullshard.base.direct_io import aligned_size
 from fullshard.checkpoint.file_layout import FileLayout
 from fullshard.checkpoint.manifest import checksum
-from fullshard.direct_io import aligned_size
 from fullshard.on_torch.saving.write_items import ItemSource, dtype_of, item_bytes
-from fullshard.storage.host import Arena, bytes_of
+from fullshard.storage.pinned_arena import Arena, bytes_of
 
 GROUP_BYTES = 1 << 19  # items are copied in groups of about this size, which fits into a core's cache
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from fullshard.on_torch.offload.events import DONE, StreamEvent
+from fullshard.on_torch.tensors.streams import DONE, StreamEvent
 
 
 class PendingCopies:

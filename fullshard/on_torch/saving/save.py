@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.background import Priority
+from fullshard.checkpoint.background_writer import Priority
 from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, Saving
-from fullshard.on_torch.agree import GroupAgreement
-from fullshard.on_torch.running_statistics import average_statistics
+from fullshard.on_torch.model.batch_norm import average_statistics
+from fullshard.on_torch.parallelize.state import State
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.staging import Staging
-from fullshard.on_torch.state import State
 
 
 class Checkpointer(CheckpointSaver):

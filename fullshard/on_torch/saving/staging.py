@@ -15,16 +15,16 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from fullshard.checkpoint.background import Background, Priority
+from fullshard.checkpoint.background_writer import Background, Priority
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileLayout, SaveLayout
-from fullshard.checkpoint.nodes import Nodes
-from fullshard.checkpoint.place import Place
 from fullshard.checkpoint.saver import NotFiniteError, no_room
-from fullshard.on_torch.agree import GroupAgreement, decide, gather_results
-from fullshard.on_torch.changing_buffers import STATISTICS
-from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
-from fullshard.on_torch.private import addresses
-from fullshard.on_torch.ranks import ranks_here
+from fullshard.checkpoint.shared_disks import Nodes
+from fullshard.on_torch.model.changing_buffers import STATISTICS
+from fullshard.on_torch.parallelize.state import State
+from fullshard.on_torch.private.torch_internals import addresses
+from fullshard.on_torch.ranks.device_meshes import ranks_here
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement, decide, gather_results
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.file_image import FileImage, ImageBuffer, flattened
 from fullshard.on_torch.saving.pending_copies import PendingCopies
@@ -39,7 +39,7 @@ from fullshard.on_torch.saving.write_items import (
     wide_first,
     without_empty_items,
 )
-from fullshard.on_torch.state import State
+from fullshard.on_torch.tensors.streams import DeviceStream, StreamEvent
 from fullshard.storage.memory_limits import host_limit
 
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.manifest import TensorRecord
-from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
-from fullshard.on_torch.kernels.low_bit_adam import LowBitAdam, low_bit_of
-from fullshard.on_torch.kernels.moment_codes import MomentFormat
-from fullshard.on_torch.offload.units import shadow
-from fullshard.on_torch.private import persistent_buffers
-from fullshard.on_torch.shard_ranges import local_tensor
-from fullshard.on_torch.state import State
-from fullshard.plan import Plan
+from fullshard.on_torch.offload.units.offloaded_unit import shadow
+from fullshard.on_torch.optimizers.decoded_moment import DecodedMoment
+from fullshard.on_torch.optimizers.low_bit_adam import LowBitAdam, low_bit_of
+from fullshard.on_torch.optimizers.moment_codes import MomentFormat
+from fullshard.on_torch.parallelize.state import State
+from fullshard.on_torch.private.torch_internals import persistent_buffers
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from fullshard.on_torch.tensors.shard_ranges import local_tensor
+from fullshard.plan.plan import Plan
 
 
 def model_tensors(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

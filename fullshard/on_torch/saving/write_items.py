@@ -13,11 +13,11 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.file_layout import FileItem, FileLayout, write_once
 from fullshard.checkpoint.manifest_records import TensorTypes
-from fullshard.checkpoint.nodes import Nodes
-from fullshard.errors import FullshardError
-from fullshard.on_torch.dtypes import SAFETENSORS_NAMES
+from fullshard.checkpoint.shared_disks import Nodes
+from fullshard.on_torch.tensors.dtypes import SAFETENSORS_NAMES
 
 
 class StoredItem(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fullshard.model.costs import OpKind
-from fullshard.on_torch.private import run_backward
+from fullshard.on_torch.private.torch_internals import run_backward
 from fullshard.on_torch.tracing.attention_kernels import attention
 from fullshard.on_torch.tracing.convolutions import CONVOLUTIONS, GROUP_NORMS, Convolution, KernelWork, group_norm_passes
 from fullshard.on_torch.tracing.meta_outputs import tensors_in
@@ -79,7 +79,7 @@ FUSED_KERNELS: dict[Any, Callable[..., Any]] = {
 
 # -- workspaces ----------------------------------------------------------------------------------------------
 
-Workspace = tuple[str, tuple[int, ...]]  # the name of a function in `fullshard.model.kernel_workspace`, and its arguments
+Workspace = tuple[str, tuple[int, ...]]  # the name of a function in `fullshard.model.kernel_workspaces`, and its arguments
 
 
 def workspace(name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Workspace | None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.model.description import Description
-from fullshard.on_torch.loss import LossFunction
-from fullshard.on_torch.private import TorchDispatchMode
+from fullshard.on_torch.loss.losses import LossFunction
+from fullshard.on_torch.private.torch_internals import TorchDispatchMode
+from fullshard.on_torch.tensors.trace_errors import MODEL_ERRORS, model_line
 from fullshard.on_torch.tracing.repeated_blocks import SeveralOutputsError, skip_repeated
 from fullshard.on_torch.tracing.trace import trace
 from fullshard.on_torch.tracing.trace_batch import TraceBatch
-from fullshard.on_torch.tracing.trace_errors import MODEL_ERRORS, model_line
 
 OutsideUses = Mapping[nn.Module, frozenset[int]]  # the ids of parameters inside that are used while a module does not run
 

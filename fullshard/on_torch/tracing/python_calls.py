@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import noop_context_fn
 
-from fullshard.on_torch.private import TorchDispatchMode, saved_tensor_hooks
-from fullshard.on_torch.remat import keep_products
-from fullshard.plan import Remat
+from fullshard.on_torch.parallelize.remat import keep_products
+from fullshard.on_torch.private.torch_internals import TorchDispatchMode, saved_tensor_hooks
+from fullshard.plan.plan import Remat
 
 CurrentCounter = Callable[[], Counter[str]]  # returns the counter of the current section
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.model.costs import Action, OpKind, Phase
-from fullshard.on_torch.private import WRAPPERS, TorchDispatchMode, inner, sole_owner, without_function_modes
+from fullshard.on_torch.private.torch_internals import WRAPPERS, TorchDispatchMode, inner, sole_owner, without_function_modes
 from fullshard.on_torch.tracing.convolutions import KernelWork
 from fullshard.on_torch.tracing.cuda_kernels import further_work, kernel_work, workspace
 from fullshard.on_torch.tracing.meta_outputs import name_of, tensors_in

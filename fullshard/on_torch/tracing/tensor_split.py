@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.model.description import Description
-from fullshard.on_torch.experts import refuse_uneven_experts, spread_experts
-from fullshard.on_torch.private import fake_ranks, inner
-from fullshard.on_torch.tensor_parallel import refuse_split, split_units
-from fullshard.plan import SplitRules
+from fullshard.on_torch.parallelize.experts import refuse_uneven_experts, spread_experts
+from fullshard.on_torch.parallelize.tensor_parallel import refuse_split, split_units
+from fullshard.on_torch.private.torch_internals import fake_ranks, inner
+from fullshard.plan.plan import SplitRules
 
 
 @contextmanager

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from fullshard.model.description import Description
-from fullshard.on_torch import loss_chunks
-from fullshard.on_torch.loss import Loss, LossFunction
-from fullshard.on_torch.private import inner
-from fullshard.on_torch.remat import apply_remat
+from fullshard.on_torch.loss import chunked_loss
+from fullshard.on_torch.loss.losses import Loss, LossFunction
+from fullshard.on_torch.parallelize.remat import apply_remat
+from fullshard.on_torch.private.torch_internals import inner
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.on_torch.tracing.recorder import Recorder
 from fullshard.on_torch.tracing.repeated_blocks import SKIPPED
 from fullshard.on_torch.tracing.trace_batch import TraceBatch
-from fullshard.plan import Remat
+from fullshard.plan.plan import Remat
 
 REMAT_ATTRIBUTES = ("forward", "_fullshard_contexts")  # what `apply_remat` and a trace set on a module
 
@@ -154,7 +154,7 @@ def _rematerialized(model: nn.Module, description: Description, remat: Remat, co
 @contextmanager
 def _one_chunk(recorder: Recorder) -> Iterator[None]:
     """Inside, the chunked loss computes the whole batch as one chunk, in a section of its own."""
-    one, budget = loss_chunks._one_chunk, loss_chunks.BUDGET
+    one, budget = chunked_loss._one_chunk, chunked_loss.BUDGET
 
     def marked(*args: Any, **unused: Any) -> Tensor:  # traced as a later one: the first need not add
         unit = recorder.sections[-1].unit
@@ -164,12 +164,12 @@ def _one_chunk(recorder: Recorder) -> Iterator[None]:
         recorder.mark("chunked", unit)
         return found
 
-    setattr(loss_chunks, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
-    loss_chunks.BUDGET = 1 << 60
+    setattr(chunked_loss, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
+    chunked_loss.BUDGET = 1 << 60
     try:
         yield
     finally:
-        loss_chunks._one_chunk, loss_chunks.BUDGET = one, budget
+        chunked_loss._one_chunk, chunked_loss.BUDGET = one, budget
 
 
 class _UnitInputs(torch.autograd.Function):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.errors import FullshardError, a_kind
+from fullshard.base.errors import FullshardError, a_kind
 from fullshard.model.costs import Example, Polynomial
-from fullshard.on_torch.batch_tree import BATCH, is_tree, leaves, map_tensors, row_count
+from fullshard.on_torch.tensors.batch_tree import BATCH, is_tree, leaves, map_tensors, row_count
 from fullshard.on_torch.tracing.meta_values import DISCRETE, MAX_ELEMENTS
 
 # Rows of the batches that are traced: two determine a line, the third checks it. One row is left out: torch skips sums

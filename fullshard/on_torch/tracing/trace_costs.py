@@ -10,14 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.base.errors import FullshardError, first_line
+from fullshard.base.status import say
 from fullshard.model.costs import ANY_ROWS, Costs, Phase, Trace
 from fullshard.model.description import Description
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.loss import LossFunction, called_loss
-from fullshard.on_torch.loss_chunks import ChunkedLossError, chunked_loss, output_head
-from fullshard.on_torch.model_call import own_call
-from fullshard.on_torch.private import WRAPPERS, inner
+from fullshard.on_torch.loss.chunked_loss import ChunkedLossError, chunked_loss, output_head
+from fullshard.on_torch.loss.losses import LossFunction, called_loss
+from fullshard.on_torch.model.model_call import own_call
+from fullshard.on_torch.private.torch_internals import WRAPPERS, inner
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.on_torch.tensors.trace_errors import MODEL_ERRORS, model_line, reads_values
 from fullshard.on_torch.tracing.fusion import compiled
 from fullshard.on_torch.tracing.polynomials import Fits, FittedTrace, Shape
 from fullshard.on_torch.tracing.recorder import Recorder
@@ -26,9 +28,7 @@ from fullshard.on_torch.tracing.tensor_names import named_trace
 from fullshard.on_torch.tracing.tensor_split import part_shapes, split, spread
 from fullshard.on_torch.tracing.trace import trace
 from fullshard.on_torch.tracing.trace_batch import ROWS, ExampleBatches, token_batch
-from fullshard.on_torch.tracing.trace_errors import MODEL_ERRORS, model_line, reads_values
-from fullshard.plan import DType, Remat, SplitRules
-from fullshard.status import say
+from fullshard.plan.plan import DType, Remat, SplitRules
 
 LOSSES: dict[str, LossFunction] = {"plain": called_loss, "chunked": chunked_loss}
 LONGEST_LOOP = 256  # tokens of a model that loops over them in Python

@@ -13,8 +13,8 @@ import torch
 
 from fullshard.model.costs import Trace, to_json
 from fullshard.model.presets import PRESETS, SHIPPED
-from fullshard.on_torch.describe import describe
-from fullshard.on_torch.models import build
+from fullshard.on_torch.model.built_in import build
+from fullshard.on_torch.tracing.describe import describe
 
 
 def traces(name: str) -> dict[tuple[str, str, str], Trace]:

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from fullshard.model.costs import Section
-from fullshard.planner.memory.replay import Replay
+from fullshard.planner.memory.memory_replay import Replay
 from fullshard.planner.memory.section_events import sized_events
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.step.unit_sizes import item

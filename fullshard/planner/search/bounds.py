@@ -7,10 +7,10 @@ that it needs, then its seconds.
 
 from dataclasses import dataclass, field
 
-from fullshard.plan import Plan
-from fullshard.planner.search.offload import OffloadLevels
+from fullshard.plan.plan import Plan
+from fullshard.planner.search.offload_levels import OffloadLevels
+from fullshard.planner.search.plan_space import Family, PlanRequest, strategies
 from fullshard.planner.search.reduced_model import ReducedModel
-from fullshard.planner.search.space import Family, PlanRequest, strategies
 from fullshard.planner.step.schedule import largest_chunk
 
 # Extrapolated bytes count with this share: sizes are rounded, and the workspaces of some kernels grow in steps.

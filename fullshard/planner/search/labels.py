@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from fullshard.plan import Plan, Unit
-from fullshard.text import listed
-from fullshard.update_pieces import STAGING
+from fullshard.base.text import listed
+from fullshard.plan.plan import Plan, Unit
+from fullshard.plan.update_pieces import STAGING
 
 
 def plan_label(strategy: str, choices: dict[str, Any], plan: Plan) -> str:

@@ -7,18 +7,18 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fullshard.plan import Plan, Prefetch
+from fullshard.plan.plan import Plan, Prefetch
+from fullshard.plan.update_pieces import BACKLOG
 from fullshard.planner.estimate import Estimate, cores_share, host_available
 from fullshard.planner.search.bounds import Candidate, CandidatePool
-from fullshard.planner.search.full_model import FullModel, FullResult
+from fullshard.planner.search.exact_estimates import FullModel, FullResult
 from fullshard.planner.search.labels import home_words
-from fullshard.planner.search.offload import TOGETHER, LevelEstimate, OffloadLevels, fit_level, lowest_level, uses_disk
+from fullshard.planner.search.offload_levels import TOGETHER, LevelEstimate, OffloadLevels, fit_level, lowest_level, uses_disk
+from fullshard.planner.search.plan_space import Family, PlanRequest, precision_of
 from fullshard.planner.search.reduced_model import ReducedModel
-from fullshard.planner.search.space import Family, PlanRequest, precision_of
 from fullshard.planner.search.staging_slots import add_staging_slots
 from fullshard.planner.step.offload_bytes import slots_of, waits_for_norm
-from fullshard.strategies import choose
-from fullshard.update_pieces import BACKLOG
+from fullshard.planner.strategies import choose
 
 MOST_OFFLOADED = 8  # candidates with offload that are estimated exactly
 GAIN = 0.995  # of the best step time: candidates that promise less than this gain are not estimated

@@ -6,12 +6,12 @@ Bytes and seconds grow evenly with the number of blocks, so two reduced models g
 from dataclasses import replace
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.model.reduced_description import blocks_of, reduced_description
-from fullshard.plan import Plan
-from fullshard.planner.memory.peak import peak_bytes, predict
+from fullshard.plan.plan import Plan
+from fullshard.planner.memory.peak_memory import peak_bytes, predict
 from fullshard.planner.time.step_lanes import Timeline
 from fullshard.planner.time.timeline import kernels_seconds, timeline
 

@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.errors import checked_call
+from fullshard.base.errors import checked_call
+from fullshard.base.text import counted, seconds_text
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan
+from fullshard.plan.optimizer import AdamW, Optimizer
+from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_float8_device
 from fullshard.planner.estimate import Estimate, available, refuse_uncosted
-from fullshard.planner.search.explain import Alternative, alternatives, nothing_fits
+from fullshard.planner.search.alternatives import Alternative, alternatives, nothing_fits
 from fullshard.planner.search.labels import strategy_of
 from fullshard.planner.search.pick import pick, reduced_model, with_staging
-from fullshard.planner.search.space import (
+from fullshard.planner.search.plan_space import (
     engine_for,
     plan_request,
     precision_of,
@@ -27,7 +28,6 @@ from fullshard.planner.search.space import (
     refuse_idle_backlog,
     refuse_idle_loss_kernel,
 )
-from fullshard.text import counted, seconds_text
 
 
 @dataclass(frozen=True)

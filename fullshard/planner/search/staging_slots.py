@@ -6,17 +6,17 @@ the norm is known. The cores then have less to do.
 
 from dataclasses import replace
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan
+from fullshard.plan.optimizer import AdamW, Optimizer
+from fullshard.plan.plan import Plan
+from fullshard.plan.update_pieces import EIGHTHS, STAGING
 from fullshard.planner.estimate import Estimate, cores_share, refuse_uncosted
-from fullshard.planner.search.full_model import FullModel, FullResult
-from fullshard.planner.search.offload import OffloadLevels, fit_level, lowest_level
+from fullshard.planner.search.exact_estimates import FullModel, FullResult
+from fullshard.planner.search.offload_levels import OffloadLevels, fit_level, lowest_level
+from fullshard.planner.search.plan_space import PlanRequest
 from fullshard.planner.search.reduced_model import ReducedModel
-from fullshard.planner.search.space import PlanRequest
 from fullshard.planner.step.offload_bytes import waits_for_norm
-from fullshard.update_pieces import EIGHTHS, STAGING
 
 STAGINGS = (96, 80, 64, 48, 32, 16, 8)  # numbers of slots to try
 WORTH_TRYING = 0.01  # of a step: try more slots if it waits longer than this for updates

@@ -12,7 +12,7 @@ from functools import lru_cache
 from fullshard.model.costs import Event, Op, Phase, Polynomial, Section, constant, evaluate
 from fullshard.model.description import Description, UnitDescription
 from fullshard.model.float8_weights import computes_in_float8, gathered_in_float8
-from fullshard.plan import Plan, Unit
+from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step.phases import PhaseSections, is_compiled
 
 Shapes = frozenset[tuple[int, ...]]  # of weights, each sorted

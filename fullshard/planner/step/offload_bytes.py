@@ -9,10 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fullshard.optimizer import SGD, Optimizer
-from fullshard.plan import Home, HomeName, Plan
+from fullshard.plan.optimizer import SGD, Optimizer
+from fullshard.plan.plan import Home, HomeName, Plan
+from fullshard.plan.update_pieces import (
+    CPU_BUFFERS,
+    DISK_SLOTS,
+    GRAIN,
+    READ_SLOTS,
+    WRITE_SLOTS,
+    Lane,
+    cut,
+    deal,
+    shard_file_bytes,
+)
 from fullshard.planner.step.unit_sizes import UnitSizes, item
-from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, GRAIN, READ_SLOTS, WRITE_SLOTS, Lane, cut, deal, shard_file_bytes
 
 SHARE = 0.5  # of the pieces that the CPU updates, if the cluster is unknown
 

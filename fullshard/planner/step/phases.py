@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section, Trace
-from fullshard.plan import Plan, Unit
+from fullshard.plan.plan import Plan, Unit
 
 PhaseSections = list[tuple[Phase, str, Section]]
 

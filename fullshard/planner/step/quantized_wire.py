@@ -1,13 +1,13 @@
 """What quantising a collective costs besides its message: bytes read and written, kernels, and memory for a moment.
 
-A GPU packs and unpacks a parameter in one pass each (on_torch/kernels/triton_messages.py). A CPU follows
+A GPU packs and unpacks a parameter in one pass each (on_torch/communication/triton_messages.py). A CPU follows
 on_torch/block_quantization.py, step by step.
 """
 
 from dataclasses import dataclass
 
-from fullshard.plan import Wire, WireFormat
-from fullshard.plan_parts import SCALE_BYTES
+from fullshard.plan.choices import SCALE_BYTES
+from fullshard.plan.plan import Wire, WireFormat
 
 FLOAT = 4  # bytes of the fp32 values between steps
 SLICE = 1 << 24  # as in on_torch/block_quantization.py: elements that are quantised at a time

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from fullshard.plan import HomeName, Plan
+from fullshard.plan.plan import HomeName, Plan
 from fullshard.planner.step.phases import PhaseSections, owner
 
 SMALL = 1 << 20  # bytes: smaller tensors stay on a GPU, as a copy does not pay

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section
 from fullshard.model.description import Description
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import waits_for_norm
 from fullshard.planner.step.phases import as_compiled, neighbours, phase_sections

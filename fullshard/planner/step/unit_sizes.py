@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.model.float8_weights import gathered_in_float8
-from fullshard.plan import Home, Plan, Precision, Unit
+from fullshard.plan.plan import Home, Plan, Precision, Unit
 
 
 @dataclass(frozen=True)

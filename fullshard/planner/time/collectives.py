@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
 
-from fullshard.cluster.cluster import Cluster, ClusterError
 from fullshard.cluster.hardware import Link, check_one_of
 from fullshard.cluster.measured import CollectiveKind, MeasuredCollective
-from fullshard.plan import Mesh
+from fullshard.cluster.topology import Cluster, ClusterError
+from fullshard.plan.plan import Mesh
 
 KINDS: tuple[str, ...] = get_args(CollectiveKind)
 

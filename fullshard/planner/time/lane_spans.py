@@ -5,10 +5,10 @@ At the mean pace of the host. On shared hosts the estimate is the mean over thre
 
 from dataclasses import dataclass, replace
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.schedule import Operation
 from fullshard.planner.time.step_lanes import BACKWARD, StepLanes
 from fullshard.planner.time.timeline import different_micro_batches, play, step_operations

@@ -10,11 +10,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.cluster.cluster import Cluster
-from fullshard.plan import Plan
+from fullshard.cluster.topology import Cluster
+from fullshard.plan.plan import Plan
+from fullshard.plan.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced, low_bit_seconds
 from fullshard.planner.step.offload_bytes import OffloadBytes, PieceSize, pcie_traffic, state_width
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
-from fullshard.update_pieces import CPU_BUFFERS, DISK_SLOTS, READ_SLOTS, balanced, low_bit_seconds
 
 TransferLane = Literal["pcie_up", "pcie_down", "cpu", "disk"]
 ADAMW = 28  # bytes an element of AdamW's update in fp32: gradient, master and moments in and out

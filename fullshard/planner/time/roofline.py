@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from fullshard.cluster.calibration import HOPPER
-from fullshard.cluster.cluster import Cluster, Quantity
+from fullshard.cluster.topology import Cluster, Quantity
 from fullshard.model.costs import AXIS_COLLECTIVES, Calls, Op, OpKind, Section, evaluate
-from fullshard.plan import Float8, Kernels, Mesh
+from fullshard.plan.plan import Float8, Kernels, Mesh
 from fullshard.planner.time.collectives import collective_seconds
 
 REMAT: tuple[Quantity, ...] = ("checkpointed", "saved", "dispatched")  # seconds of each field of `Calls`, in its order

@@ -7,9 +7,9 @@ lanes of its own (`offload_lanes`), which go on from one step into the next.
 import math
 from dataclasses import dataclass, field
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model.costs import Phase
-from fullshard.plan import Plan
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce

@@ -5,10 +5,10 @@ run on others; those that cross the same links share them. What compute waited f
 A CPU is its own host and its collectives block, so there everything happens one after the other.
 """
 
-from fullshard.cluster.cluster import Cluster
+from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
-from fullshard.optimizer import AdamW, Optimizer
-from fullshard.plan import Plan
+from fullshard.plan.optimizer import AdamW, Optimizer
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.phases import as_compiled, phase_sections

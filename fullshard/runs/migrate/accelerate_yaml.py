@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from fullshard.errors import FullshardError
-from fullshard.reading import parse_json, read_text
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_json, read_text
 from fullshard.runs.migrate.deepspeed_json import carry_disk, carry_home, carry_number, finish_homes, read_deepspeed
-from fullshard.runs.migrate.draft import OFF, Draft, flatten
+from fullshard.runs.migrate.recipe_draft import OFF, Draft, flatten
 
 STRATEGIES = {
     "FULL_SHARD": "zero3",

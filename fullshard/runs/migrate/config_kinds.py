@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fullshard.errors import FullshardError, first_line, nearest
-from fullshard.reading import DEEPEST, parse_json, parse_toml, read_text
+from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.reading import DEEPEST, parse_json, parse_toml, read_text
 from fullshard.runs.migrate.accelerate_yaml import read_accelerate
 from fullshard.runs.migrate.deepspeed_json import read_deepspeed
-from fullshard.runs.migrate.draft import Draft, finish, flatten
 from fullshard.runs.migrate.fsdp_script import read_script
+from fullshard.runs.migrate.recipe_draft import Draft, finish, flatten
 from fullshard.runs.migrate.recipe_toml import recipe_toml, report
 from fullshard.runs.migrate.script_calls import Script
 from fullshard.runs.migrate.torchtitan_toml import read_torchtitan

@@ -1,7 +1,7 @@
 """A DeepSpeed configuration as a recipe. `auto` is a value that the Hugging Face Trainer fills in from its own arguments."""
 
-from fullshard.errors import FullshardError
-from fullshard.runs.migrate.draft import OFF, Draft
+from fullshard.base.errors import FullshardError
+from fullshard.runs.migrate.recipe_draft import OFF, Draft
 
 AUTO = "auto"
 TRAINER = "the Hugging Face Trainer fills it in; write what its argument says"

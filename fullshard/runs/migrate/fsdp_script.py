@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fullshard.errors import FullshardError
-from fullshard.runs.migrate.draft import OFF, Draft, Entry
+from fullshard.base.errors import FullshardError
+from fullshard.runs.migrate.recipe_draft import OFF, Draft, Entry
 from fullshard.runs.migrate.script_calls import NOT_HERE, Script, ScriptCall, Word
-from fullshard.runs.recipe import FILL_IN
+from fullshard.runs.recipe.recipe import FILL_IN
 
 FSDP1, FSDP2, DDP = "FullyShardedDataParallel", "fully_shard", "DistributedDataParallel"
 STRATEGIES = {

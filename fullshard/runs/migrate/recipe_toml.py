@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from fullshard.errors import FullshardError
-from fullshard.reading import parse_toml
-from fullshard.runs.migrate.draft import Draft, Entry, show
-from fullshard.runs.recipe import FILL_IN, Recipe, make_recipe, override
+from fullshard.base.errors import FullshardError
+from fullshard.base.reading import parse_toml
+from fullshard.runs.migrate.recipe_draft import Draft, Entry, show
+from fullshard.runs.recipe.recipe import FILL_IN, Recipe, make_recipe, override
 
 # A key that is given replaces one that cannot stand beside it.
 INSTEAD = {"train.tokens": "train.steps", "train.steps": "train.tokens", "data.source": "data.path", "data.path": "data.source"}

@@ -4,7 +4,7 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.errors import FullshardError, first_line
+from fullshard.base.errors import FullshardError, first_line
 
 
 class _NotHere:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fullshard.errors import FullshardError
+from fullshard.base.errors import FullshardError
 from fullshard.runs.migrate.deepspeed_json import carry_number
-from fullshard.runs.migrate.draft import OFF, Draft
-from fullshard.runs.recipe import FILL_IN
+from fullshard.runs.migrate.recipe_draft import OFF, Draft
+from fullshard.runs.recipe.recipe import FILL_IN
 
 PRESETS = {
     ("llama3", "8B"): "llama3-8b",

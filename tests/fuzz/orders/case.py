@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.fuzz.orders.toy import Shape
 
 

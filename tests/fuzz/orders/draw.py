@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import fullshard as fs
-from fullshard.plan import Home
+from fullshard.plan.plan import Home
 from tests.fuzz.orders.actions import draw_action
 from tests.fuzz.orders.case import Action, Case, Leg, PlanChoice
 from tests.fuzz.orders.toy import Shape

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fullshard as fs
 from fullshard import on_torch
+from fullshard.plan.optimizer import Optimizer
 from tests.fuzz.orders.faults import Trap, trapped
 from tests.fuzz.orders.toy import Shape, Toy, global_batch, part
 
@@ -27,7 +28,7 @@ def micro_loss(model: torch.nn.Module, micro: dict[str, Tensor], trap: Trap | No
 class Oracle:
     """`sides`: for each data rank, the buffers that its micro-batches have moved."""
 
-    def __init__(self, shape: Shape, model: Toy, optimizer: fs.optimizer.Optimizer, *, foreach: bool = True):
+    def __init__(self, shape: Shape, model: Toy, optimizer: Optimizer, *, foreach: bool = True):
         self.shape, self.model = shape, model.double()
         self.names = [n for n, _ in self.model.named_parameters()]
         self.optimizer = torch_optimizer(self.model, optimizer, foreach=foreach)
@@ -152,7 +153,7 @@ class Oracle:
             self.optimizer.load_state_dict(kept["optimizer"])
 
 
-def torch_optimizer(model: torch.nn.Module, spec: fs.optimizer.Optimizer, *, foreach: bool) -> torch.optim.Optimizer:
+def torch_optimizer(model: torch.nn.Module, spec: Optimizer, *, foreach: bool) -> torch.optim.Optimizer:
     """`foreach`: as shards have it, for SGD. With it, Nesterov's momentum changes gradients."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": params}]

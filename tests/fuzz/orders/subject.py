@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fullshard as fs
-from fullshard import on_torch, update_pieces
-from fullshard.plan import Plan
-from fullshard.strategies import choose
+from fullshard import on_torch
+from fullshard.plan import update_pieces
+from fullshard.plan.plan import Plan
+from fullshard.planner.strategies import choose
 from tests.fuzz.orders.case import Case, PlanChoice
 from tests.fuzz.orders.oracle import Values, torch_optimizer
 from tests.fuzz.orders.toy import LENGTH, ROWS, Toy, build

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.direct_io import ALIGNMENT, aligned_size
+from fullshard.base.direct_io import ALIGNMENT, aligned_size
 from fullshard.on_torch.offload.activations.host_pool import FreeRanges, HostBlock, HostPool
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
-from fullshard.storage.disk import DiskFile
-from fullshard.storage.host import bytes_of
+from fullshard.storage.disk_file import DiskFile
+from fullshard.storage.pinned_arena import bytes_of
 
 GROWTH = 64 << 20  # bytes: the file grows by at least so many
 WAITING_THREADS = 4  # that wait for copies of a GPU

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fullshard import direct_io
-from fullshard.errors import FullshardError
+from fullshard.base import direct_io
+from fullshard.base.errors import FullshardError
 
 ALIGNMENT = 512  # bytes: the fastest for a GPU's copy engines
 SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a chunk

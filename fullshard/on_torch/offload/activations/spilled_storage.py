@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fullshard.on_torch.offload.activations.disk_activations import FileRange
 from fullshard.on_torch.offload.activations.host_pool import HostBlock
-from fullshard.on_torch.private import StorageWeakRef
+from fullshard.on_torch.private.torch_internals import StorageWeakRef
 
 
 class Forgotten(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
-from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.stores.store import Readable, ShardPart
-from fullshard.on_torch.offload.units import OffloadedUnit, Piece, local
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece, local
+from fullshard.on_torch.offload.units.store_protocols import Readable, ShardPart
+from fullshard.on_torch.optimizers.decoded_moment import DecodedMoment
+from fullshard.on_torch.tensors.streams import DONE, DeviceStream, StreamEvent
 
 
 class MemoryState:

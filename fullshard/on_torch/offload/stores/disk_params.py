@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.direct_io import aligned_size
-from fullshard.on_torch.offload.events import DONE, DeviceStream, StreamEvent
+from fullshard.base.direct_io import aligned_size
 from fullshard.on_torch.offload.stores.disk_state import copy_through
-from fullshard.on_torch.offload.stores.store import ShardPart
-from fullshard.on_torch.offload.units import OffloadedUnit, Piece
-from fullshard.storage.disk import DiskFile
-from fullshard.storage.host import Arena, bytes_of
-from fullshard.update_pieces import READ_SLOTS, WRITE_SLOTS, shard_file_bytes
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
+from fullshard.on_torch.offload.units.store_protocols import ShardPart
+from fullshard.on_torch.tensors.streams import DONE, DeviceStream, StreamEvent
+from fullshard.plan.update_pieces import READ_SLOTS, WRITE_SLOTS, shard_file_bytes
+from fullshard.storage.disk_file import DiskFile
+from fullshard.storage.pinned_arena import Arena, bytes_of
 
 CHECK_EVERY = 1.0  # seconds between looks for an error of the lanes that are waited for
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.direct_io import ALIGNMENT, aligned, aligned_size
-from fullshard.on_torch.kernels.decoded_moment import DecodedMoment
-from fullshard.on_torch.offload.events import DONE, StreamEvent
+from fullshard.base.direct_io import ALIGNMENT, aligned, aligned_size
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.units import OffloadedUnit, Piece
-from fullshard.storage.disk import DiskFile, mapped_memory
-from fullshard.storage.host import Arena, bytes_of
-from fullshard.update_pieces import DISK_SLOTS
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
+from fullshard.on_torch.optimizers.decoded_moment import DecodedMoment
+from fullshard.on_torch.tensors.streams import DONE, StreamEvent
+from fullshard.plan.update_pieces import DISK_SLOTS
+from fullshard.storage.disk_file import DiskFile, mapped_memory
+from fullshard.storage.pinned_arena import Arena, bytes_of
 
 SCRATCH = 64 << 20  # bytes at a time, where whole units are read or written
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import StreamEvent
 from fullshard.on_torch.offload.stores.device_store import MemoryParameters
-from fullshard.on_torch.offload.stores.store import ShardPart
-from fullshard.on_torch.offload.units import OffloadedUnit, Piece
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
+from fullshard.on_torch.offload.units.store_protocols import ShardPart
+from fullshard.on_torch.tensors.streams import StreamEvent
 
 
 class HostParameters(MemoryParameters):

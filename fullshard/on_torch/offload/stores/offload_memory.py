@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.fsdp_groups import gather_group
-from fullshard.on_torch.kernels.low_bit_update import LowBitRule
-from fullshard.on_torch.offload.kernels.adam import Rule, rule_of
-from fullshard.on_torch.offload.stores.choose import Places, choose_stores, elements_of, open_files
-from fullshard.on_torch.offload.stores.fetch import ShardFetcher, free_shards
-from fullshard.on_torch.offload.stores.packed import Packing
+from fullshard.on_torch.offload.stores.choose_stores import Places, choose_stores, elements_of, open_files
+from fullshard.on_torch.offload.stores.packed_state import Packing
+from fullshard.on_torch.offload.stores.shard_fetcher import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.stores.store import Readable
-from fullshard.on_torch.offload.units import OffloadedUnit, local, offloaded_units, shadow
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, local, offloaded_units, shadow
+from fullshard.on_torch.offload.units.store_protocols import Readable
 from fullshard.on_torch.offload.updates.cpu_share import measured_share
-from fullshard.on_torch.private import hide_values
-from fullshard.on_torch.ranks import ranks_here
-from fullshard.optimizer import Optimizer
-from fullshard.plan import Plan
+from fullshard.on_torch.optimizers.adam_update import Rule, rule_of
+from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
+from fullshard.on_torch.private.fsdp_groups import gather_group
+from fullshard.on_torch.private.torch_internals import hide_values
+from fullshard.on_torch.ranks.device_meshes import ranks_here
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.plan.optimizer import Optimizer
+from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadSizes, pcie_traffic
-from fullshard.storage.host import Arena, refuse_more_than, room
+from fullshard.storage.pinned_arena import Arena, refuse_more_than, room
 
 WHY = "the optimizer's state and parameters in host memory"
 

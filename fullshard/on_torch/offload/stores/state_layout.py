@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.dtypes import PLAN_DTYPES
-from fullshard.on_torch.kernels.moment_codes import NEAREST, MomentFormat
-from fullshard.plan import Precision
+from fullshard.on_torch.optimizers.moment_codes import NEAREST, MomentFormat
+from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.plan.plan import Precision
 
 
 @dataclass(frozen=True)

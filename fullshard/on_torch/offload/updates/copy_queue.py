@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import DeviceStream, StreamEvent
+from fullshard.on_torch.tensors.streams import DeviceStream, StreamEvent
 
 IN_FLIGHT = 2  # copies of pieces that are queued in one direction
 

@@ -9,14 +9,14 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from fullshard.on_torch.offload.kernels.adam import Rule
-from fullshard.on_torch.offload.kernels.cpu_adam import OnePass
-from fullshard.on_torch.offload.updates.cpu import teams
-from fullshard.on_torch.offload.updates.threads import WorkerThreads
-from fullshard.on_torch.ranks import ranks_here
-from fullshard.plan import Precision
-from fullshard.storage.host import Arena
-from fullshard.update_pieces import balanced, low_bit_seconds, update_cores
+from fullshard.on_torch.offload.updates.cpu_lane import teams
+from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
+from fullshard.on_torch.optimizers.adam_update import Rule
+from fullshard.on_torch.optimizers.cpu_adam import OnePass
+from fullshard.on_torch.ranks.device_meshes import ranks_here
+from fullshard.plan.plan import Precision
+from fullshard.plan.update_pieces import balanced, low_bit_seconds, update_cores
+from fullshard.storage.pinned_arena import Arena
 
 ELEMENTS = 1 << 26  # of a trial: more than the caches hold
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False}

@@ -3,7 +3,7 @@
 Lanes are usually slower than backward. Without a limit nearly all gradients of a model would wait at once.
 """
 
-from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
+from fullshard.on_torch.offload.units.unit_update import UnitUpdate
 
 
 class GradientLimit:

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
-from fullshard.on_torch.offload.updates.buffers import CpuBuffer, GradientBuffer, StagingSlot, Workspace
-from fullshard.storage.host import Arena, room
+from fullshard.on_torch.offload.updates.staging_buffers import CpuBuffer, GradientBuffer, StagingSlot, Workspace
+from fullshard.storage.pinned_arena import Arena, room
 
 
 def make_staging(memory: OffloadMemory) -> tuple[list[StagingSlot], Workspace]:

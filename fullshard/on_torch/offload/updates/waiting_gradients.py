@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.offload.events import DeviceStream
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
-from fullshard.on_torch.offload.updates.buffers import segment_views
+from fullshard.on_torch.offload.units.unit_update import UnitUpdate
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
-from fullshard.on_torch.offload.updates.unit_update import UnitUpdate
-from fullshard.storage.host import Arena, room
+from fullshard.on_torch.offload.updates.staging_buffers import segment_views
+from fullshard.on_torch.tensors.streams import DeviceStream
+from fullshard.storage.pinned_arena import Arena, room
 
 
 class HostGradients:

@@ -1,0 +1,102 @@
+"""Which ranks share a disk: all of them, or those of each node. Found by writing files and listing them.
+
+A node here is a group of ranks that see the same directory.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.base.errors import FullshardError, attempt
+from fullshard.checkpoint import commit, verify
+from fullshard.checkpoint.directories import Local, Place, open_place
+from fullshard.ranks.agreement import RankAgreement
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`of_rank[r]` is the node of rank r. `is_leader`: this rank is the first of its node."""
+
+    of_rank: tuple[int, ...]
+    is_leader: bool
+
+    @property
+    def count(self) -> int:
+        return max(self.of_rank) + 1
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each node."""
+        return [self.of_rank.index(node) for node in range(self.count)]
+
+    @property
+    def of_file(self) -> list[int | None]:
+        """For each rank's file the node whose disk holds it; None where all ranks share a disk."""
+        return [None if self.count == 1 else node for node in self.of_rank]
+
+
+def find_nodes(checkpoint_dir: Place, ranks: RankAgreement) -> Nodes:
+    """Write one file per rank and see which ranks' files appear. Creates the directory. Collective."""
+    rank, world = ranks.rank, ranks.world
+    if not isinstance(checkpoint_dir, Local) or world == 1:
+        return Nodes((0,) * world, rank == 0)
+    nonce = ranks.decide(commit.new_nonce)
+    prefix = f"{commit.PROBE}{nonce}-"
+    ranks.gather_results(lambda: _touch(checkpoint_dir, f"{prefix}{rank}"))
+    visible = sorted(int(n.removeprefix(prefix)) for n in checkpoint_dir.files() if n.startswith(prefix))
+    seen = [tuple(found) for found in ranks.gather(visible)]
+    checkpoint_dir.remove_file(f"{prefix}{rank}")
+    leaders = sorted({found[0] for found in seen})
+    if any(seen[other] != found for found in seen for other in found):
+        raise FullshardError(
+            f"{checkpoint_dir} is neither one disk that all ranks see nor one for each node; use a shared directory"
+        )
+    return Nodes(tuple(leaders.index(found[0]) for found in seen), seen[rank][0] == rank)
+
+
+def _touch(directory: Local, name: str) -> None:
+    try:
+        os.makedirs(directory.path, exist_ok=True)
+        (directory.path / name).touch()
+    except OSError as error:
+        raise FullshardError(f"cannot write to {directory}: {error.strerror}") from None
+
+
+def find_nodes_by_listing(place: Place, ranks: RankAgreement) -> Nodes:
+    """Group ranks by the files that they see, without writing. Collective."""
+    seen = [tuple(found) for found in ranks.gather(sorted(place.files()))]
+    listings = sorted(set(seen), key=seen.index)
+    return Nodes(tuple(listings.index(s) for s in seen), seen.index(seen[ranks.rank]) == ranks.rank)
+
+
+# -- checkpoints that all ranks can read ----------------------------------------------------------------------
+
+
+def find_on_all_ranks(where: str | Path, ranks: RankAgreement) -> Place:
+    """The checkpoint at `where`, or the newest there that every rank sees. Without a shared disk, nodes may differ in
+    their newest one. Collective."""
+    place = open_place(where)
+    if all(ranks.gather(commit.is_checkpoint(place))):
+        return place
+    checkpoint_dir = commit.find_checkpoint_dir(where)
+    seen = ranks.gather(commit.committed(checkpoint_dir))
+    common = [n for n in seen[0] if all(n in names for names in seen)]
+    if not common:
+        raise FullshardError(f"{where} is neither a checkpoint nor a directory of checkpoints")
+    return checkpoint_dir.child(common[-1])
+
+
+def find_damage(place: Place, ranks: RankAgreement, nodes: Nodes) -> list[str]:
+    """Everything that is wrong with a checkpoint, a sentence each. The ranks of a node share the reading. Collective."""
+    same_node = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[ranks.rank]]
+    worked, found = attempt(lambda: verify.problems(place, share=(same_node.index(ranks.rank), len(same_node))))
+    return [p for of_rank in ranks.gather(found if worked else [found]) for p in of_rank]
+
+
+def find_whole(where: str | Path | Place, ranks: RankAgreement, *, verified: bool) -> Place:
+    """The checkpoint at `where` that a state is to be filled from. Raises unless every byte of it is right; `verified`: the
+    caller has compared them already. Collective."""
+    place = where if isinstance(where, Place) else find_on_all_ranks(where, ranks)
+    if not verified and (found := find_damage(place, ranks, find_nodes_by_listing(place, ranks))):
+        raise FullshardError(f"{found[0]}; use another checkpoint")
+    return place

@@ -1,0 +1,1 @@
+"""What an engine must offer, as Protocols, and what both engines share."""

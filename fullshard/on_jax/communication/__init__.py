@@ -1,0 +1,1 @@
+"""The collectives that XLA compiles."""

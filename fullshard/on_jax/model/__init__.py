@@ -1,0 +1,1 @@
+"""Models: described, initialised, loaded, called."""

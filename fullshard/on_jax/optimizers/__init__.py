@@ -1,0 +1,1 @@
+"""Optax optimizers, from the values that name them."""

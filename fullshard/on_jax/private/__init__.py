@@ -1,0 +1,1 @@
+"""Private names of JAX, each in one place."""

@@ -1,0 +1,1 @@
+"""Dtypes and stacked arrays."""

@@ -1,0 +1,1 @@
+"""Collectives: replaced, quantised, logged, and the memory that they hold."""

@@ -1,0 +1,1 @@
+"""Losses, whole and by chunks, and what batches must hold for them."""

@@ -1,0 +1,1 @@
+"""Models: loaded, called, initialised, filled; buffers that change."""

@@ -1,0 +1,1 @@
+"""A unit whose bytes rest away from the device."""

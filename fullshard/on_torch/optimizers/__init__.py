@@ -1,0 +1,1 @@
+"""Adam in every form, with its kernels, and optimizers of torch on shards."""

@@ -1,0 +1,1 @@
+"""The process group, meshes, messages of ranks, and which of them failed first."""

@@ -1,0 +1,1 @@
+"""Dtypes, ranges of shards, streams, and tensors that watch or defer."""

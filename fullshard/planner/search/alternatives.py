@@ -1,0 +1,236 @@
+"""Why the other plans of a search lost; if none fits, what is missing and which changes would help."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text, listed, seconds_text
+from fullshard.model.reduced_description import blocks_of
+from fullshard.plan.plan import Plan
+from fullshard.planner.estimate import WAIT_WORDS, cores_share, disk_available, host_available
+from fullshard.planner.memory.peak_memory import PeakMemory, predict
+from fullshard.planner.search.bounds import Candidate, CandidatePool
+from fullshard.planner.search.exact_estimates import FullModel
+from fullshard.planner.search.labels import home_words
+from fullshard.planner.search.offload_levels import OffloadLevels
+from fullshard.planner.search.pick import exact_result, offload_modes, offloaded_candidates, pick, reduced_model, with_slack
+from fullshard.planner.search.plan_space import PlanRequest, precision_of
+from fullshard.planner.search.reduced_model import ReducedModel
+from fullshard.planner.strategies import choose
+
+SAFE_ROOM = 0.88  # of memory: offloaded plans whose reduced-model estimate is below this always fit
+
+Change = tuple[str, PlanRequest, Plan]  # in words; the changed request; its leanest plan
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen, and why. `label`: its choices in a few words."""
+
+    label: str
+    plan: Plan
+    needed: int  # bytes
+    step_seconds: float | None  # None if it does not fit
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A plan that does not fit. `needed`: bytes of a device: allocated ones, and what the allocator is likely to add."""
+
+    label: str
+    plan: Plan
+    peak: PeakMemory
+    needed: int
+    room: int
+
+
+class NothingFitsError(FullshardError):
+    """No plan fits. `shortages`: the leanest plan, and the same with everything that may leave the device on the host."""
+
+    def __init__(self, message: str, shortages: tuple[Shortage, ...]):
+        super().__init__(message)
+        self.shortages = shortages
+
+
+def alternatives(best: Candidate, pool: CandidatePool, offloaded: list[Candidate], room: int) -> list[Alternative]:
+    """The best candidate of each other strategy, and why it lost: first those that fit, the fastest first."""
+    shown: dict[str, Alternative] = {}
+    others: defaultdict[str, list[Candidate]] = defaultdict(list)
+    for candidate in (c for c in [*pool.all, *offloaded] if _strategy(c) != _strategy(best)):
+        others[_strategy(candidate)].append(candidate)
+    fitting = [pool.fastest(alike) for alike in others.values()]
+    for candidate in sorted((c for c in fitting if c), key=lambda c: c.seconds):
+        reason = _why_slower(candidate, best)
+        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
+    leanest = [pool.leanest(alike) for name, alike in others.items() if name not in shown]
+    for candidate in sorted(leanest, key=lambda c: c.needed):
+        reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
+        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
+    return list(shown.values())
+
+
+def _why_slower(candidate: Candidate, best: Candidate) -> str:
+    """By how much it is slower, and what it waits for longer than the best does."""
+    slower = candidate.seconds / best.seconds - 1
+    if slower < 0.005:
+        return "as fast"
+    more = {k: s - best.exposed.get(k, 0.0) for k, s in candidate.exposed.items() if k != "others"}
+    cause, seconds = max(more.items(), key=lambda item: item[1], default=("", 0.0))
+    if seconds > 0.3 * (candidate.seconds - best.seconds):
+        return f"{slower:.1%} slower: {seconds_text(seconds)} more {WAIT_WORDS[cause]}"
+    return f"{slower:.1%} slower: more to compute"
+
+
+def _strategy(candidate: Candidate) -> str:
+    """What is shown once: a strategy, and the same strategy with offload."""
+    return candidate.label.split(",")[0] + (" away" if candidate.offload else "")
+
+
+# -- nothing fits --------------------------------------------------------------------------------------------
+
+
+def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Candidate], room: int) -> NothingFitsError:
+    """What the leanest plan lacks, and the smallest change that would do."""
+    leanest = CandidatePool.leanest(failing)
+    larger, shorter = _more_devices(request), _shorter_sequences(request, leanest)
+    ways = [
+        _other_homes(request, reduced, leanest, room),
+        _unpinned(request, room),
+        _first_to_fit(larger, room),
+        _first_to_fit(shorter, room),
+    ]
+    helps = f"{' or '.join(w for w in ways if w)} would fit"
+    if not any(ways):
+        ways = [_first_to_fit_offloaded(larger, room), _first_to_fit_offloaded(shorter, room)]
+        there = "host memory or disk" if request.disk else "host memory"
+        helps = f"{' or '.join(w for w in ways if w)} should fit with offload to {there}"
+    if not any(ways):
+        helps = "nothing small helps: take devices with more memory"
+    found = _shortages(request, reduced, leanest, room)
+    needs = [f"the leanest plan ({leanest.label}) needs {_needs(request, found[0])}"]
+    needs += [f"with {s.label}, it needs {_needs(request, s)}" for s in found[1:]]
+    return NothingFitsError(f"nothing fits: {'; '.join([*needs, helps])}", found)
+
+
+def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> tuple[Shortage, ...]:
+    """The leanest plan as it is, and with everything that may leave the device on the host, if that needs less of the device."""
+    fixed = "cpu_share" in request.fix
+    offload = OffloadLevels.of(leanest.plan, request.description, request.fixed_homes, all_cores=not fixed)
+    if not offload.top or request.fix.get("tensor", 1) > 1:
+        return (_shortage(request, reduced, leanest.label, leanest.plan, room),)
+    top = offload.at(offload.top)
+    if leanest.offload is not None:
+        return (_shortage(request, reduced, leanest.label, top, room),)
+    there = _shortage(request, reduced, leanest.label, leanest.plan, room)
+    away = _shortage(request, reduced, home_words(top), top, room)
+    return (there, away) if away.needed < there.needed else (there,)
+
+
+def _shortage(request: PlanRequest, reduced: ReducedModel, label: str, plan: Plan, room: int) -> Shortage:
+    arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip, "engine": request.engine}
+    arguments["cublas"] = request.cluster.device.kind == "cuda"
+    request.check()
+    share = cores_share(plan, request.cluster, request.optimizer)
+    peak = predict(plan, request.description, **arguments, cpu_share=share, reserved=False)  # type: ignore[arg-type]
+    return Shortage(label, plan, peak, peak.allocated + reduced.slack(plan), room)
+
+
+def _needs(request: PlanRequest, s: Shortage) -> str:
+    """Bytes of device, host and disk that a plan needs, of those that there are."""
+    on_host, on_disk = sum(s.peak.host.values()), sum(s.peak.disk.values())
+    there, most = host_available(request.cluster, s.needed), disk_available(request.cluster)
+    shortage = max(0, on_host - there) if request.to_disk else 0
+    parts = [f"{bytes_text(s.needed)} of the device's {bytes_text(s.room)}"]
+    parts += [f"{bytes_text(on_host)} of the host's {bytes_text(there)}"] if on_host else []
+    parts += [f"{bytes_text(on_disk)} of the disk's {bytes_text(most)}"] if on_disk else []
+    parts += [f"at least {bytes_text(shortage)} of the disk's {bytes_text(most)}"] if shortage else []
+    return listed(parts)
+
+
+# -- changes that would help ---------------------------------------------------------------------------------
+
+
+def _other_homes(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> str | None:
+    """Homes with which the leanest plan fits, if the request fixes homes."""
+    if not request.fixed_homes:
+        return None
+    free = replace(request, fix={k: v for k, v in request.fix.items() if not k.startswith("home.")})
+    for candidate in offloaded_candidates(free, reduced, [(leanest.label, leanest.plan)], room, all_cores=False):
+        result = exact_result(free, reduced, candidate, room, float("inf"))
+        if result.estimate:
+            return f"{home_words(result.plan)} ({bytes_text(result.estimate.host.allocated_bytes)} of the host)"
+    return None
+
+
+def _unpinned(request: PlanRequest, room: int) -> str | None:
+    """A fixed choice without which something fits."""
+    for name in ("remat", "micro_batch", "strategy"):
+        if name in request.fix:
+            free = replace(request, fix={k: v for k, v in request.fix.items() if k != name})
+            final, _, _ = pick(free, reduced_model(free), room)
+            if final:
+                return f"another {name} than {request.fix[name]!r} ({final[0].label})"
+    return None
+
+
+def _more_devices(request: PlanRequest) -> list[Change]:
+    """Twice as many devices, four times as many and so on, each with the leanest plan of all: nothing stays fixed."""
+    found: list[Change] = []
+    freed = " with no choice fixed" if request.fix else ""
+    devices = request.cluster.devices
+    while (devices := 2 * devices) <= 16384:
+        more = replace(
+            request, cluster=replace(request.cluster, devices=devices), global_batch=max(request.global_batch, devices), fix={}
+        )
+        plan = choose(
+            "zero3",
+            request.description,
+            devices=devices,
+            precision=precision_of(more),
+            batch=request.batch(1),
+            remat="full" if blocks_of(request.description) else "none",
+        )
+        found.append((f"{devices} devices{freed}", more, plan))
+    return found
+
+
+def _shorter_sequences(request: PlanRequest, leanest: Candidate) -> list[Change]:
+    """Half the sequence, a quarter and so on; none if the model was traced for one shape only."""
+    assert request.description.costs is not None
+    if request.description.costs.shape is not None or request.description.costs.example is not None:
+        return []
+    found: list[Change] = []
+    length = request.sequence
+    while (length := length // 2) >= 256:
+        plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
+        found.append((f"a sequence of {length}", request, plan))
+    return found
+
+
+def _first_to_fit(changes: list[Change], room: int) -> str | None:
+    return next((words for words, request, plan in changes if _would_fit(request, reduced_model(request), plan, room)), None)
+
+
+def _would_fit(request: PlanRequest, reduced: ReducedModel, plan: Plan, room: int) -> bool:
+    request.check()
+    if reduced.needed(plan) > room or reduced.reserved(plan) > room:
+        return False
+    return FullModel(request).judge(plan).estimate is not None
+
+
+def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
+    """The smallest change that fits with offload, by the reduced model alone. Larger changes never need more memory."""
+    at = bisect_left(changes, True, key=lambda change: _fits_offloaded(change[1], change[2], int(SAFE_ROOM * room)))
+    return changes[at][0] if at < len(changes) else None
+
+
+def _fits_offloaded(request: PlanRequest, plan: Plan, room: int) -> bool:
+    reduced = reduced_model(request)
+    for activations, all_cores in offload_modes(request):
+        request.check()
+        asked = replace(request, disk_activations=activations)
+        if any(with_slack(asked, reduced, c, room) for c in offloaded_candidates(asked, reduced, [("", plan)], room, all_cores)):
+            return True
+    return False

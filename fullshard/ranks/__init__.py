@@ -1,0 +1,1 @@
+"""What ranks say to each other, on any engine: agreement, messages, reports of hangs."""

@@ -1,0 +1,52 @@
+"""Agreement between the ranks that write one checkpoint. Knows no engine: each brings its own way to exchange values."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from fullshard.base.errors import attempt, unwrap
+
+T = TypeVar("T")
+
+
+class RankAgreement(ABC):
+    """All ranks of a run. Every method is collective, and safe in a background thread as long as no other thread calls one.
+
+    Values are JSON: an engine may send them as text, and lists come back for tuples. `rank` is this one's number, of `world`.
+    """
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+
+    def close(self) -> None:
+        """Called once, when no rank will exchange anything more."""
+        return
+
+    def decide(self, make: Callable[[], T]) -> T:
+        """Call `make` on rank 0 and return its result on all ranks. If it fails, all ranks raise its error."""
+        found: T = unwrap(self.gather(attempt(make) if self.rank == 0 else None)[:1])[0]
+        return found
+
+    def gather_results(self, make: Callable[[], T]) -> list[T]:
+        """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""
+        return unwrap(self.gather(attempt(make)))
+
+    def gather_integers(self, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
+        """As `gather_results`, for `count` 64-bit integers."""
+        return [list(row) for row in self.gather_results(make)]
+
+    def gather_then_finish(
+        self,
+        leaders: Collection[int],
+        make: Callable[[], Sequence[int]],
+        count: int,
+        finish: Callable[[list[list[int]]], None],
+    ) -> None:
+        """Every rank makes `count` integers. If all succeed, the leaders call `finish` with all ranks' integers. If either
+        fails on any rank, all ranks raise its error. Rank 0 must be a leader."""
+        rows = self.gather_integers(make, count)
+        self.gather_results(lambda: finish(rows) if self.rank in leaders else None)

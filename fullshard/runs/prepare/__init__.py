@@ -1,0 +1,1 @@
+"""From a recipe to what a run trains: data, plan, checks of this machine."""
