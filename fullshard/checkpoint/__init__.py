@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.base.errors import checked_call
-from fullshard.engine.protocols import EngineState, engine_of
+from fullshard.checkpoint.engine_state import EngineState, files_of
 
 
 @checked_call("checkpoint.save('run/checkpoints', state)", checkpoint_dir=(str, Path), state=EngineState)
@@ -18,7 +18,7 @@ def save(checkpoint_dir: str | Path, state: EngineState, **about: Any) -> str:
     (a JSON table of your own), `metrics` (numbers that retention may rank by), `overwrite` (replace a checkpoint of the
     same step; refused otherwise).
     """
-    return engine_of(state).save_checkpoint(checkpoint_dir, state, **about)
+    return files_of(state).save(checkpoint_dir, state, **about)
 
 
 @checked_call("checkpoint.load('run/checkpoints', state)", where=(str, Path), state=EngineState)
@@ -28,4 +28,4 @@ def load(where: str | Path, state: EngineState, **options: Any) -> Any:
     The state may have another plan, on another number of ranks. Every byte is verified first. A tensor that is missing,
     unexpected or of another shape or dtype is an error that lists it; `allow_missing` takes patterns of names that may be.
     """
-    return engine_of(state).load_checkpoint(where, state, **options)
+    return files_of(state).load(where, state, **options)

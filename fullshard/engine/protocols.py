@@ -8,26 +8,20 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast
 
 from fullshard.base.errors import FullshardError, nearest
+from fullshard.checkpoint.engine_state import EngineState
 from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import DType, Mesh, Plan
+from fullshard.ranks.rank_protocols import Messages, WatchedRanks
 
 ENGINES = ("torch", "jax")
 T = TypeVar("T")
 ModelT = TypeVar("ModelT")  # a model as the engine has it: torch's nn.Module, a function that makes an NNX module
 StateT = TypeVar("StateT")  # what the engine's `shard` returns
-Where = dict[str, Any]  # a rank: `waits`, `collective`, `unit`, `count` of collectives entered, `line` of code, `doing`
-
-
-@runtime_checkable
-class EngineState(Protocol):
-    """Anything that an engine's `shard` returned."""
-
-    engine: ClassVar[str]  # the engine's name
 
 
 class RunState(EngineState, Protocol):
@@ -135,18 +129,6 @@ class CheckpointWriter(Protocol):
         """Give the lease back without waiting for other ranks."""
 
 
-class Messages(Protocol):
-    """Messages between ranks that need no collective, so that ranks in different places can still talk: see `ranks.messages`."""
-
-    def put(self, key: str, value: Any) -> None: ...
-    def get(self, key: str) -> Any: ...
-    def claim(self, key: str) -> bool: ...
-
-    def collect(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]: ...
-
-    def wait(self, look: Callable[[], Any], seconds: float) -> Any: ...
-
-
 class StepProfiler(Protocol):
     """Records steps on this rank, from its making on. A step begins when its data is asked for; its numbers end it."""
 
@@ -158,24 +140,6 @@ class StepProfiler(Protocol):
 
     def write(self, directory: Path) -> None:
         """Stop, and write this rank's files, `rank-N.…`."""
-
-
-class WatchedRanks(Protocol):
-    """What the watchdog asks about the ranks, from its own thread."""
-
-    rank: int
-    world: int
-
-    def where(self) -> Where:
-        """Where this rank's main thread is."""
-
-    def exchange(self, own: Where, seconds: float) -> dict[int, Where]:
-        """Where all ranks are that answer in time."""
-
-    def absent(self, rank: int) -> str:
-        """What is known of a rank that does not answer."""
-
-    def stacks(self) -> str: ...
 
 
 class Engine(Protocol[ModelT, StateT]):

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from fullshard.base.errors import LOST, FullshardError
-from fullshard.engine.protocols import Engine, Messages, load_engine
+from fullshard.engine.protocols import Engine, load_engine
 from fullshard.ranks.hang_reports import call_with_timeout
+from fullshard.ranks.rank_protocols import Messages
 
 FIRST_SPEAKS = 1.0  # seconds: what all ranks find at once, the first one says
 ALONE = 5.0  # seconds: before ranks have met, their launcher ends the others once the first has spoken

@@ -1,7 +1,9 @@
 """The JAX engine: carries a plan out on Flax NNX models, by shardings alone."""
 
-from fullshard.on_jax.loss.losses import Loss, called_loss, chunked_loss, cross_entropy, summed_loss
+from fullshard.on_jax import saving as saving
+from fullshard.on_jax.loss.losses import Loss, called_loss, chunked_loss, summed_loss
 from fullshard.on_jax.measuring.memory_analysis import StepMemory, memory_analysis
+from fullshard.on_jax.model.chunked_cross_entropy import cross_entropy
 from fullshard.on_jax.model.describe import Factory, describe
 from fullshard.on_jax.model.model_loading import NnxFactory, load_model
 from fullshard.on_jax.model.scanned_layers import scan_layers

@@ -15,9 +15,10 @@ from fullshard.data.seeding import seeded
 from fullshard.data.thread_loader import ThreadLoader
 from fullshard.model.description import Description
 from fullshard.on_jax.loss.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
-from fullshard.on_jax.measuring.flops import flops_per_token
+from fullshard.on_jax.measuring.flops import flops_per_token, peak_flops
 from fullshard.on_jax.measuring.jax_profiler import JaxProfiler
 from fullshard.on_jax.measuring.measure import measure
+from fullshard.on_jax.measuring.memory_analysis import memory
 from fullshard.on_jax.model.describe import Factory
 from fullshard.on_jax.model.describe import describe as describe_units
 from fullshard.on_jax.model.layer_dtypes import refuse_other_dtypes
@@ -38,7 +39,7 @@ from fullshard.on_jax.optimizers.optax_optimizer import make_transformation
 from fullshard.on_jax.parallelize.shard import refuse as refuse_plan
 from fullshard.on_jax.parallelize.shard import shard as shard_model
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.ranks.jax_devices import all_devices, local_cluster, local_devices, memory, out_of_memory, peak_flops
+from fullshard.on_jax.ranks.jax_devices import all_devices, local_cluster, local_devices, out_of_memory
 from fullshard.on_jax.ranks.processes import (
     CoordinatorMessages,
     all_or_none,

@@ -4,11 +4,12 @@ from fullshard.on_torch.communication.collective_log import record
 from fullshard.on_torch.communication.replaced_collectives import Communication
 from fullshard.on_torch.loss.chunked_loss import chunked_cross_entropy, chunked_loss
 from fullshard.on_torch.loss.losses import Loss, called_loss, summed_loss
-from fullshard.on_torch.loss.objective_losses import class_loss, loss_of, masked_loss, objective_of, seq2seq_loss
+from fullshard.on_torch.loss.objective_losses import class_loss, loss_of, masked_loss, seq2seq_loss
 from fullshard.on_torch.measuring.measure import measure
 from fullshard.on_torch.model.factory import Factory
 from fullshard.on_torch.model.initialize import initialize
 from fullshard.on_torch.model.lora import add_adapters
+from fullshard.on_torch.model.model_head import objective_of
 from fullshard.on_torch.model.model_loading import load_model
 from fullshard.on_torch.optimizers.sharded_optimizer import clip_grad_norm_, global_norm
 from fullshard.on_torch.parallelize.shard import shard

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from fullshard.engine.protocols import Messages, Where
+from fullshard.ranks.rank_protocols import Messages, Where
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fullshard.base.errors import FullshardError, checked_call
-from fullshard.engine.protocols import EngineState, engine_of
+from fullshard.checkpoint.engine_state import EngineState
+from fullshard.engine.protocols import engine_of
 
 CALL = "fullshard.train(state, batches, steps=1000), where batches gives a list of micro-batches a step"
 

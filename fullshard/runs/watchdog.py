@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from fullshard.base.errors import HUNG
-from fullshard.engine.protocols import WatchedRanks, Where
 from fullshard.ranks.hang_reports import OneRank, call_with_timeout
+from fullshard.ranks.rank_protocols import WatchedRanks, Where
 from fullshard.runs.disk_thread import DiskThread
 from fullshard.runs.heartbeat import EVERY, Heartbeat
 

@@ -15,6 +15,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.model.built_in import Llama
 from fullshard.on_torch.offload.activations import activation_hooks as hooks
 from fullshard.on_torch.offload.activations import host_pool
+from fullshard.on_torch.parallelize.remat import keep_products_by
 from tests.cpu import hugging_face, parity
 
 ROWS, LENGTH, STEPS = 2, parity.LENGTH, 4
@@ -180,7 +181,7 @@ def without_backward() -> dict:
 
 def collected_while_freeing() -> bool:
     """The garbage collector drops one storage while another one's place is being freed. Whether all is free afterwards."""
-    spill = hooks.Activations(torch.device("cpu"), reach=1)
+    spill = hooks.Activations(torch.device("cpu"), keep_products_by, reach=1)
     held = [spill._spill(torch.zeros(512, dtype=torch.uint8), hooks._Visit(i, None)) for i in range(3)]
     cycle = [held.pop(1)]
     cycle.append(cycle)

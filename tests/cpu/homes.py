@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.offload.units.offloaded_unit import local
 from fullshard.on_torch.offload.updates import gpu_lane
 from fullshard.on_torch.optimizers.adam_update import apply_rule
 from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
 from fullshard.on_torch.optimizers.packed_masters import pack, unpack
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.plan import update_pieces
 from fullshard.plan.plan import Home
 from fullshard.planner.strategies import choose

@@ -13,11 +13,10 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.offload.units.offloaded_unit import shadow
 from fullshard.on_torch.optimizers.adam_update import rule_of
 from fullshard.on_torch.optimizers.low_bit_adam import make_low_bit_adam
 from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
-from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
+from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor, shadow
 from fullshard.plan.plan import Precision
 from fullshard.planner.memory.peak_memory import at_rest
 from tests.cpu import homes

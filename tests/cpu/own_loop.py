@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.on_torch.offload.units.offloaded_unit import local
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.plan.plan import Home
 from tests.cpu import homes
 from tests.cpu.homes import Case

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from fullshard.base.errors import FullshardError, a_kind
 from fullshard.engine.loss_value import Loss as Loss
+from fullshard.on_jax.model.chunked_cross_entropy import IGNORED, cross_entropy
 from fullshard.on_jax.model.model_call import logits, own_call
 
-IGNORED = -100
-BUDGET = 1 << 30  # bytes of fp32 logits of a chunk, on each device
 RETURN = "return on_jax.Loss(sum, count): the sum over rows, tokens or pixels, and their number"
 
 LossFunction = Callable[[Any, Any], Loss | jax.Array]
@@ -41,33 +40,12 @@ def _of_logits(found: Any, labels: jax.Array) -> Loss:
     return Loss(cross_entropy(found.astype(jnp.float32), labels), (labels != IGNORED).sum())
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Summed over the labels that are not -100."""
-    counted = labels != IGNORED
-    right = jnp.take_along_axis(logits, jnp.where(counted, labels, 0)[..., None], -1)[..., 0]
-    return jnp.where(counted, jax.nn.logsumexp(logits, -1) - right, 0.0).sum()
-
-
 def chunked_loss(model: Any, batch: Mapping[str, jax.Array]) -> Loss:
     """As `summed_loss`, for models whose call takes `labels` and returns their summed loss, without ever holding all logits."""
     if own_call(model):
         raise FullshardError("chunked loss: the model has a call of its own, whose logits may differ from the head's; use plain")
     others = {k: v for k, v in batch.items() if k != "input_ids"}
     return Loss(model(batch["input_ids"], **others), (batch["labels"] != IGNORED).sum())
-
-
-def chunked_cross_entropy(hidden_BTD: jax.Array, weight_VD: jax.Array, labels_BT: jax.Array) -> jax.Array:
-    """The summed loss of logits `hidden @ weight.T`, computed for a part of the tokens at a time, in backward again."""
-    B, T = labels_BT.shape
-    wanted = -(-B * T * len(weight_VD) * 4 // (BUDGET * jax.device_count()))
-    chunks = next(n for n in range(wanted, T + 1) if T % n == 0) if wanted < T else T
-
-    @jax.checkpoint
-    def part(hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        return cross_entropy((hidden @ weight_VD.T).astype(jnp.float32), labels)
-
-    parts = zip(jnp.split(hidden_BTD, chunks, 1), jnp.split(labels_BT, chunks, 1), strict=True)
-    return jnp.stack([part(h, y) for h, y in parts]).sum()
 
 
 def as_loss(value: object, batch: Any) -> Loss:

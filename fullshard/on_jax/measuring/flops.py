@@ -5,6 +5,8 @@ from flax import nnx
 from fullshard.on_jax.model.built_in.layers import TokenEmbedding
 from fullshard.on_jax.model.module_tree import named_modules, own_parameters
 from fullshard.on_jax.model.scanned_layers import is_stacked
+from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.ranks.jax_devices import known_device
 
 
 def flops_per_token(model: nnx.Module, sequence: int) -> float:
@@ -21,3 +23,9 @@ def flops_per_token(model: nnx.Module, sequence: int) -> float:
 def _attention_width(size: object) -> float:
     """Layers × heads × head dim; 0 if the model does not say."""
     return float(getattr(size, "layers", 0) * getattr(size, "dim", 0))
+
+
+def peak_flops(state: JaxState) -> float | None:
+    """The nominal flops per second of a device in its fastest dtype of training; None for a CPU or an unknown device."""
+    found = known_device(state.shardings.mesh.devices.flat[0])
+    return found.peak.training if found else None

@@ -109,3 +109,13 @@ def _estimate_text(estimate: PeakMemory, peak: int) -> str:
     if jax.default_backend() == "cpu":
         words = "XLA's temporaries on a CPU do not compare with it"
     return f"{table(['the planner estimates', ''], rows, right=(1,))}\n{words}\n{EXACTNESS}"
+
+
+def memory(state: JaxState) -> dict[str, int]:
+    """Peak bytes of this process's first device since its start, by its allocator. On a CPU, the bytes that the state holds."""
+    device = next(d for d in state.shardings.mesh.devices.flat if d.process_index == jax.process_index())
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return {"memory_allocated": sum(state.held_bytes().values())}
+    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
+    return {"memory_allocated": stats["peak_bytes_in_use"], "memory_reserved": reserved}

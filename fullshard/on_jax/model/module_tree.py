@@ -69,3 +69,8 @@ def module_nodes(module: nnx.Module, known: dict[int, ModuleNode]) -> ModuleNode
             kind="embed" if isinstance(module, nnx.Embed) else "block",
         )
     return known[id(module)]
+
+
+def scope_of(unit: str) -> str:
+    """The scope of a unit in compiled programs and profiles."""
+    return f"unit[{unit}]"

@@ -10,8 +10,7 @@ import numpy as np
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
-from fullshard.on_jax.parallelize.shardings import Shape
-from fullshard.on_jax.tensors.dtypes import FILE_DTYPES
+from fullshard.on_jax.tensors.dtypes import FILE_DTYPES, Shape
 
 BASES = ("model.", "transformer.")  # files of a model without its head lack this part of the names
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; models compute these

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fullshard.base.errors import FullshardError
-from fullshard.on_jax.model.module_tree import children, module_at, named_parameters, parameter_names
-from fullshard.on_jax.parallelize.unit_calls import scope_of
+from fullshard.on_jax.model.module_tree import children, module_at, named_parameters, parameter_names, scope_of
 from fullshard.plan.plan import Home, Plan, Unit
 
 LAYERS = "*"

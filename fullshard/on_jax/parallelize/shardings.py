@@ -9,10 +9,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fullshard.base.errors import FullshardError
 from fullshard.on_jax.offload.memory_kinds import DEVICE, at_home
+from fullshard.on_jax.tensors.dtypes import Shape
 from fullshard.plan.plan import Mesh, Plan, Unit
 
 Axes = tuple[str, ...]
-Shape = tuple[int, ...]
 DATA: Axes = ("replicate", "shard")  # the axes over which the rows of a batch are spread
 # How the tensor axis splits layers, by the end of their paths: by their outputs, their inputs, or the rows of a table.
 OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wq", "wk", "wv", "w1", "lm_head", "output")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from fullshard.on_jax.model.module_tree import module_at, named_parameters
+from fullshard.on_jax.model.module_tree import module_at, named_parameters, scope_of
 from fullshard.on_jax.offload.activation_offload import offloading
 from fullshard.on_jax.offload.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.parallelize.shardings import ParameterSharding, Shardings
@@ -29,11 +29,6 @@ GATHERED = "gathered"  # the name of gathered parameters in policies
 GATHERING = ("sharding_constraint", "device_put", "custom_vjp_call", "custom_vjp_call_jaxpr")
 VIEWS = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims")
 Policy = Callable[..., bool]
-
-
-def scope_of(unit: str) -> str:
-    """The scope of a unit in compiled programs and profiles."""
-    return f"unit[{unit}]"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import jax
 from fullshard.base.errors import FullshardError
 from fullshard.cluster.hardware import DEVICES, Device
 from fullshard.cluster.topology import Cluster
-from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.private.jax_internals import devices_are_taken
 
 LOOK = "import jax; found = jax.local_devices(); print(len(found), found[0].platform, found[0].device_kind, sep='|')"
@@ -69,22 +68,6 @@ def known_device(device: Any) -> Device | None:
     """The published numbers of an accelerator; None for an unknown one, and for a CPU, of which there are none."""
     found = None if device.platform == "cpu" else preset_of(device.device_kind)
     return DEVICES[found] if found else None
-
-
-def peak_flops(state: JaxState) -> float | None:
-    """The nominal flops per second of a device in its fastest dtype of training; None for a CPU or an unknown device."""
-    found = known_device(state.shardings.mesh.devices.flat[0])
-    return found.peak.training if found else None
-
-
-def memory(state: JaxState) -> dict[str, int]:
-    """Peak bytes of this process's first device since its start, by its allocator. On a CPU, the bytes that the state holds."""
-    device = next(d for d in state.shardings.mesh.devices.flat if d.process_index == jax.process_index())
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        return {"memory_allocated": sum(state.held_bytes().values())}
-    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
-    return {"memory_allocated": stats["peak_bytes_in_use"], "memory_reserved": reserved}
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.base.errors import FullshardError, expect_number
 from fullshard.on_jax.communication.hlo_collectives import collectives_of
 from fullshard.on_jax.loss.losses import LossFunction, as_loss, summed_loss
+from fullshard.on_jax.model.module_tree import scope_of
 from fullshard.on_jax.offload.memory_kinds import HostParameter, is_on_host
 from fullshard.on_jax.optimizers.optax_optimizer import make_transformation
 from fullshard.on_jax.parallelize.shardings import DATA
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.parallelize.unit_calls import gather, scope_of
+from fullshard.on_jax.parallelize.unit_calls import gather
 from fullshard.on_jax.parallelize.unit_updates import update_units
 from fullshard.on_jax.step.compiled_check import check_compiled
 from fullshard.on_jax.step.compiled_collectives import CollectiveCheck, compare

@@ -8,6 +8,8 @@ import numpy as np
 
 from fullshard.base.errors import FullshardError
 
+Shape = tuple[int, ...]
+
 JAX_DTYPES = {"fp64": jnp.float64, "fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 # By the names of safetensors.
 FILE_DTYPES: dict[str, Any] = {

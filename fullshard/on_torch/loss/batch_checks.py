@@ -11,18 +11,9 @@ from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError, a_kind
 from fullshard.on_torch.loss.losses import IGNORED, LossFunction, TensorBatch
-from fullshard.on_torch.loss.objective_losses import (
-    CAUSAL_LOSSES,
-    LOSSES,
-    OBJECTIVE_LOSSES,
-    class_loss,
-    class_name,
-    masked_loss,
-    no_head,
-    objective_of,
-    transformers_classes,
-)
+from fullshard.on_torch.loss.objective_losses import CAUSAL_LOSSES, LOSSES, OBJECTIVE_LOSSES, class_loss, masked_loss
 from fullshard.on_torch.model.lora import without_adapters
+from fullshard.on_torch.model.model_head import class_name, no_head, objective_of, transformers_classes
 from fullshard.on_torch.tensors.batch_tree import row_count, shapes
 from fullshard.plan.plan import Plan
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.base.reading import parse_json, read_text
-from fullshard.on_torch.loss.objective_losses import sees_whole_text
+from fullshard.on_torch.model.model_head import sees_whole_text
 
 MAX_BYTES = 16 << 20
 MAX_MODULES = 200_000

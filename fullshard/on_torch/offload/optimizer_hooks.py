@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.base.errors import FullshardError
 from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
-from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, part_of
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
 from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
 from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
+from fullshard.on_torch.tensors.shard_ranges import part_of
 
 ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fullshard.base.errors import FullshardError
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
 from fullshard.on_torch.offload.stores.shard_fetcher import free_shards
-from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, gradient_dtype, local
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, gradient_dtype
 from fullshard.on_torch.offload.units.unit_update import StepDecision, UnitUpdate
 from fullshard.on_torch.offload.units.weak_hooks import weakly
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
@@ -28,11 +28,11 @@ from fullshard.on_torch.offload.updates.cpu_share import update_threads
 from fullshard.on_torch.offload.updates.gpu_lane import GpuUpdater
 from fullshard.on_torch.offload.updates.gradient_limit import GradientLimit
 from fullshard.on_torch.offload.updates.lane_memory import make_cpu_buffers, make_staging, widen_cpu_buffers
-from fullshard.on_torch.offload.updates.update_lane import UpdateLane
+from fullshard.on_torch.offload.updates.update_lane import UpdateLane, close_all
 from fullshard.on_torch.offload.updates.waiting_gradients import HostGradients
-from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 from fullshard.on_torch.optimizers.sharded_optimizer import copies_of, local_norms, sum_of_squares
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.on_torch.tensors.streams import GatherPace, StreamEvent
 from fullshard.on_torch.tensors.watched_shard import watch_values
 from fullshard.plan.plan import Plan
@@ -63,7 +63,7 @@ class TieredOptimizer:
         memory.watch(weakly(self._raise))
         # The lanes' threads must have ended before the interpreter does, and end with the state.
         threads = (self.gpu_lane, self.cpu_lane, self.gpu.returners, self.cpu.workers, self.cpu.senders)
-        self.close = weakref.finalize(self, _end, *threads)
+        self.close = weakref.finalize(self, close_all, *threads)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -393,8 +393,3 @@ class TieredOptimizer:
                 "go on from the last checkpoint, with optim.clip set so that such steps are skipped"
             )
         self.unconfirmed = None
-
-
-def _end(*threads: UpdateLane | WorkerThreads) -> None:
-    for each in threads:
-        each.close()

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.base.errors import FullshardError
-from fullshard.on_torch.offload.units.offloaded_unit import shadow
 from fullshard.on_torch.optimizers.low_bit_kernel import find_low_bit
 from fullshard.on_torch.optimizers.low_bit_update import LowBitRule, element_range
 from fullshard.on_torch.optimizers.moment_codes import NEAREST, ElementRange, MomentFormat
 from fullshard.on_torch.optimizers.one_pass_adam import OnePassAdam
-from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
+from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor, shadow
 
 ParameterState = dict[str, Any]
 

@@ -42,9 +42,11 @@ from fullshard.on_torch.parallelize.float8 import (
     refuse_float8_device,
 )
 from fullshard.on_torch.parallelize.forward_errors import early_notes, explain_forward
+from fullshard.on_torch.parallelize.lockstep_generate import lockstep_generate
 from fullshard.on_torch.parallelize.refuse import refuse, refuse_device
-from fullshard.on_torch.parallelize.remat import apply_remat
+from fullshard.on_torch.parallelize.remat import apply_remat, keep_products_by
 from fullshard.on_torch.parallelize.save_pretrained import save_together
+from fullshard.on_torch.parallelize.start_checks import check_values_agree, refuse_unset_anywhere, remember_random_frozen
 from fullshard.on_torch.parallelize.state import LossScale, State
 from fullshard.on_torch.parallelize.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.private.backward_gathers import gather_for_each_backward
@@ -53,8 +55,6 @@ from fullshard.on_torch.ranks.broadcast import broadcast_values
 from fullshard.on_torch.ranks.device_meshes import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.ranks.device_presets import known_device
 from fullshard.on_torch.ranks.unit_log import LOG, gather_groups, log_units
-from fullshard.on_torch.step import first_step_checks as checks
-from fullshard.on_torch.step.generate import lockstep_generate
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan, Unit
@@ -102,7 +102,7 @@ def shard(
     meshes = make_meshes(plan, where.type)
     if broadcast:
         broadcast_values(model)
-    checks.check_values_agree(model)
+    check_values_agree(model)
     places = make_vectors(model)
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
@@ -112,7 +112,7 @@ def shard(
     gathers = float8_gathers(model, plan)
     notes = apply_float8(model, plan, where)
     apply_remat_and_compile(model, plan, compile_options(gathers))
-    activations = spill_activations(model, plan, where, disk)
+    activations = spill_activations(model, plan, where, keep_products_by, disk)
     units = _apply_fsdp(model, plan, meshes, places)
     _set_prefetch(plan, units)
     computed = _copy_whole_shards_once(plan, units)
@@ -123,7 +123,7 @@ def shard(
     drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
     initialized = materialize(model, paths, where, seed, init, source, elsewhere)
-    checks.refuse_unset_anywhere(initialized.unset)
+    refuse_unset_anywhere(initialized.unset)
     if plan.precision.buffers:
         _cast_buffers(model, PLAN_DTYPES[plan.precision.buffers])
     scales = gather_in_float8(model, gathers, meshes)
@@ -157,7 +157,7 @@ def shard(
     state.copies.on_reset.append(LOG.fail)
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
         tell(slow)
-    checks.remember_random_frozen(state, drawn)
+    remember_random_frozen(state, drawn)
     save_together(state)
     return state
 

@@ -18,13 +18,12 @@ from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
 from fullshard.checkpoint.shared_disks import find_whole
-from fullshard.on_torch.offload.units.offloaded_unit import shadow
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.step.dropout_seed import seed_dropout
 from fullshard.on_torch.tensors.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from fullshard.on_torch.tensors.shard_ranges import local_tensor
+from fullshard.on_torch.tensors.shard_ranges import local_tensor, shadow
 
 
 def load_checkpoint(

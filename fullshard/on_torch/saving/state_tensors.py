@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.manifest import TensorRecord
-from fullshard.on_torch.offload.units.offloaded_unit import shadow
 from fullshard.on_torch.optimizers.decoded_moment import DecodedMoment
 from fullshard.on_torch.optimizers.low_bit_adam import LowBitAdam, low_bit_of
 from fullshard.on_torch.optimizers.moment_codes import MomentFormat
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.private.torch_internals import persistent_buffers
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
-from fullshard.on_torch.tensors.shard_ranges import local_tensor
+from fullshard.on_torch.tensors.shard_ranges import local_tensor, shadow
 from fullshard.plan.plan import Plan
 
 

@@ -8,27 +8,29 @@ import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.base.errors import FullshardError
 from fullshard.on_torch.loss.batch_checks import first_batch_fault
 from fullshard.on_torch.loss.chunked_loss import chunked_loss
 from fullshard.on_torch.loss.losses import LossFunction, TensorBatch, as_loss, summed_loss
 from fullshard.on_torch.loss.objective_losses import CAUSAL_LOSSES
 from fullshard.on_torch.model.changing_buffers import STATISTICS
-from fullshard.on_torch.model.initialize import names_with_nan, refuse_unset
+from fullshard.on_torch.model.initialize import names_with_nan
 from fullshard.on_torch.parallelize.inference import inference
+from fullshard.on_torch.parallelize.start_checks import (
+    CheckError,
+    checksum_of,
+    more_of,
+    of_all_ranks,
+    refuse_anywhere,
+    refuse_unset_anywhere,
+)
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.step.unit_order import same_units
 from fullshard.on_torch.tensors.batch_tree import leaves, row_count, rows
 from fullshard.on_torch.tensors.shard_ranges import local_tensor
 from fullshard.plan.plan import Unit
-
-
-class CheckError(FullshardError):
-    """A mistake that would make a run train silently wrong."""
 
 
 def before_first_step(state: State, batches: list[Any], loss: LossFunction) -> None:
@@ -71,7 +73,7 @@ def check_copies_agree(state: State, values: dict[str, Tensor]) -> None:
     if state.copies.forwards:  # of batches of each rank's own
         tensors = {n: t for n, t in tensors.items() if n.rpartition(".")[2] not in STATISTICS}
     tensors |= {n: p for n, p in values.items() if isinstance(p, DTensor) and _is_replicated(p)}
-    digests = _gather({n: _checksum(t) for n, t in tensors.items()})
+    digests = of_all_ranks({n: checksum_of(t) for n, t in tensors.items()})
     for name in tensors:
         if any(d[name] != digests[0][name] for d in digests):
             raise CheckError(f"{name} differs between ranks; initialise it from a seed, not from each rank's own random state")
@@ -81,51 +83,15 @@ def _is_replicated(p: DTensor) -> bool:
     return all(isinstance(placement, Replicate) or p.device_mesh.size(i) == 1 for i, placement in enumerate(p.placements))
 
 
-def refuse_unset_anywhere(names: list[str]) -> None:
-    """As `refuse_unset`, for the names of all ranks. Collective."""
-    refuse_unset(sorted({name for found in _gather(names) for name in found}))
-
-
-def refuse_anywhere(fault: str | None) -> None:
-    """Raise on all ranks if one has a fault: the lowest such rank's. Collective."""
-    for sentence in _gather(fault):
-        if sentence is not None:
-            raise CheckError(sentence)
-
-
-def remember_random_frozen(state: State, names: list[str]) -> None:
-    """Keep checksums of randomly initialised frozen parameters, if they outnumber the trained ones.
-
-    This is what adapters on a base model without weights look like. `check_frozen_loaded` compares the checksums at the
-    first step, to see whether the base was loaded since.
-    """
-    sizes = {n: p.numel() for n, p in state.model.named_parameters()}
-    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
-    if state.checks and trained and sum(sizes[n] for n in names) > trained:
-        with state.values() as values:
-            state.drawn = {n: _checksum(values[n]) for n in names}
-
-
 def check_frozen_loaded(state: State, values: dict[str, Tensor]) -> None:
     """Check that frozen parameters are not left at random values."""
     drawn, state.drawn = state.drawn, {}
-    if drawn and not any(_gather(any(_checksum(values[n]) != checksum for n, checksum in drawn.items()))):
+    if drawn and not any(of_all_ranks(any(checksum_of(values[n]) != checksum for n, checksum in drawn.items()))):
         raise CheckError(
-            f"{next(iter(drawn))}{_more(list(drawn))} is frozen at random values, and the rest is trained on top of them: load "
+            f"{next(iter(drawn))}{more_of(list(drawn))} is frozen at random values, and the rest is trained on top of them: load "
             "the base model (shard(..., weights=DIRECTORY), or model.weights in a recipe), or pass first_step_checks=False if "
             "that is meant"
         )
-
-
-def check_values_agree(model: nn.Module) -> None:
-    """Check, before sharding, that parameters with values have the same values on all ranks."""
-    found = _gather({n: _checksum(p) for n, p in model.named_parameters() if not p.is_meta})
-    for name in found[0]:
-        if any(other.get(name) != found[0][name] for other in found):
-            raise CheckError(
-                f"{name} has different values on different ranks; load the same weights, seed all ranks alike, or write "
-                "shard(..., broadcast=True) to give all ranks those of rank 0"
-            )
 
 
 def check_labels(tokens: Tensor) -> None:
@@ -148,7 +114,7 @@ def check_optimizer_references(state: State) -> None:
 
 def check_data(state: State, batches: list[Any]) -> None:
     """Check that data ranks have different batches, and the ranks of a tensor group the same."""
-    digests = _gather([_digest(b) for b in batches])
+    digests = of_all_ranks([_digest(b) for b in batches])
     tensor = state.plan.mesh.tensor
     first_seen: dict[str, int] = {}
     for rank, found in enumerate(digests):
@@ -169,7 +135,7 @@ def check_data(state: State, batches: list[Any]) -> None:
 def check_loss_is_a_sum(state: State, batches: list[Any], loss: LossFunction) -> None:
     """Check that sum and count of a batch are those of its halves together. A mean would be divided by the count twice."""
     size = row_count(batches[0])
-    alone = loss in CAUSAL_LOSSES or any(s is None or s < 2 for s in _gather(size))
+    alone = loss in CAUSAL_LOSSES or any(s is None or s < 2 for s in of_all_ranks(size))
     if alone or size is None:
         return
     parts = [batches[0], rows(batches[0], slice(0, size // 2)), rows(batches[0], slice(size // 2, size))]
@@ -203,7 +169,7 @@ def check_chunked(state: State, batch: TensorBatch) -> None:
     row = {k: v[:1] for k, v in batch.items()}
     with inference(state.model), same_units(state):
         plain, chunked = float(summed_loss(state.model, row)), float(chunked_loss(state.model, row))
-    if any(_gather(abs(plain - chunked) > 0.02 * abs(plain) + 1e-6)):
+    if any(of_all_ranks(abs(plain - chunked) > 0.02 * abs(plain) + 1e-6)):
         raise CheckError(
             f"the chunked loss of a row ({chunked:.4g}) is not its plain loss ({plain:.4g}): "
             "the model changes the logits after its head; use summed_loss"
@@ -217,7 +183,7 @@ def after_first_backward(state: State, count: Tensor, metrics: list[str]) -> Non
             f"the loss function counted {float(count):g} in the first step; return Loss(sum, count) with the number of rows or "
             "tokens that the sum is over"
         )
-    if any(names != metrics for names in _gather(metrics)):
+    if any(names != metrics for names in of_all_ranks(metrics)):
         raise CheckError("the loss function returns other metrics on other ranks; return the same names on every rank")
     totals: dict[str, float] = {}
     for unit, _, p in _unit_parameters(state):
@@ -226,7 +192,7 @@ def after_first_backward(state: State, count: Tensor, metrics: list[str]) -> Non
             totals[unit.name] = totals.get(unit.name, 0.0) + received
     for name, norms in state.offload.received.items() if state.offload else ():
         totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
-    gathered = _gather(totals)
+    gathered = of_all_ranks(totals)
     for name in totals:
         if not any(t[name] for t in gathered):  # NaN counts as a gradient: the step itself skips on it
             raise CheckError(
@@ -241,7 +207,7 @@ def fingerprints(state: State) -> dict[str, int]:
     with state.values() as values:
         for unit, name, p in _unit_parameters(state):
             if p.requires_grad:
-                sums[unit.name] = sums.get(unit.name, 0) + _checksum(values[name])
+                sums[unit.name] = sums.get(unit.name, 0) + checksum_of(values[name])
     return sums
 
 
@@ -251,7 +217,7 @@ def after_first_update(state: State, before: dict[str, int]) -> None:
     if all(group["lr"] == 0 for group in state.optimizer.param_groups):
         return  # warm-up may start at 0
     after = fingerprints(state)
-    changed = _gather({unit: after[unit] != before[unit] for unit in before})
+    changed = of_all_ranks({unit: after[unit] != before[unit] for unit in before})
     for unit in before:
         if not any(c[unit] for c in changed):
             raise CheckError(
@@ -270,20 +236,6 @@ def _unit_parameters(state: State) -> list[tuple[Unit, str, nn.Parameter]]:
     return found
 
 
-def _gather(value: object) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def _checksum(tensor: Tensor) -> int:
-    """The sum of this rank's part, read as integers. Computed on the tensor's device, without a copy."""
-    local = local_tensor(tensor).detach()
-    local = local if local.layout is torch.strided else local.to_dense()
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    return int(local.contiguous().view(words).sum(dtype=torch.int64))
-
-
 def _digest(batch: Any) -> str:
     """Of the values of all tensors of a batch."""
     found = hashlib.blake2b(digest_size=12)
@@ -291,7 +243,3 @@ def _digest(batch: Any) -> str:
         found.update(f"{path} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

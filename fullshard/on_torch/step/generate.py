@@ -1,9 +1,6 @@
 """Sampling from a sharded model. Every forward is a collective, so all ranks run the same number of forwards."""
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,24 +41,6 @@ def generate(
             if stop is not None and _all_done(done, device):
                 break
     return tokens
-
-
-def lockstep_generate(model: nn.Module) -> None:
-    """Make a Hugging Face model's own `generate` run until all ranks are done, by default."""
-    own = cast(Callable[..., Any] | None, getattr(model, "generate", None))
-    if dist.get_world_size() > 1 and callable(own) and hasattr(model, "config") and _takes_synced(own):
-
-        @functools.wraps(own)
-        def generate_together(*args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
-            with inference(model):
-                return own(*args, synced_gpus=synced_gpus, **kwargs)
-
-        model.generate = generate_together  # type: ignore[assignment]
-
-
-def _takes_synced(own: Callable[..., Any]) -> bool:
-    """True for the `generate` of Hugging Face and PEFT; other models may have one of their own."""
-    return any(p.name == "synced_gpus" or p.kind is p.VAR_KEYWORD for p in inspect.signature(own).parameters.values())
 
 
 def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -1,9 +1,9 @@
 """The range of a sharded tensor that this rank has."""
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.on_torch.private.torch_internals import sharded_dim
+from fullshard.on_torch.private.torch_internals import dtensor_like, sharded_dim
 from fullshard.on_torch.tensors.watched_shard import plain_shard
 
 
@@ -37,3 +37,21 @@ def local_box(tensor: Tensor) -> list[tuple[int, int]]:
 def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
     size = -(-(stop - start) // count)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, without autograd."""
+    return local_tensor(tensor).detach()
+
+
+def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
+    """A tensor cut like `p`, of which this rank's part is `part`, on any device."""
+    return dtensor_like(p, part) if isinstance(p, DTensor) else part
+
+
+def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
+    """This rank's part of a value for `p`: a tensor cut like it or otherwise, or a whole one."""
+    if isinstance(value, DTensor) and isinstance(p, DTensor):
+        same = value.device_mesh == p.device_mesh and value.placements == p.placements
+        return local(value if same else value.redistribute(p.device_mesh, p.placements))
+    return local_part(value.detach(), p) if isinstance(p, DTensor) else value.detach()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fullshard.on_jax.loss.losses import chunked_cross_entropy
+from fullshard.on_jax.model.chunked_cross_entropy import chunked_cross_entropy
 
 STD = 0.02  # of initial weights
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {  # by transformers' names

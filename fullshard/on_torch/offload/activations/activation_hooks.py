@@ -24,22 +24,25 @@ from fullshard.on_torch.offload.activations.disk_activations import ActivationFi
 from fullshard.on_torch.offload.activations.host_pool import HostBlock, HostPool
 from fullshard.on_torch.offload.activations.offloaded_activations import leads, row
 from fullshard.on_torch.offload.activations.spilled_storage import Forgotten, SpilledStorage
-from fullshard.on_torch.parallelize.remat import keep_products_by
 from fullshard.on_torch.private.torch_internals import StorageWeakRef
 from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step import saved_activations
 
+Keep = Callable[[Callable[[Tensor], Any], Callable[[Any], Any]], Any]
 SMALL = {"cuda": saved_activations.SMALL, "cpu": 1}  # bytes: smaller tensors stay on the device
 
 
-def spill_activations(model: nn.Module, plan: Plan, device: torch.device, disk: str | Path | None = None) -> "Activations | None":
+def spill_activations(
+    model: nn.Module, plan: Plan, device: torch.device, keep: Keep, disk: str | Path | None = None
+) -> "Activations | None":
     """Hook the modules of all units, if any unit's activations leave the device. Call before FSDP adds its hooks, which then
-    run outside: parameters are gathered before and freed after. `disk`: the directory for activations on disk."""
+    run outside: parameters are gathered before and freed after. `keep`: the contexts of selective recomputation whose kept
+    products are packed and unpacked by two functions. `disk`: the directory for activations on disk."""
     ahead = leads(plan)
     if not ahead:
         return None
     on_disk = disk is not None and any(u.name in ahead and u.home.activations == "disk" for u in plan.units)
-    activations = Activations(device, reach=max(ahead.values()), disk=disk if on_disk else None)
+    activations = Activations(device, keep, reach=max(ahead.values()), disk=disk if on_disk else None)
     for unit in row(plan):
         for module in (model.get_submodule(path) for path in unit.modules):
             if unit.name in ahead:
@@ -86,10 +89,10 @@ class Activations:
     """Spills and fetches. `spilled` and `fetched` count bytes since the start. `on` may be set to False between two steps, to
     compare with activations that stay. `files`: of the units whose activations are on disk."""
 
-    def __init__(self, device: torch.device, reach: int, disk: str | Path | None = None):
+    def __init__(self, device: torch.device, keep: Keep, reach: int, disk: str | Path | None = None):
         cuda = device.type == "cuda"
         self.device, self.reach, self.small = device, reach, SMALL[device.type]
-        self.on = True
+        self.keep, self.on = keep, True
         self.spilled = self.fetched = 0
         self.pool = HostPool(pinned=cuda)
         self.files = ActivationFile(disk, pinned=cuda) if disk is not None else None
@@ -119,7 +122,7 @@ class Activations:
 
         module.register_forward_pre_hook(enter)
         if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
-            module._fullshard_contexts = lambda: keep_products_by(self.pack, self.unpack)  # type: ignore[assignment]
+            module._fullshard_contexts = lambda: self.keep(self.pack, self.unpack)  # type: ignore[assignment]
 
     def _open(self, module: nn.Module, visit: _Visit) -> None:
         with torch.no_grad():

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece, local
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
 from fullshard.on_torch.offload.units.store_protocols import Readable, ShardPart
 from fullshard.on_torch.optimizers.decoded_moment import DecodedMoment
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.on_torch.tensors.streams import DONE, DeviceStream, StreamEvent
 
 

@@ -14,7 +14,7 @@ from fullshard.on_torch.offload.stores.choose_stores import Places, choose_store
 from fullshard.on_torch.offload.stores.packed_state import Packing
 from fullshard.on_torch.offload.stores.shard_fetcher import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, local, offloaded_units, shadow
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, offloaded_units
 from fullshard.on_torch.offload.units.store_protocols import Readable
 from fullshard.on_torch.offload.updates.cpu_share import measured_share
 from fullshard.on_torch.optimizers.adam_update import Rule, rule_of
@@ -23,6 +23,7 @@ from fullshard.on_torch.private.fsdp_groups import gather_group
 from fullshard.on_torch.private.torch_internals import hide_values
 from fullshard.on_torch.ranks.device_meshes import ranks_here
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
+from fullshard.on_torch.tensors.shard_ranges import local, shadow
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadSizes, pcie_traffic

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.base.errors import FullshardError
 from fullshard.on_torch.optimizers.moment_codes import ElementRange
 from fullshard.on_torch.private.fsdp_groups import GatherGroup
-from fullshard.on_torch.private.torch_internals import dtensor_like
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
-from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.on_torch.tensors.streams import DONE, StreamEvent
 from fullshard.plan.plan import Home, Plan, Unit
 from fullshard.plan.update_pieces import Lane, cut
@@ -157,24 +155,6 @@ def refuse_unfrozen(units: list[OffloadedUnit]) -> None:
                     f"{name} was unfrozen after shard(), which made no optimizer state for it in the home of unit {unit.name}; "
                     "call requires_grad_(True) before shard(), or give that unit the home 'device'"
                 )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd."""
-    return local_tensor(tensor).detach()
-
-
-def shadow(p: nn.Parameter, part: Tensor) -> Tensor:
-    """A tensor cut like `p`, of which this rank's part is `part`, on any device."""
-    return dtensor_like(p, part) if isinstance(p, DTensor) else part
-
-
-def part_of(value: Tensor, p: nn.Parameter) -> Tensor:
-    """This rank's part of a value for `p`: a tensor cut like it or otherwise, or a whole one."""
-    if isinstance(value, DTensor) and isinstance(p, DTensor):
-        same = value.device_mesh == p.device_mesh and value.placements == p.placements
-        return local(value if same else value.redistribute(p.device_mesh, p.placements))
-    return local_part(value.detach(), p) if isinstance(p, DTensor) else value.detach()
 
 
 def gradient_dtype(plan: Plan) -> torch.dtype:

@@ -15,6 +15,7 @@ import torch
 
 from fullshard.on_torch.offload.units.offloaded_unit import Piece
 from fullshard.on_torch.offload.units.unit_update import UnitUpdate
+from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 from fullshard.on_torch.tensors.streams import DONE, StreamEvent
 
 LATER = StreamEvent()  # returned for a piece that is still being updated: the worker issues it later
@@ -127,3 +128,8 @@ def skip(piece: Piece) -> None:
 def raise_now(error: BaseException) -> None:
     """What an updater does with an error before it has a lane."""
     raise error
+
+
+def close_all(*threads: UpdateLane | WorkerThreads) -> None:
+    for each in threads:
+        each.close()

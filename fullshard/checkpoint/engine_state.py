@@ -1,0 +1,32 @@
+"""Which functions save and load a state: those that the engine which made it has registered."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class EngineState(Protocol):
+    """Anything that an engine's `shard` returned."""
+
+    engine: ClassVar[str]  # the engine's name
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """What an engine's states are saved and loaded by."""
+
+    save: Callable[..., str]
+    load: Callable[..., Any]
+
+
+_REGISTERED: dict[str, StateFiles] = {}
+
+
+def register(engine: str, save: Callable[..., str], load: Callable[..., Any]) -> None:
+    """Called by an engine when it is imported: before it can have made a state."""
+    _REGISTERED[engine] = StateFiles(save, load)
+
+
+def files_of(state: EngineState) -> StateFiles:
+    return _REGISTERED[state.engine]
