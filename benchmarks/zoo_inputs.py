@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_latents
+from benchmarks import zoo_latents, zoo_patches
 
 ROWS, TOKENS, TARGETS = 2, 12, 7
+SAMPLES, MOST_SAMPLES = 2000, 32000  # of a sound
 LARGEST_SIDE = 256  # pixels: an image of 1024 takes minutes
 ASKED = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
-NAMED = re.compile(r"`?\b([a-z_]+_(?:ids|values|features|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
+NAMED = re.compile(r"`?\b([a-z_]+_(?:ids|values|features|feats|pos|embeds|states|bbox|latents|mask)|bbox|boxes)\b`?")
 FEATURES = re.compile(r"features?:?\s*(?:torch\.Size\(\[)?(\d+)")
+APART = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+FRAMES = re.compile(r"\(batch_size, (\d+), num_channels")
 WIDTH = re.compile(r"expected input with shape \[\*, (\d+)\]")
 
 
@@ -33,6 +36,8 @@ class Guess:
 
     def _value(self, name: str, draw: torch.Generator) -> Any:
         made = zoo_latents.value(name, self.sizes, draw) if "latents" in self.sizes else None
+        if "grid" in self.sizes:
+            made = zoo_patches.value(name, self.sizes, draw)
         return self._guessed(name, draw) if made is None else made
 
     def _guessed(self, name: str, draw: torch.Generator) -> Any:
@@ -43,7 +48,10 @@ class Guess:
         if name in ("input_ids", "sequence_ids"):
             if "MultipleChoice" in type(self.model).__name__:
                 return ids(2 * TOKENS).view(rows, 2, TOKENS)
-            return self._with_images(ids(TOKENS))
+            if each := self.sizes.get("each"):
+                return ids(TOKENS * each).view(rows, TOKENS, each)
+            rows *= self.sizes.get("codebooks", 1)
+            return self._with_images(self._ended(ids(TOKENS)))
         if name.endswith("decoder_input_ids"):
             return ids(TARGETS)
         if name == "state":
@@ -53,11 +61,19 @@ class Guess:
             return torch.randn(rows, *sizes, generator=draw)
         if name == "pixel_attention_mask":
             return torch.ones(rows, self.sizes.get("frames", 1), dtype=torch.bool)
+        if name == "flattened_patches":
+            width = next(iter(_sizes(self.config, r"patch_embed_hidden_size$")), width)
+            values = torch.randn(rows, TOKENS, width, generator=draw)
+            return torch.cat([torch.arange(2 * TOKENS).view(1, TOKENS, 2).expand(rows, -1, -1) // 2, values], -1)
+        if name.endswith("visual_pos"):
+            return torch.rand(rows, TOKENS, 4, generator=draw)
         if name in ("bbox", "boxes"):
             corner = torch.randint(0, 40, (rows, TOKENS, 2), generator=draw)
             return torch.cat([corner, corner + torch.randint(1, 20, (rows, TOKENS, 2), generator=draw)], -1)
         if re.search(r"pixel_values|^image$|^images$|^x$", name):
             return self._pixels(draw)
+        if name == "image_attention_mask":
+            return torch.ones(rows, TOKENS, self.sizes.get("frames", 1), dtype=torch.int64)
         if name == "pixel_mask":
             side = self.sizes["side"]
             return torch.ones(rows, side, side, dtype=torch.int64)
@@ -79,6 +95,11 @@ class Guess:
             return ids(TOKENS)
         return torch.randn(rows, TOKENS, width, generator=draw)
 
+    def _ended(self, ids: Tensor) -> Tensor:
+        """The tokens, with the end of a text at the end if the model asked for it."""
+        end = next(iter(_sizes(self.config, r"eos_token_id$")), 2)
+        return torch.cat([ids[:, :-1], torch.full((len(ids), 1), end)], 1) if self.sizes.get("ends") else ids
+
     def _with_images(self, ids: Tensor) -> Tensor:
         """The tokens, with so many of an image (or sound) as the model asked for, in every row."""
         count = self.sizes.get("places", 0)
@@ -90,14 +111,14 @@ class Guess:
     def _pixels(self, draw: torch.Generator) -> Tensor:
         side, channels = self.sizes["side"], self.sizes.get("channels") or next(iter(_sizes(self.config, r"num_channels$")), 3)
         frames = self.sizes.get("frames")
-        return torch.randn(ROWS, *([frames] if frames else []), channels, side, side, generator=draw)
+        return torch.randn(ROWS, *([frames] if frames else []), channels, side, self.sizes.get("wide", side), generator=draw)
 
     def _audio(self, draw: torch.Generator) -> Tensor:
         if self.sizes.get("audio") == "spectrogram":
             return torch.randn(ROWS, self.sizes["length"], next(iter(_sizes(self.config, r"num_mel_bins$")), 80), generator=draw)
         if self.sizes.get("audio") == "channel":
-            return torch.randn(ROWS, 1, 2000, generator=draw)
-        return torch.randn(ROWS, 2000, generator=draw)
+            return torch.randn(ROWS, 1, self.sizes.get("samples", SAMPLES), generator=draw)
+        return torch.randn(ROWS, self.sizes.get("samples", SAMPLES), generator=draw)
 
     def _features(self, draw: torch.Generator) -> Tensor:
         names = (r"num_mel_bins$", r"feature_size|input_feat_per_channel|n_mels|input_channels")
@@ -129,6 +150,12 @@ def _sizes(config: Any, pattern: str, depth: int = 0) -> list[int]:
     found = [v for k, v in values.items() if isinstance(v, int) and not isinstance(v, bool) and re.search(pattern, k)]
     inner = [v for k, v in values.items() if k.endswith("config") and hasattr(v, "to_dict")]
     return found + [v for c in inner for v in _sizes(c, pattern, depth + 1)]
+
+
+def _shape(config: Any) -> list[int]:
+    """Height and width of an image that is no square."""
+    shape = getattr(config, "image_size", None)
+    return list(shape) if isinstance(shape, list | tuple) and len(set(shape)) == 2 else []
 
 
 def find(model: nn.Module, config: Any, call: Any, tries: int = 32) -> tuple[Guess, list[str]]:
@@ -163,15 +190,41 @@ def _learn(error: Exception, guess: Guess, names: list[str]) -> bool:
     if "token" in text and "feature" in text and (count := FEATURES.search(text)) and not guess.sizes.get("places"):
         guess.sizes["places"] = max(1, int(count[1]) // ROWS)
         return True
+    if _learn_length(text, guess):
+        return True
+    if (frames := FRAMES.search(text)) and guess.sizes.get("frames") != int(frames[1]):
+        guess.sizes["frames"] = int(frames[1])
+        return True
     if (width := WIDTH.search(text)) and guess.sizes.get("width") != int(width[1]):
         guess.sizes["width"] = int(width[1])
         return True
     named = [*NAMED.findall(text), *(_absent(error) if "None" in text else ())]
+    named += [f"decoder_{n}" for n in named]
     new = [n for n in named if n in guess.parameters and n not in names and not n.endswith("embeds")]
     names += new[:1]
     if new[:1] == ["pixel_attention_mask"]:
         guess.sizes.setdefault("frames", 2)
     return bool(new)
+
+
+def _learn_length(text: str, guess: Guess) -> bool:
+    """Take a text's end, more samples of a sound or more rows of tokens, if an error asks for them."""
+    sizes = guess.sizes
+    if "<eos>" in text and not sizes.get("ends"):
+        sizes["ends"] = True
+        return True
+    if "Kernel size can't be greater" in text and sizes.get("samples", SAMPLES) < MOST_SAMPLES:
+        sizes["samples"] = 4 * sizes.get("samples", SAMPLES)
+        return True
+    books = _sizes(guess.config, r"num_codebooks$") if "is invalid for input of size" in text else []
+    if books and "codebooks" not in sizes:
+        sizes["codebooks"] = books[0]
+        return True
+    apart = APART.search(text)
+    if apart and int(apart[1]) == TOKENS and int(apart[2]) - 1 in _sizes(guess.config, r"num_codebooks$"):
+        sizes["each"] = int(apart[2])
+        return True
+    return False
 
 
 def _absent(error: Exception) -> list[str]:
@@ -197,8 +250,11 @@ def _guesses(model: nn.Module, config: Any) -> Iterator[tuple[list[str], dict[st
     main = getattr(model, "main_input_name", parameters[0])
     asked = [n for n in _sizes(config, r"image_size$|img_size$")[:2] if n <= LARGEST_SIDE]
     sides = [*dict.fromkeys([*asked, 32, 64, 224])]
+    yield from zoo_patches.guesses(parameters, main, lambda pattern, default: next(iter(_sizes(config, pattern)), default))
     if "pixel_values" in parameters:
         text = ["input_ids"] if "input_ids" in parameters else []
+        if len(shape := _shape(config)) == 2:
+            yield [*text, "pixel_values"], {"side": shape[0], "wide": shape[1]}
         for side in sides:
             yield [*text, "pixel_values"], {"side": side}
         yield [*text, "pixel_values"], {"side": sides[0], "frames": next(iter(_sizes(config, r"num_frames$")), 4)}
