@@ -76,6 +76,30 @@ def train(fault: str, *, own: bool = False, strategy: str = "zero3") -> None:
             on_torch.train_step(state, [batch])
 
 
+def held_after_a_long_computation() -> bool:
+    """Whether a tensor outlives its last name, once the order of units was looked at while it had one."""
+    import weakref
+
+    import torch
+
+    import fullshard as fs
+    from fullshard import on_torch
+    from fullshard.on_torch.ranks import unit_log
+    from tests.cpu import parity
+
+    model = parity.build("plain")
+    on_torch.shard(model, fs.zero3(on_torch.describe(model), devices=2, batch=fs.Batch(2, parity.LENGTH)), fs.AdamW(lr=1e-3))
+    before = unit_log.TICK, unit_log.STALLED
+    unit_log.TICK, unit_log.STALLED = 0.01, 0.05
+    time.sleep(1.1)  # the tick under way
+    tensor = torch.zeros(8)
+    found = weakref.ref(tensor)
+    time.sleep(0.5)
+    del tensor
+    unit_log.TICK, unit_log.STALLED = before
+    return found() is not None
+
+
 def _skip(index: int):
     def plant(state) -> None:
         from tests.cpu.faults import leave_out

@@ -33,3 +33,8 @@ def test_a_rank_that_is_killed_has_skipped_nothing():
     assert killed == -9
     assert code == 1
     assert "skipped" not in text
+
+
+def test_looking_for_skips_holds_no_tensor(ranks):
+    """A look at the main thread's frames would keep their local tensors: activations, and those whose frees a trace records."""
+    assert ranks(2).run(skips.held_after_a_long_computation) == [False, False]

@@ -1,6 +1,7 @@
 """FSDP's parameter groups: all private APIs of torch's FSDP that the engine uses. The others are in `torch_internals`."""
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,10 +113,10 @@ class GatherGroup:
         if shards * copies > 1:
             group.post_backward = post_backward
 
-    def explain_errors(self, explain: Callable[[RuntimeError], None]) -> None:
-        """Call `explain` with an error of the unit's collectives before it is raised. It may raise another one."""
+    def around_collectives(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter `around()` wherever the unit issues its collectives or waits for them."""
         for name in ("pre_forward", "pre_backward", "post_backward", "finalize_backward"):
-            setattr(self.group, name, partial(_explained, getattr(self.group, name), explain))
+            setattr(self.group, name, partial(_inside, getattr(self.group, name), around))
 
     def copy_once(self, computed: "ComputedGradients") -> None:
         """If the shard is the whole, gather by one cast, and take gradients as they are; FSDP makes two passes for each. With
@@ -190,12 +191,9 @@ def _do_nothing() -> None:
     pass
 
 
-def _explained(call: Callable[..., Any], explain: Callable[[RuntimeError], None], *arguments: Any, **more: Any) -> Any:
-    try:
+def _inside(call: Callable[..., Any], around: Callable[[], AbstractContextManager[None]], *arguments: Any, **more: Any) -> Any:
+    with around():
         return call(*arguments, **more)
-    except RuntimeError as error:
-        explain(error)
-        raise
 
 
 @no_grad()

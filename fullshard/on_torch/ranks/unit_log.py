@@ -25,7 +25,6 @@ from fullshard.on_torch.private.fsdp_groups import GatherGroup, gather_group
 from fullshard.on_torch.private.torch_internals import default_store
 from fullshard.on_torch.ranks.abort import before_abort, shut_connections
 from fullshard.on_torch.ranks.first_failure import lost_a_peer
-from fullshard.on_torch.ranks.hang_position import main_thread_position
 from fullshard.on_torch.ranks.store_messages import StoreClient
 from fullshard.ranks.hang_reports import call_with_timeout
 from fullshard.ranks.messages import POLL
@@ -61,6 +60,7 @@ class UnitLog:
         self.names: list[str] = []
         self.used, self.issued = PlaceLog(), PlaceLog()
         self.begun, self.failed = 0, False  # how often the orders began anew, and whether they are about to
+        self.inside = False  # this rank is in a unit's collective
 
     def add(self, names: list[str]) -> int:
         """Add the units of a model. Returns the index of its first one. Its end comes as one more."""
@@ -119,9 +119,10 @@ def log_units(groups: dict[str, GatherGroup], shards: dist.ProcessGroup, device:
     for index, group in enumerate(groups.values()):
         group.before_collectives(partial(LOG.issue, first + index))
         group.before_use(partial(LOG.use, first + index))
-        group.explain_errors(explain_loss)
-    _LogWatch.of(shards if shards.size() > 1 else dist.group.WORLD)
-    if device.type == "cpu":  # gloo waits without Python's lock; on a GPU the main thread may hold it, and NCCL does not abort
+        group.around_collectives(_in_collective)
+    _LogWatch.ranks = _fewest(_LogWatch.ranks, shards if shards.size() > 1 else dist.group.WORLD)
+    if device.type == "cpu":  # gloo waits in the call, without Python's lock; NCCL waits on the device, and does not abort
+        _LogWatch.begin()
         before_abort(_explain_abort)
     return partial(LOG.end, first + len(groups))
 
@@ -149,6 +150,16 @@ def explained_losses() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _in_collective() -> Iterator[None]:
+    outer, LOG.inside = LOG.inside, True
+    try:
+        with explained_losses():
+            yield
+    finally:
+        LOG.inside = outer
+
+
 def explain_loss(error: RuntimeError) -> None:
     """Raise the sentence, if there is one."""
     if lost_a_peer(error) and (sentence := _lost()) is not None:
@@ -170,15 +181,13 @@ def _explain_abort() -> None:
 
 class _LogWatch(threading.Thread):
     """Compares orders once this rank has waited in a collective for a while: ranks may wait for different ones forever. One in a
-    process."""
+    process. It never looks at the main thread's frames, whose local tensors would live longer for it."""
 
     ranks: list[int] = []  # that gather together; of several models, the fewest
     one: "ClassVar[_LogWatch | None]" = None
 
     @classmethod
-    def of(cls, group: Any) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        cls.ranks = ranks if not cls.ranks or len(ranks) < len(cls.ranks) else cls.ranks
+    def begin(cls) -> None:
         if cls.one is None:
             cls.one = cls(daemon=True, name="order of units")
             cls.one.start()
@@ -190,11 +199,19 @@ class _LogWatch(threading.Thread):
             now = (LOG.begun, LOG.issued.count)
             if now != seen:
                 seen, since, due = now, time.monotonic(), STALLED
-            elif time.monotonic() - since > due and dist.is_initialized() and main_thread_position()["waits"]:
+            elif time.monotonic() - since > due and dist.is_initialized():
                 due *= 2
-                sentence = _skipped(0.0)
-                if (LOG.begun, LOG.issued.count) == seen:
-                    _end(sentence, alone=True)
+                if LOG.inside:
+                    sentence = _skipped(0.0)
+                    if (LOG.begun, LOG.issued.count) == seen:
+                        _end(sentence, alone=True)
+                else:  # it may wait in another collective for a rank that then asks
+                    call_with_timeout(ASKED, lambda: StoreClient().put(f"units/{dist.get_rank()}", LOG.published()))
+
+
+def _fewest(ranks: list[int], group: Any) -> list[int]:
+    found = dist.get_process_group_ranks(group)
+    return found if not ranks or len(found) < len(ranks) else ranks
 
 
 def _neighbours() -> set[int]:
