@@ -73,6 +73,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {  # what no rule can know: values of a typ
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "blt": {"use_cache": False},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "vitmatte": {"fusion_hidden_sizes": [16, 16, 16, 16]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": HIDDEN},
     "fun_asr_nano": {
         "adaptor_config": {
@@ -116,8 +118,12 @@ def changes(default: Mapping[str, Any], how: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     heads = [v for k, v in default.items() if k.endswith("heads") and not re.search(KV_HEADS, k)]
     for name, value in default.items():
-        as_many = re.search(KV_HEADS, name) and value in heads  # as queries have: they still do
-        new = _changed("num_heads" if as_many else name, value, how)
+        rule = name
+        if re.search(KV_HEADS, name) and value in heads:  # as many as queries have: they still do
+            rule = "num_heads"
+        elif name == "head_dim" and value == default.get("qk_rope_head_dim"):
+            rule = "rope_head_dim"
+        new = _changed(rule, value, how)
         if new is not None and new != value:
             found[name] = new
     return found
@@ -140,7 +146,7 @@ def _changed(name: str, value: Any, how: str) -> Any:
 
 
 def _list(name: str, values: list[int] | tuple[int, ...], how: str) -> Any:
-    kind = type(values)
+    kind = list if name.endswith("hidden_sizes") else type(values)  # models add lists to it
     if how == "all" and AXES.search(name) and len(values) <= 4:
         return kind([8 - 2 * (len(values) - 1)] + [2] * (len(values) - 1))  # as much as a head has
     if DEPTHS.search(name):
@@ -172,7 +178,9 @@ def _shrunk(default: Any, how: str, given: dict[str, Any]) -> Any:
     found |= {k: _shrunk(inside, how, _differing(inside)) for k, inside in nested.items()}
     found |= _always(default, plain, how)
     made = _made(default, found)
-    left = {k: v for k, v in small.items() if k not in found and vars(made).get(k) == plain[k]}
+    lengths = {len(v) for v in plain.values() if isinstance(v, list | tuple)}  # of which a number of layers follows
+    free = [k for k in small if k not in found and not (COUNT.search(k) and plain[k] in lengths)]
+    left = {k: small[k] for k in free if vars(made).get(k) == plain[k]}
     made = _made(default, found | left) if left else made
     return _with_heads(made)
 

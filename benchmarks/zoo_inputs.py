@@ -79,6 +79,9 @@ class Guess:
             return torch.ones(rows, side, side, dtype=torch.int64)
         if re.search(r"input_values|audio_values|raw_audio|waveform", name):
             return self._audio(draw)
+        if re.search(r"input_features_mask|features_attention_mask", name):
+            features = self._features(draw)
+            return torch.ones(rows, features.shape[1 if "length" in self.sizes else 2], dtype=torch.int64)
         if re.search(r"input_features|spectrogram|decoder_input_values", name):
             return self._features(draw)
         if re.search(r"(past|future)_values|observed_mask|time_features", name):
@@ -187,6 +190,8 @@ def _learn(error: Exception, guess: Guess, names: list[str]) -> bool:
         return bool(new)
     if "latents" in guess.sizes and zoo_latents.learn(text, guess.sizes):
         return True
+    if "grid" in guess.sizes and zoo_patches.learn(text, guess.sizes):
+        return True
     if "token" in text and "feature" in text and (count := FEATURES.search(text)) and not guess.sizes.get("places"):
         guess.sizes["places"] = max(1, int(count[1]) // ROWS)
         return True
@@ -215,6 +220,9 @@ def _learn_length(text: str, guess: Guess) -> bool:
         return True
     if "Kernel size can't be greater" in text and sizes.get("samples", SAMPLES) < MOST_SAMPLES:
         sizes["samples"] = 4 * sizes.get("samples", SAMPLES)
+        return True
+    if sizes.get("audio") == "spectrogram" and (told := zoo_patches.TOLD.search(text)) and sizes.get("width") != int(told[2]):
+        sizes["width"] = int(told[2])
         return True
     books = _sizes(guess.config, r"num_codebooks$") if "is invalid for input of size" in text else []
     if books and "codebooks" not in sizes:

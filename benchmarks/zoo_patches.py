@@ -1,22 +1,24 @@
 """Inputs of models that take an image as patches, with the height and width of their grid."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+TOLD = re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 ROWS, TOKENS, PLACES, SIDE = 2, 12, 4, 4  # rows of a batch, tokens of its texts, places of an image there, patches a side
 
 
 def guesses(parameters: Sequence[str], main: str, size: Callable[[str, int], int]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Names of inputs and their sizes. `size(pattern, default)`: a number of the configuration."""
     channels = size(r"^(num_channels|in_channels|in_chans)$", 3)
-    width = channels * size(r"^temporal_patch_size$", 1) * size(r"^patch_size$", 8) ** 2
+    side = size(r"^patch_size$", 8)
     merged = size(r"^(spatial_merge_size|merge_size)$", 1)
     sizes = {
         "grid": (1, 2 * merged, 2 * merged),
-        "patch": width,
+        "patch": channels * size(r"^temporal_patch_size$", 1) * side**2,
         "places": PLACES,
         "token": r"image_token_(id|index)$",
         "side": 32,
@@ -27,8 +29,16 @@ def guesses(parameters: Sequence[str], main: str, size: Callable[[str, int], int
     if "grid_thw" in parameters:
         yield [main if main in parameters else parameters[0], "grid_thw"], sizes
     if "spatial_shapes" in parameters:
-        more = {"patch": channels * size(r"^patch_size$", 8) ** 2, "places": 0}
+        more = {"patch": channels * side**2, "places": 0}
         yield [*text, "pixel_values", "pixel_attention_mask", "spatial_shapes"], sizes | more | {"grid": (SIDE, SIDE)}
+
+
+def learn(text: str, sizes: dict[str, Any]) -> bool:
+    """Take the width of a patch if an error asks for another."""
+    if (told := TOLD.search(text)) and int(told[1]) == sizes["patch"] != int(told[2]):
+        sizes["patch"] = int(told[2])
+        return True
+    return False
 
 
 def value(name: str, sizes: dict[str, Any], draw: torch.Generator) -> Any:
