@@ -106,6 +106,7 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_bad_batches(here, ranks):
     assert commit.read_manifest(Local(run / "checkpoints/step-00000012")).files == manifest.files
 
 
+@pytest.mark.full
 def test_other_ranks_roll_back_to_the_same_place(here, ranks):
     plant(here, 6, 7, 8)
     options = [*OPTIONS, "train.steps=12", "train.on_divergence=rollback"]
@@ -116,6 +117,7 @@ def test_other_ranks_roll_back_to_the_same_place(here, ranks):
     assert list(losses(one).values()) == pytest.approx(list(losses(two).values()), rel=1e-5)
 
 
+@pytest.mark.full
 def test_rollbacks_that_do_not_help_come_to_an_end(here, ranks):
     """Every batch from step 6 on is bad: each rollback goes further back, and the last good state stays."""
     plant(here, *range(6, 60))

@@ -112,6 +112,7 @@ def test_numbers_of_a_step(here, ranks):
         assert sum(line[u] ** 2 for u in units) ** 0.5 == pytest.approx(line["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_that_fails_before_its_first_step_may_be_made_again(here, ranks):
     """And says nothing of how it ended. The one that follows it in the directory has all its steps, and says so."""
     (here / "broken.py").write_text("def loss(model, batch):\n    raise ValueError('planted')\n")
@@ -140,6 +141,7 @@ def loop_said(ranks, here: Path, overrides: list[str]) -> dict:
     return ranks(2).run(loop.said, str(here), overrides, "again")[0]
 
 
+@pytest.mark.full
 def test_a_run_says_once_which_kernels_update_state_elsewhere(here, ranks):
     options = ["train.steps=2", "home.optimizer=host", "plan.compute=bf16"]
     printed = ranks(1).run(loop.without_a_compiler, str(here), options, "kernels")[0]

@@ -206,6 +206,7 @@ def test_state_dicts_have_moments_as_values(ranks, case):
     assert ranks(2).run(low_bit.dict_round_trip, case) == [0.0, 0.0]
 
 
+@pytest.mark.full
 def test_the_loss_is_that_of_fp32(ranks):
     precisions = [Precision(), Precision(moments="bf16"), Precision(moments="int8")]
     plain, bf16, int8 = ranks(1).run(low_bit.losses, precisions, 80)[0]

@@ -120,6 +120,7 @@ def agrees_with_the_clock(run: Path, found: dict) -> None:
         assert sum(rank["lanes"].values()) == pytest.approx(rank["step_seconds"], abs=1e-9)
 
 
+@pytest.mark.full
 def test_an_exposed_gather_and_slow_data_are_named(here, ranks):
     ranks(2).run(loop.profiled, str(here), ["model.name=own.py:wide", "data.source=own.py:Slow"], "wide")
     text, found = profile_text(here / "runs/wide/profile/step-3")

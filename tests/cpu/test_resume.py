@@ -129,6 +129,7 @@ def test_a_damaged_checkpoint_is_passed_over(here, ranks, uninterrupted):
     assert problems(Local(here / "runs/damaged/checkpoints/step-00000008")) == []  # written again
 
 
+@pytest.mark.full
 def test_the_best_by_evaluation_stay_and_early_stopping_goes_on(here, ranks):
     options = ["data.valid=valid", "eval.every=1", "eval.batches=1", "checkpoint.every=1", "checkpoint.keep=1"]
     options += [
@@ -201,6 +202,7 @@ def test_what_changes_the_curve_goes_on_where_it_is_accepted(here, ranks, uninte
         assert "it lacks optimizer.model.embed_tokens.weight.momentum_buffer" in sentence
 
 
+@pytest.mark.full
 def test_more_steps_at_a_constant_rate_change_nothing(here, ranks):
     options = ["schedule.kind=constant", "checkpoint.every=2"]
     ranks(2).run(loop.run, str(here), [*options, "train.steps=6"], "constant")

@@ -52,6 +52,7 @@ def test_a_run_that_is_killed_while_it_saves_to_s3_goes_on_to_the_bit(s3, checkp
     assert len(commit.committed(checkpoint_dir)) == 2  # keep = 2
 
 
+@pytest.mark.full
 def test_a_damaged_object_is_passed_over_and_half_an_upload_swept(s3, checkpoint_dir, tmp_path, ranks):
     write_recipe(tmp_path, MODEL)
     options = ["checkpoint.every=2", "train.steps=8", f"checkpoint.path={checkpoint_dir}"]

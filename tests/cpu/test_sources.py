@@ -193,6 +193,7 @@ def test_held_out_data_of_any_kind(here, ranks):
     assert 0 <= evaluated[0]["eval_accuracy"] <= 1
 
 
+@pytest.mark.full
 def test_classes_are_stored(here, ranks):
     options = ["data.path=images/train", "data.objective=image", "model.name=other.py:vit", "train.loss=auto"]
     (here / "images.toml").write_text(RECIPE.replace('source = "own.py:Rows"\nobjective = "custom"', 'path = "images/train"'))
