@@ -135,7 +135,7 @@ def test_a_tensor_axis(wanted, strategy):
 
 
 def test_gpt_and_the_chunked_loss(wanted, monkeypatch):
-    monkeypatch.setattr("fullshard.on_jax.loss.losses.BUDGET", 2000)
+    monkeypatch.setattr("fullshard.on_jax.model.chunked_cross_entropy.BUDGET", 2000)
     found, _ = train(gpt, make_plan(gpt, "zero3", remat="full"), loss=on_jax.chunked_loss)
     assert found == pytest.approx(wanted("gpt"), abs=2e-6)
 
