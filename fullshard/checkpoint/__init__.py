@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.base.errors import checked_call
+from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.engine_state import EngineState, files_of
 
 
@@ -21,8 +22,8 @@ def save(checkpoint_dir: str | Path, state: EngineState, **about: Any) -> str:
     return files_of(state).save(checkpoint_dir, state, **about)
 
 
-@checked_call("checkpoint.load('run/checkpoints', state)", where=(str, Path), state=EngineState)
-def load(where: str | Path, state: EngineState, **options: Any) -> Any:
+@checked_call("checkpoint.load('run/checkpoints', state)", where=(str, Path, Place), state=EngineState)
+def load(where: str | Path | Place, state: EngineState, **options: Any) -> Any:
     """Fill `state` from a checkpoint, or from the newest of a directory of them. Returns its `Manifest`. Collective.
 
     The state may have another plan, on another number of ranks. Every byte is verified first. A tensor that is missing,

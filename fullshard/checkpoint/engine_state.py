@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from fullshard.base.errors import FullshardError
+
 
 @runtime_checkable
 class EngineState(Protocol):
@@ -29,4 +31,9 @@ def register(engine: str, save: Callable[..., str], load: Callable[..., Any]) ->
 
 
 def files_of(state: EngineState) -> StateFiles:
-    return _REGISTERED[state.engine]
+    """What saves and loads this state. Raises a sentence where no engine of this process made it."""
+    found = _REGISTERED.get(state.engine)
+    if found is None:
+        known = " or ".join(f"`fullshard.on_{name}.shard`" for name in sorted(_REGISTERED)) or "`shard`"
+        raise FullshardError(f"this state is of engine {state.engine!r}, which is not loaded; give a state that {known} returned")
+    return found

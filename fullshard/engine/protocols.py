@@ -336,12 +336,6 @@ class Engine(Protocol[ModelT, StateT]):
     def checkpointer(self, checkpoint_dir: str | Path, state: StateT, *, keep: Any, overlap: bool, run: str) -> CheckpointWriter:
         """`keep`: a `fullshard.checkpoint.retention.Retention`. Collective."""
 
-    def save_checkpoint(self, checkpoint_dir: str | Path, state: StateT, **about: Any) -> str:
-        """One checkpoint, durable when this returns; where it lies. Collective."""
-
-    def load_checkpoint(self, where: Any, state: StateT, *, allow_missing: Sequence[str] = (), verified: bool = False) -> Any:
-        """Fill the state; the checkpoint's `Manifest`. `verified`: its checksums were compared before. Collective."""
-
 
 def load_engine(name: str, user: str = "") -> Engine[Any, Any]:
     """The engine of this name. Raises a sentence, which names `user`, where there is none or what it needs is not installed."""

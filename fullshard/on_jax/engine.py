@@ -52,8 +52,7 @@ from fullshard.on_jax.ranks.processes import (
     rank_and_world,
     start,
 )
-from fullshard.on_jax.saving.restore import load_checkpoint
-from fullshard.on_jax.saving.save import checkpointer, save_checkpoint
+from fullshard.on_jax.saving.save import checkpointer
 from fullshard.on_jax.saving.state_arrays import weights_of
 from fullshard.on_jax.step.evaluate import evaluate
 from fullshard.on_jax.step.generate import generate
@@ -87,7 +86,6 @@ __all__ = [
     "host_share",
     "is_first",
     "limits",
-    "load_checkpoint",
     "load_model",
     "loader",
     "local_cluster",
@@ -107,7 +105,6 @@ __all__ = [
     "refuse",
     "refuse_batch",
     "refuse_loss",
-    "save_checkpoint",
     "seed_dropout",
     "seeded",
     "shard",

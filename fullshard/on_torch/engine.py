@@ -42,8 +42,7 @@ from fullshard.on_torch.ranks.first_failure import lost_a_peer
 from fullshard.on_torch.ranks.hang_position import main_thread_position
 from fullshard.on_torch.ranks.rank_agreement import all_or_none, first_decides
 from fullshard.on_torch.ranks.store_messages import StoreClient
-from fullshard.on_torch.saving.restore import load_checkpoint
-from fullshard.on_torch.saving.save import Checkpointer, save_checkpoint
+from fullshard.on_torch.saving.save import Checkpointer
 from fullshard.on_torch.saving.state_tensors import weights_of
 from fullshard.on_torch.step.batch_loader import collate, loader, seeded
 from fullshard.on_torch.step.dropout_seed import seed_dropout
@@ -78,7 +77,6 @@ __all__ = [
     "host_share",
     "is_first",
     "limits",
-    "load_checkpoint",
     "load_model",
     "loader",
     "local_cluster",
@@ -98,7 +96,6 @@ __all__ = [
     "refuse",
     "refuse_batch",
     "refuse_loss",
-    "save_checkpoint",
     "seed_dropout",
     "seeded",
     "shard",

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fullshard import checkpoint
 from fullshard.base.errors import FullshardError
 from fullshard.base.status import say
 from fullshard.base.text import bytes_text
@@ -90,7 +91,7 @@ class Checkpoints:
         refuse_other_data(manifest, self.prepared)
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
         say(f"loading {place}")
-        self.prepared.engine.load_checkpoint(place, self.state, verified=resume == "auto")
+        checkpoint.load(place, self.state, verified=resume == "auto")
         self.bar.say(f"resumed at step {manifest.step} from {place}")
         if manifest.state.get("engine", "torch") != self.state.engine:
             self.bar.say("another engine saved it, whose random generators cannot be carried over: they are seeded anew")
@@ -107,7 +108,7 @@ class Checkpoints:
 
     def roll_back(self, place: Place, helpless: int | None = None) -> Manifest:
         """Load what `last_good` found. `helpless`: the step of a later checkpoint that led nowhere; it goes."""
-        manifest = self.prepared.engine.load_checkpoint(place, self.state, verified=place is not self.origin)
+        manifest = checkpoint.load(place, self.state, verified=place is not self.origin)
         if helpless is not None:
             self.writer.discard(helpless)
         self.saved, self.poisoned, self.postponed, self.again = manifest.step, False, False, math.inf

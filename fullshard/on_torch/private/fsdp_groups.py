@@ -1,7 +1,6 @@
 """FSDP's parameter groups: all private APIs of torch's FSDP that the engine uses. The others are in `torch_internals`."""
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,10 +112,10 @@ class GatherGroup:
         if shards * copies > 1:
             group.post_backward = post_backward
 
-    def around_collectives(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter `around()` wherever the unit issues its collectives or waits for them."""
+    def wrap_collectives(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap the functions in which the unit issues its collectives or waits for them."""
         for name in ("pre_forward", "pre_backward", "post_backward", "finalize_backward"):
-            setattr(self.group, name, partial(_inside, getattr(self.group, name), around))
+            setattr(self.group, name, wrap(getattr(self.group, name)))
 
     def copy_once(self, computed: "ComputedGradients") -> None:
         """If the shard is the whole, gather by one cast, and take gradients as they are; FSDP makes two passes for each. With
@@ -189,11 +188,6 @@ def _gradient_as_vector(original: Callable[[Tensor], Tensor], gradient: Tensor) 
 
 def _do_nothing() -> None:
     pass
-
-
-def _inside(call: Callable[..., Any], around: Callable[[], AbstractContextManager[None]], *arguments: Any, **more: Any) -> Any:
-    with around():
-        return call(*arguments, **more)
 
 
 @no_grad()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fullshard.on_torch.ranks.store_messages import StoreClient
 from fullshard.ranks.hang_reports import call_with_timeout
 from fullshard.ranks.messages import POLL
 
+T = TypeVar("T")
 END = "the end"  # of a forward or backward, in the place of a unit
 KEPT = 4096  # of the newest collectives: more than a step has, of which two ranks are never further apart
 TICK = 1.0  # seconds between looks of the thread
@@ -119,7 +120,7 @@ def log_units(groups: dict[str, GatherGroup], shards: dist.ProcessGroup, device:
     for index, group in enumerate(groups.values()):
         group.before_collectives(partial(LOG.issue, first + index))
         group.before_use(partial(LOG.use, first + index))
-        group.around_collectives(_in_collective)
+        group.wrap_collectives(_in_collective)
     _LogWatch.ranks = _fewest(_LogWatch.ranks, shards if shards.size() > 1 else dist.group.WORLD)
     if device.type == "cpu":  # gloo waits in the call, without Python's lock; NCCL waits on the device, and does not abort
         _LogWatch.begin()
@@ -150,14 +151,20 @@ def explained_losses() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _in_collective() -> Iterator[None]:
-    outer, LOG.inside = LOG.inside, True
-    try:
-        with explained_losses():
-            yield
-    finally:
-        LOG.inside = outer
+def _in_collective(call: Callable[..., T]) -> Callable[..., T]:
+    """The function, inside which this rank is in a unit's collective. Runs for every unit: two assignments, no more."""
+
+    def inside(*arguments: Any, **more: Any) -> T:
+        outer, LOG.inside = LOG.inside, True
+        try:
+            return call(*arguments, **more)
+        except RuntimeError as error:
+            explain_loss(error)
+            raise
+        finally:
+            LOG.inside = outer
+
+    return inside
 
 
 def explain_loss(error: RuntimeError) -> None:
