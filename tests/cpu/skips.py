@@ -13,7 +13,7 @@ from tests.cpu.ranks import PRELOADED
 LATER = 2  # the step, from 0, in which the fault begins
 
 
-def run(fault: str, *, world: int = 2, **more: object) -> list[tuple[int | None, str]]:
+def run(fault: str, *, world: int = 2, device: str = "cpu", **more: object) -> list[tuple[int | None, str]]:
     """The exit code and the stderr of each rank. None: it had to be killed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -23,7 +23,7 @@ def run(fault: str, *, world: int = 2, **more: object) -> list[tuple[int | None,
         free.close()
         files = [Path(directory, str(rank)) for rank in range(world)]
         processes = [
-            context.Process(target=_rank, args=(rank, world, port, str(path), fault), kwargs=more)
+            context.Process(target=_rank, args=(rank, world, port, device, str(path), fault), kwargs=more)
             for rank, path in enumerate(files)
         ]
         for process in processes:
@@ -38,42 +38,62 @@ def run(fault: str, *, world: int = 2, **more: object) -> list[tuple[int | None,
         return [(code, path.read_text()) for code, path in zip(codes, files, strict=True)]
 
 
-def _rank(rank: int, world: int, port: int, path: str, fault: str, **more: object) -> None:
-    """As a launcher starts it: rank 0 hosts the store."""
+def _rank(rank: int, world: int, port: int, device: str, path: str, fault: str, **more: object) -> None:
+    """As a launcher starts it: rank 0 hosts the store. Ranks share one GPU, which NCCL refuses."""
     about = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | {k: str(v) for k, v in about.items()}
+    os.environ |= {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in about.items()}
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     import torch
 
     torch.set_num_threads(1)
-    train(fault, **more)  # type: ignore[arg-type]
+    torch.distributed.init_process_group("cpu:gloo,cuda:gloo" if device == "cuda" else "gloo")
+    train(fault, device, **more)  # type: ignore[arg-type]
 
 
-def train(fault: str, *, own: bool = False, strategy: str = "zero3") -> None:
+def train(fault: str, device: str, *, own: bool = False, strategy: str = "zero3") -> None:
     """Train steps of which a later one has the fault on rank 1. `own`: by a loop of the caller's own."""
-    import torch
     import torch.distributed as dist
 
     import fullshard as fs
     from fullshard import on_torch
     from tests.cpu import parity
 
-    on_torch.start("cpu")
-    model, world, rank = parity.build("plain"), dist.get_world_size(), dist.get_rank()
+    on_torch.start(device)
+    model, world = parity.build("plain"), dist.get_world_size()
     plan = getattr(fs, strategy)(on_torch.describe(model), devices=world, batch=fs.Batch(2, parity.LENGTH))
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3))
-    for step in range(LATER + 3):
-        if step == LATER and rank == 1:
-            FAULTS[fault](state)
-        ids = torch.randint(0, parity.VOCAB, (2, parity.LENGTH + 1), generator=torch.Generator().manual_seed(world * step + rank))
-        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-        if own:
-            on_torch.summed_loss(state.model, batch).backward()
-            state.optimizer.step()
-            state.optimizer.zero_grad()
-        else:
-            on_torch.train_step(state, [batch])
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-3), device=device)
+    for step in range(LATER):
+        _step(state, step, own=own)
+    if dist.get_rank() == 1 or fault in ON_ALL:
+        FAULTS[fault](state)
+    before = [p.to_local().clone() for p in model.parameters()]
+    try:
+        for step in range(LATER, LATER + 3):
+            _step(state, step, own=own)
+    finally:
+        if all(bool((p.to_local() == b).all()) for p, b in zip(model.parameters(), before, strict=True)):
+            print("nothing was updated", file=sys.stderr)
+
+
+def _step(state, step: int, *, own: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from fullshard import on_torch
+    from tests.cpu import parity
+
+    seed = dist.get_world_size() * step + dist.get_rank()
+    ids = torch.randint(0, parity.VOCAB, (2, parity.LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    batch = {"input_ids": ids[:, :-1].to(state.device), "labels": ids[:, 1:].to(state.device)}
+    if not own:
+        on_torch.train_step(state, [batch])
+        return
+    on_torch.summed_loss(state.model, batch).backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
 
 
 def held_after_a_long_computation() -> bool:
@@ -109,6 +129,13 @@ def _skip(index: int):
     return plant
 
 
+def _skip_another(state) -> None:
+    """Each rank another unit of the same size: all have as many collectives, of the same sizes."""
+    import torch.distributed as dist
+
+    _skip(1 + dist.get_rank())(state)
+
+
 def _detach(state) -> None:
     from tests.cpu.faults import detach
 
@@ -119,9 +146,11 @@ FAULTS = {
     "skip 0": _skip(0),
     "skip 1": _skip(1),
     "skip 2": _skip(2),
+    "skip another": _skip_another,
     "detach": _detach,
     "killed": lambda state: os.kill(os.getpid(), 9),
 }
+ON_ALL = ("skip another",)
 
 if __name__ == "__main__":
     began = time.monotonic()

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -54,6 +55,7 @@ from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Place, for
 from fullshard.on_torch.ranks.broadcast import broadcast_values
 from fullshard.on_torch.ranks.device_meshes import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.ranks.device_presets import known_device
+from fullshard.on_torch.ranks.same_order import SameOrder
 from fullshard.on_torch.ranks.unit_log import LOG, gather_groups, log_units
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from fullshard.plan.optimizer import Optimizer
@@ -155,6 +157,7 @@ def shard(
     state.copies.on_forward_end.append(ended)
     state.copies.on_backward.append(ended)
     state.copies.on_reset.append(LOG.fail)
+    state.order = SameOrder(where) if dist.get_world_size() > 1 else None
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
         tell(slow)
     remember_random_frozen(state, drawn)

@@ -26,6 +26,7 @@ from fullshard.on_torch.parallelize.float8 import Float8Scales
 from fullshard.on_torch.parallelize.weight_copies import WeightCopies, clear_all_gradients
 from fullshard.on_torch.private.fsdp_groups import ComputedGradients
 from fullshard.on_torch.ranks.device_meshes import Meshes
+from fullshard.on_torch.ranks.same_order import SameOrder
 from fullshard.plan.plan import Plan
 
 
@@ -76,6 +77,7 @@ class State:
     stepping: bool = False  # inside `train_step`, which counts its step itself
     float8: Float8Scales | None = None  # of weights that are gathered in float8
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
+    order: SameOrder | None = None  # whether ranks compute the same units; None with one rank
     copies: WeightCopies = field(init=False)  # which copies of the weights are current
     held_to_train: object = None  # what `refuse_untrained` saw last
     buffers: ChangingBuffers = field(init=False)  # those that forward changes
@@ -96,7 +98,7 @@ class State:
                 explain_steps(value)
             if value is not None:
                 own = weakref.ref(self)
-                before, after = partial(_refuse_untrained, own), partial(_count, own)
+                before, after = partial(_before_step, own), partial(_count, own)
                 self.__dict__["hooks"] = (value.register_step_pre_hook(before), value.register_step_post_hook(after))
                 if "copies" in self.__dict__:
                     clear_all_gradients(self.copies, value)
@@ -200,12 +202,16 @@ class State:
         }
 
 
-def _refuse_untrained(
+def _before_step(
     found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    """Of a step that the caller makes."""
     state = found()
-    if state is not None and not state.stepping:
-        state.refuse_untrained()
+    if state is None or state.stepping:
+        return
+    state.refuse_untrained()
+    if state.order is not None and not makes_slots(optimizer, kwargs):
+        state.order.agree()
 
 
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

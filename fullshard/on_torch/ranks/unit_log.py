@@ -62,6 +62,7 @@ class UnitLog:
         self.used, self.issued = PlaceLog(), PlaceLog()
         self.begun, self.failed = 0, False  # how often the orders began anew, and whether they are about to
         self.inside = False  # this rank is in a unit's collective
+        self.digest = 0  # of the places where collectives were issued, since whoever reads it set it to 0
 
     def add(self, names: list[str]) -> int:
         """Add the units of a model. Returns the index of its first one. Its end comes as one more."""
@@ -73,6 +74,7 @@ class UnitLog:
         """This rank is about to gather or to reduce a unit."""
         self._begin_anew()
         self.issued.come(unit, backward=backward)
+        self.digest = (self.digest * 1000003 + 2 * unit + backward + 1) % 2**61
 
     def use(self, unit: int, *, backward: bool) -> None:
         """This rank is about to use a unit. Backward says so for each of its outputs."""
@@ -175,6 +177,11 @@ def explain_loss(error: RuntimeError) -> None:
 
 @cache  # ranks do not find each other again
 def _lost() -> str | None:
+    return skipped_unit()
+
+
+def skipped_unit() -> str | None:
+    """Which rank has skipped which unit, as a sentence, when neighbours are known to ask as well; None if orders are the same."""
     return _skipped(ASKED)
 
 
@@ -183,7 +190,7 @@ def _explain_abort() -> None:
     if not dist.is_initialized():
         return
     shut_connections({_port(default_store())})  # as the abort would, but for the store, which may be in this process
-    _end(_skipped(ASKED), alone=False)
+    _end(skipped_unit(), alone=False)
 
 
 class _LogWatch(threading.Thread):

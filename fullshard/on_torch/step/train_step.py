@@ -127,6 +127,9 @@ def _train_step(
     unit_norms: bool,
 ) -> StepResult:
     first = state.checks
+    if state.order:
+        state.order.look()
+        state.order.begin()
     if first:
         first_step_checks.before_first_step(state, batches, loss)
     known = _count_ahead(state, batches, loss)
@@ -146,23 +149,35 @@ def _train_step(
     if first:
         first_step_checks.after_first_backward(state, sums.count, list(sums.metrics))
     parts = gradients(state.resident())
-    raised = torch.tensor([float(f) for f in flags], dtype=torch.float64).to(state.device, non_blocking=True)
-    square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
-    own = torch.stack([sums.loss.double(), *[t for pair in sums.metrics.values() for t in pair]]) / state.plan.mesh.tensor
     units = trained_units(state) if unit_norms else []
-    squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
-    totals = all_reduce_sum(torch.cat([*squares, raised, own]))
-    norms, totals = totals[: 1 + len(units)].sqrt(), totals[1 + len(units) :]
-    norms = norms * (1.0 if sums.rescale is None else sums.rescale) / (state.loss_scale.value if state.loss_scale else 1.0)
+    norms, raised, totals = _over_all_ranks(state, sums, parts, units, flags)
     norm, *of_units = norms.unbind()
     skipped = _update(state, parts, norm, clip, sums.rescale, before)
     step.undo_if(skipped)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
-    flagged, (total, *pairs) = totals[: len(flags)] > 0, totals[len(flags) :].unbind()
+    total, *pairs = totals.unbind()
     metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
     by_unit = dict(zip(units, of_units, strict=True))
-    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, flagged, metrics, clock, by_unit)
+    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, raised > 0, metrics, clock, by_unit)
+
+
+def _over_all_ranks(
+    state: State, sums: "_Sums", parts: dict[int, list[Tensor]], units: list[str], flags: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By one collective: the norm of all gradients and those of `units`, how many ranks raised each flag, and the loss and the
+    metrics with their counts. The norm is NaN, which skips the update, if ranks have not computed the same units."""
+    square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
+    squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
+    order = state.order.summands() if state.order else []
+    given = torch.tensor([*order, *map(float, flags)], dtype=torch.float64).to(state.device, non_blocking=True)
+    own = torch.stack([sums.loss.double(), *[t for pair in sums.metrics.values() for t in pair]]) / state.plan.mesh.tensor
+    found = all_reduce_sum(torch.cat([*squares, given, own]))
+    norms, orders, raised, totals = found.split([1 + len(units), len(order), len(flags), len(own)])
+    norms = norms.sqrt() * (1.0 if sums.rescale is None else sums.rescale) / (state.loss_scale.value if state.loss_scale else 1.0)
+    if state.order:
+        norms = norms.masked_fill(state.order.differ(given[: len(order)], orders), torch.nan)
+    return norms, raised, totals
 
 
 @checked_call("evaluate(state, [batch, ...])", state=State, batches=Iterable)
