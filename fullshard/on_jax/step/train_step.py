@@ -202,8 +202,9 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
         def add(carry: Any, batch: Any) -> tuple[Any, None]:
             sums, rest = carry
             # Without this tie, XLA would gather parameters before the loop and keep them in memory for all of it.
-            own, batch = jax.lax.optimization_barrier(({n: p for n, p in params.items() if n not in whole}, batch))
-            grads, (value, count, metrics, rest) = one(params | _in_shards(state, own), whole, host, rest, batch)
+            own = {n: p for n, p in params.items() if n not in whole}
+            own, away, batch = jax.lax.optimization_barrier((own, host, batch))
+            grads, (value, count, metrics, rest) = one(params | _in_shards(state, own), whole, _in_shards(state, away), rest, batch)
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)
@@ -256,7 +257,7 @@ def _in_shards(state: JaxState, params: Params) -> Params:
     """The parameters, said to lie in shards. Otherwise XLA takes what backward gathers them from to be gathered already, and
     keeps it from forward on."""
     at = state.shardings.parameters
-    return {n: p if is_on_host(p) else jax.lax.with_sharding_constraint(p, at[n].shard) for n, p in params.items()}
+    return {n: jax.lax.with_sharding_constraint(p, at[n].rest if is_on_host(p) else at[n].shard) for n, p in params.items()}
 
 
 def _reduced(state: JaxState, grads: Params) -> Params:
