@@ -44,12 +44,12 @@ def is_on_host(x: jax.Array) -> bool:
 
 def refuse_homes(plan: Plan, device: jax.Device) -> None:
     """Raise if memory of this kind of device cannot be the home of a unit's bytes. Allocates nothing."""
-    for name, default in (("staging", Plan.staging), ("cpu_share", None), ("backlog", None)):
-        if (value := getattr(plan, name)) != default:
-            raise FullshardError(f"{name} = {value:g} has no effect on JAX: the device does all updates; leave it out")
     kinds = {memory.kind for memory in device.addressable_memories()}
     for unit in plan.units:
         _refuse_home(unit, device.platform, kinds)
+    for name, default in (("staging", Plan.staging), ("cpu_share", None), ("backlog", None)):
+        if (value := getattr(plan, name)) != default:
+            raise FullshardError(f"{name} = {value:g} has no effect on JAX: the device does all updates; leave it out")
 
 
 def _refuse_home(unit: Unit, platform: str, kinds: set[str]) -> None:

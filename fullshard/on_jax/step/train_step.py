@@ -204,7 +204,9 @@ def _compile(state: JaxState, loss: LossFunction, units: tuple[str, ...] = ()) -
             # Without this tie, XLA would gather parameters before the loop and keep them in memory for all of it.
             own = {n: p for n, p in params.items() if n not in whole}
             own, away, batch = jax.lax.optimization_barrier((own, host, batch))
-            grads, (value, count, metrics, rest) = one(params | _in_shards(state, own), whole, _in_shards(state, away), rest, batch)
+            grads, (value, count, metrics, rest) = one(
+                params | _in_shards(state, own), whole, _in_shards(state, away), rest, batch
+            )
             return (jax.tree.map(jnp.add, sums, (grads, value, count, metrics)), rest), None
 
         first = jax.tree.map(lambda x: x[0], batches)

@@ -237,6 +237,15 @@ class TieredOptimizer:
             if unit.trained and len(unit.arrived) < unit.trained:
                 self._reduced(unit)
 
+    def drop(self, parameters: set[int]) -> None:
+        """Drop the gradients of these parameters, by `id`, which backward has taken. What an eager update has begun goes on."""
+        for unit in self.units:
+            update = unit.next_update
+            for i, p in enumerate(unit.params[: unit.trained]):
+                if update is not None and id(p) in parameters:
+                    update.gradients[i], update.had[i], update.on_host = None, False, {}
+                    unit.norms.pop(i, None)
+
     @property
     def received(self) -> dict[str, list[Tensor]]:
         """The norms of this rank's gradients in this step, by unit."""

@@ -46,6 +46,7 @@ from fullshard.on_torch.parallelize.forward_errors import early_notes, explain_f
 from fullshard.on_torch.parallelize.lockstep_generate import lockstep_generate
 from fullshard.on_torch.parallelize.refuse import refuse, refuse_device
 from fullshard.on_torch.parallelize.remat import apply_remat, keep_products_by
+from fullshard.on_torch.parallelize.same_work import SameWork
 from fullshard.on_torch.parallelize.save_pretrained import save_together
 from fullshard.on_torch.parallelize.start_checks import check_values_agree, refuse_unset_anywhere, remember_random_frozen
 from fullshard.on_torch.parallelize.state import LossScale, State
@@ -55,7 +56,6 @@ from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Place, for
 from fullshard.on_torch.ranks.broadcast import broadcast_values
 from fullshard.on_torch.ranks.device_meshes import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.ranks.device_presets import known_device
-from fullshard.on_torch.ranks.same_order import SameOrder
 from fullshard.on_torch.ranks.unit_log import LOG, gather_groups, log_units
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from fullshard.plan.optimizer import Optimizer
@@ -157,7 +157,7 @@ def shard(
     state.copies.on_forward_end.append(ended)
     state.copies.on_backward.append(ended)
     state.copies.on_reset.append(LOG.fail)
-    state.order = SameOrder(where) if dist.get_world_size() > 1 else None
+    state.work = SameWork(state.copies, where) if dist.get_world_size() > 1 else None
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
         tell(slow)
     remember_random_frozen(state, drawn)

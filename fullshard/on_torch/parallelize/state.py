@@ -23,10 +23,10 @@ from fullshard.on_torch.optimizers.foreign_optimizer import explain_steps
 from fullshard.on_torch.optimizers.low_bit_adam import LowBitAdam
 from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
 from fullshard.on_torch.parallelize.float8 import Float8Scales
+from fullshard.on_torch.parallelize.same_work import SameWork
 from fullshard.on_torch.parallelize.weight_copies import WeightCopies, clear_all_gradients
 from fullshard.on_torch.private.fsdp_groups import ComputedGradients
 from fullshard.on_torch.ranks.device_meshes import Meshes
-from fullshard.on_torch.ranks.same_order import SameOrder
 from fullshard.plan.plan import Plan
 
 
@@ -77,7 +77,7 @@ class State:
     stepping: bool = False  # inside `train_step`, which counts its step itself
     float8: Float8Scales | None = None  # of weights that are gathered in float8
     computed_gradients: ComputedGradients = field(default_factory=ComputedGradients)
-    order: SameOrder | None = None  # whether ranks compute the same units; None with one rank
+    work: SameWork | None = None  # whether ranks compute the same; None with one rank
     copies: WeightCopies = field(init=False)  # which copies of the weights are current
     held_to_train: object = None  # what `refuse_untrained` saw last
     buffers: ChangingBuffers = field(init=False)  # those that forward changes
@@ -210,8 +210,8 @@ def _before_step(
     if state is None or state.stepping:
         return
     state.refuse_untrained()
-    if state.order is not None and not makes_slots(optimizer, kwargs):
-        state.order.agree()
+    if state.work is not None and not makes_slots(optimizer, kwargs):
+        state.work.agree()
 
 
 def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

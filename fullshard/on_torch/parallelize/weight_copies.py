@@ -157,6 +157,11 @@ class WeightCopies:
         for unit in self.units:
             unit.drop_unreduced()
 
+    def begin_step(self) -> None:
+        """Forget which parameters backward has used."""
+        for unit in self.units:
+            unit.begin_step()
+
     def abandon(self) -> None:
         """After an exception in forward or backward: as if they had not begun."""
         self._reset(self._model())

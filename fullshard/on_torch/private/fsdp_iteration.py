@@ -28,6 +28,9 @@ class UnitCopies:
         self.gathered_at: Stamp | None = None
         self.kept = False  # gathered to stay so for later micro-batches
         self.used_at: Stamp | None = None  # by a forward; a gather may be ahead of one that does not come
+        mesh = self.group.mesh_info
+        self.ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)  # that reduce together
+        self.begin_step()
         self._unshard, self._reduce, self._finalize = self.group.unshard, self.group.post_backward, self.group.finalize_backward
         self.group.unshard, self.group.post_backward = self._gather, self._reduce_used
         self._begin, self.group.pre_forward = self.group.pre_forward, self._forward_begins
@@ -66,7 +69,39 @@ class UnitCopies:
     def _reduce_used(self, *unused: Any) -> None:
         """FSDP reduces at the end of backward what was not; of a unit that was never gathered, it would look for gradients."""
         if any(hasattr(p, "_unsharded_param") for p in self.group.fsdp_params):
+            if self.group.reduce_grads and self.ranks > 1:
+                self._borrow_zeros()
             self._reduce(*unused)
+
+    def _borrow_zeros(self) -> None:
+        """If some parameters to train have a gradient, give the others one of zeros. FSDP reduces those that there are as one
+        vector, and another rank may have used others."""
+        trained = [(i, p) for i, p in enumerate(self.group.fsdp_params) if p.sharded_param.requires_grad]
+        without = [(i, p) for i, p in trained if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None]
+        if len(without) == len(trained):
+            return
+        missing = {i for i, _ in without}
+        for i, _ in trained:
+            self.used[i] = self.used[i] or i not in missing
+        for i, p in without:
+            self.borrowed[i] = True
+            p._unsharded_param.grad = torch.zeros_like(p._unsharded_param).detach()
+
+    def begin_step(self) -> None:
+        """Forget which parameters backward has used."""
+        count = len(self.group.fsdp_params)
+        self.used, self.borrowed = [False] * count, [False] * count
+
+    def unused(self) -> int:
+        """How many parameters have borrowed zeros since the step began, and were not used."""
+        return sum(b and not u for b, u in zip(self.borrowed, self.used, strict=True))
+
+    def drop_borrowed(self, unused: list[bool]) -> set[int]:
+        """Drop gradients that are borrowed zeros alone, of parameters that are `unused` on all ranks. Returns their `id`s."""
+        found = [p.sharded_param for p, b, none in zip(self.group.fsdp_params, self.borrowed, unused, strict=True) if b and none]
+        for p in found:
+            p.grad = None
+        return {id(p) for p in found}
 
     def _backward_done(self) -> None:
         self._finalize()
@@ -109,6 +144,7 @@ class UnitCopies:
     def drop_unreduced(self) -> None:
         """Drop gradients that wait for the reduction: the caller's `zero_grad` sees those of the shards alone."""
         self.group._partial_reduce_output = None
+        self.begin_step()
         for p in self.group.fsdp_params:
             p.unsharded_accumulated_grad = None
             if hasattr(p, "_unsharded_param"):

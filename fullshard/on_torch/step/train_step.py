@@ -127,9 +127,9 @@ def _train_step(
     unit_norms: bool,
 ) -> StepResult:
     first = state.checks
-    if state.order:
-        state.order.look()
-        state.order.begin()
+    if state.work:
+        state.work.look()
+        state.work.begin()
     if first:
         first_step_checks.before_first_step(state, batches, loss)
     known = _count_ahead(state, batches, loss)
@@ -140,26 +140,40 @@ def _train_step(
     if state.offload:
         whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
         exact = known is not None or len(batches) == 1  # else gradients are rescaled once all micro-batches are counted
-        now = clip is None and state.loss_scale is None and exact and not whole
+        alike = state.work is None or not state.work.borrows  # else what no rank used is known late
+        now = clip is None and state.loss_scale is None and exact and alike and not whole
         before = first_step_checks.fingerprints(state) if first else None
-        state.offload.begin(eager=now, draining=not now and not first)
+        state.offload.begin(eager=now, draining=not now and not first and alike)
     with _measured_wire(state, first=first):
         sums = _forward_backward(state, batches, loss, known, clock)
     step.computed()
     if first:
+        _drop_unused(state)
         first_step_checks.after_first_backward(state, sums.count, list(sums.metrics))
     parts = gradients(state.resident())
     units = trained_units(state) if unit_norms else []
     norms, raised, totals = _over_all_ranks(state, sums, parts, units, flags)
+    if state.work and state.work.borrows and not first:
+        _drop_unused(state)
+        parts = gradients(state.resident())
     norm, *of_units = norms.unbind()
     skipped = _update(state, parts, norm, clip, sums.rescale, before)
     step.undo_if(skipped)
     clock.mark("update")
     state.step, state.checks = state.step + 1, False
+    state.copies.begin_step()
     total, *pairs = totals.unbind()
     metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
     by_unit = dict(zip(units, of_units, strict=True))
     return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, raised > 0, metrics, clock, by_unit)
+
+
+def _drop_unused(state: State) -> None:
+    """What no rank has used in this step has no gradient, as without shards. Collective."""
+    if state.work is not None:
+        dropped = state.work.drop_unused()
+        if state.offload:
+            state.offload.drop(dropped)
 
 
 def _over_all_ranks(
@@ -169,14 +183,14 @@ def _over_all_ranks(
     metrics with their counts. The norm is NaN, which skips the update, if ranks have not computed the same units."""
     square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
     squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
-    order = state.order.summands() if state.order else []
-    given = torch.tensor([*order, *map(float, flags)], dtype=torch.float64).to(state.device, non_blocking=True)
+    work = state.work.summands() if state.work else []
+    given = torch.tensor([*work, *map(float, flags)], dtype=torch.float64).to(state.device, non_blocking=True)
     own = torch.stack([sums.loss.double(), *[t for pair in sums.metrics.values() for t in pair]]) / state.plan.mesh.tensor
     found = all_reduce_sum(torch.cat([*squares, given, own]))
-    norms, orders, raised, totals = found.split([1 + len(units), len(order), len(flags), len(own)])
+    norms, works, raised, totals = found.split([1 + len(units), len(work), len(flags), len(own)])
     norms = norms.sqrt() * (1.0 if sums.rescale is None else sums.rescale) / (state.loss_scale.value if state.loss_scale else 1.0)
-    if state.order:
-        norms = norms.masked_fill(state.order.differ(given[: len(order)], orders), torch.nan)
+    if state.work:
+        norms = norms.masked_fill(state.work.differs(given[: len(work)], works), torch.nan)
     return norms, raised, totals
 
 
