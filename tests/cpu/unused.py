@@ -71,7 +71,7 @@ def build(never: bool) -> nn.Module:
 
 
 def unsharded(never: bool, world: int, steps: int, parts: int) -> dict[str, torch.Tensor]:
-    """The weights after some steps of `torch.optim.AdamW`, and how often it updated each."""
+    """The weights after some steps of `torch.optim.AdamW`."""
     model = build(never)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(steps):
@@ -81,8 +81,7 @@ def unsharded(never: bool, world: int, steps: int, parts: int) -> dict[str, torc
                 given = batch(step, rank, part)
                 (loss(model, given).sum / (2 * world * parts)).backward()
         optimizer.step()
-    counts = {n: optimizer.state[p]["step"] if p in optimizer.state else torch.zeros(()) for n, p in model.named_parameters()}
-    return {n: p.detach() for n, p in model.named_parameters()} | {f"count of {n}": c for n, c in counts.items()}
+    return {n: p.detach() for n, p in model.named_parameters()}
 
 
 def apart(
@@ -94,13 +93,11 @@ def apart(
     clip: float | None = None,
     home: fs.Home | None = None,
 ) -> dict[str, float]:
-    """How far weights and counts of updates are from those of the unsharded model."""
+    """How far weights are from those of the unsharded model."""
     world, steps = dist.get_world_size(), 2 * len(ROUTES)
     model = build(never)
-    classes = ["Experts"]
-    more = {"home": home} if home is not None else {}
-    batches = fs.Batch(2, 1, accumulate=parts)
-    plan = getattr(fs, strategy)(on_torch.describe(model, classes=classes), devices=world, batch=batches, **more)
+    description, batches = on_torch.describe(model, classes=["Experts"]), fs.Batch(2, 1, accumulate=parts)
+    plan = getattr(fs, strategy)(description, devices=world, batch=batches, **({"home": home} if home else {}))
     state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2, weight_decay=0.1), first_step_checks=not own)
     for step in range(steps):
         given = [batch(step, dist.get_rank(), part) for part in range(parts)]
@@ -114,9 +111,4 @@ def apart(
             on_torch.train_step(state, copy.deepcopy(given), loss=loss, clip=clip)
     wanted = unsharded(never, world, steps, parts)
     with state.values() as values:
-        found = {n: (on_torch_full(v) - wanted[n]).abs().max().item() for n, v in values.items()}
-    return found
-
-
-def on_torch_full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return {n: (v.full_tensor() - wanted[n]).abs().max().item() for n, v in values.items()}

@@ -203,12 +203,18 @@ BAD = [
         "plan llama-nano --devices 4 --compute bf16 --float8 rowwise --sequence 20 -o plan.json",
         "needs a multiple of 16 tokens in a micro-batch, not 1 × 20 = 20; change the sequence or the micro-batch",
     ),
-    ("plan llama-nano --devices 4 --moments int8 --engine jax -o plan.json", "precision.moments = 'int8': the JAX engine has no"),
+    (
+        "plan llama-nano --devices 4 --moments int8 --engine jax -o plan.json",
+        "precision.moments = 'int8' has no effect on JAX: the engine has no",
+    ),
     (
         "plan llama-nano --devices 4 --wire-gather int8 --engine jax -o plan.json",
         "XLA's collectives are plain, in its own memory",
     ),
-    ("plan llama-nano --devices 4 --wire-memory nccl --engine jax -o plan.json", "in nccl memory): on JAX, XLA's collectives"),
+    (
+        "plan llama-nano --devices 4 --wire-memory nccl --engine jax -o plan.json",
+        "in nccl memory) has no effect on JAX: XLA's collectives",
+    ),
     ("plan llama-nano --devices 1 --wire-gather int8 -o plan.json", "has no effect: mesh.shard = 1, so nothing is gathered"),
     (
         "plan llama-nano --cluster 8xa100 --fix float8=tensorwise -o plan.json",

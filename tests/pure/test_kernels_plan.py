@@ -45,7 +45,7 @@ REFUSED = [
     ),
     (
         lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, engine="jax"),
-        "loss_kernel = 'torch' has no effect on the JAX engine; leave it out",
+        "loss_kernel = 'torch' has no effect on JAX: XLA chooses kernels; leave it out",
     ),
     (
         lambda: fs.find_plan(MODEL, H200, sequence=4096, fix={"loss_kernel": "torch"}, loss="plain"),

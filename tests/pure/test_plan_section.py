@@ -104,7 +104,7 @@ def test_a_search_keeps_them_and_never_quantises_by_itself():
     assert fs.find_plan(big, many, sequence=4096, fix=fix).plan.prefetch == fs.Prefetch(2, 2)  # where a search would go deeper
     found = fs.find_plan(big, many, sequence=4096, fix=fix | {"prefetch_forward": 1})
     assert found.plan.prefetch == fs.Prefetch(1, 1)
-    with pytest.raises(fs.FullshardError, match="wire_gather = 'int8' has no effect on the JAX engine; leave it out"):
+    with pytest.raises(fs.FullshardError, match="wire_gather = 'int8' has no effect on JAX: XLA's collectives are plain"):
         fs.find_plan(NANO, cluster, sequence=16, fix={"wire_gather": "int8"}, engine="jax")
     with pytest.raises(fs.PlanError, match=r"has no effect: mesh\.shard = 1"):
         fs.find_plan(NANO, Cluster.load("1xh100"), sequence=16, fix={"wire_gather": "int8"})

@@ -15,6 +15,7 @@ from fullshard.model.float8_weights import refuse_float8_tokens
 from fullshard.plan.choices import idle_loss_kernel
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Batch, Home, Kernels, Plan, Precision, Prefetch, Wire
+from fullshard.planner.jax_limits import idle_on_jax
 from fullshard.planner.search.labels import plan_label
 from fullshard.planner.strategies import STRATEGIES, choose
 
@@ -128,9 +129,8 @@ def engine_for(cluster: Cluster, wanted: str | None) -> str:
 def refuse_choices_of_torch(request: PlanRequest) -> None:
     """Raise if something is pinned that only the torch engine has."""
     for name in request.fix if request.engine == "jax" else ():
-        own = ("buffers", "float8", "moments", "rounding", "error_feedback")
-        if name in own or name.startswith(("wire_", "prefetch")) or name.endswith("_kernel"):
-            raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on the JAX engine; leave it out")
+        if (why := idle_on_jax(name)) is not None:
+            raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on JAX: {why}; leave it out")
 
 
 def refuse_idle_backlog(request: PlanRequest) -> None:
