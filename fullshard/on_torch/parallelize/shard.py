@@ -4,6 +4,7 @@
 homes, initialise, float8 gathers, optimizer.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -18,7 +19,12 @@ from fullshard.base.errors import checked_call
 from fullshard.base.status import tell
 from fullshard.on_torch.communication.collective_memory import refuse_memory, use_memory
 from fullshard.on_torch.communication.quantized_collectives import quantize_collectives
-from fullshard.on_torch.communication.replaced_collectives import MakeCommunication, install_communication, make_communication
+from fullshard.on_torch.communication.replaced_collectives import (
+    Collectives,
+    MakeCommunication,
+    install_communication,
+    make_communication,
+)
 from fullshard.on_torch.model.batch_norm import compute_in_fp32
 from fullshard.on_torch.model.factory import Factory
 from fullshard.on_torch.model.hf_files import saved_rules
@@ -90,15 +96,7 @@ def shard(
     default. `communication`: makes the `Communication` of each sharded unit of the plan, in place of FSDP's own collectives; may
     be a subclass of it. `broadcast`: values that ranks have already are those of rank 0, as DDP does it.
     """
-    refuse_device(device)
-    refuse_optimizer(optimizer)
-    refuse_nothing_to_train(model, optimizer)
-    where = start(device)
-    refuse(model, plan, optimizer, disk, cpu_share)
-    refuse_float8_device(plan, where)
-    refuse_kernels(model, plan, where, optimizer)
-    own_collectives = make_communication(communication, plan)
-    refuse_memory(plan, where)
+    where, own_collectives = _refuse_first(model, plan, optimizer, device, disk, cpu_share, communication)
     source = Weights(model, weights) if weights is not None else None
     files, scalars = [rule.to_json() for rule in saved_rules(model)], scalar_names(model)  # before FSDP renames its class
     meshes = make_meshes(plan, where.type)
@@ -106,14 +104,7 @@ def shard(
         broadcast_values(model)
     check_values_agree(model)
     places = make_vectors(model)
-    _to_master(model, PLAN_DTYPES[plan.precision.master])
-    apply_tensor_axis(model, plan, meshes)
-    apply_expert_axis(model, plan, meshes)
-    if plan.precision.compute != "fp32":
-        compute_in_fp32(model)
-    gathers = float8_gathers(model, plan)
-    notes = apply_float8(model, plan, where)
-    apply_remat_and_compile(model, plan, compile_options(gathers))
+    gathers, notes = _shape_modules(model, plan, where, meshes)
     activations = spill_activations(model, plan, where, keep_products_by, disk)
     units = _apply_fsdp(model, plan, meshes, places)
     _set_prefetch(plan, units)
@@ -146,23 +137,66 @@ def shard(
     state.activations, state.offload, state.float8 = activations, offload, scales
     state.files, state.scalars = files, scalars
     state.notes = (*notes, *initialized.notes, *early_notes(model, plan))
-    if scales is not None:
-        state.copies.on_change.append(scales.outdate)
-    if activations is not None:
-        state.copies.on_reset.append(activations.reset)
-    if offload is not None:
-        state.copies.on_forward.append(weakly(offload.before_forward))
-        state.copies.on_reset.append(weakly(offload.reset))
-        state.copies.on_backward.append(weakly(offload.backward_ran))
-    state.copies.on_forward_end.append(ended)
-    state.copies.on_backward.append(ended)
-    state.copies.on_reset.append(LOG.fail)
-    state.work = SameWork(state.copies, where) if dist.get_world_size() > 1 else None
+    _follow_copies(state, ended)
     if (slow := slow_precision(plan.precision, known_device(where))) and is_first():
         tell(slow)
     remember_random_frozen(state, drawn)
     save_together(state)
     return state
+
+
+def _refuse_first(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | None,
+    device: str | None,
+    disk: str | Path | None,
+    cpu_share: float | None,
+    communication: MakeCommunication | None,
+) -> tuple[torch.device, Collectives]:
+    """Raise where the plan cannot be carried out, before any memory is allocated. Returns this rank's device, and collectives of
+    the caller's own by unit."""
+    refuse_device(device)
+    refuse_optimizer(optimizer)
+    refuse_nothing_to_train(model, optimizer)
+    where = start(device)
+    refuse(model, plan, optimizer, disk, cpu_share)
+    refuse_float8_device(plan, where)
+    refuse_kernels(model, plan, where, optimizer)
+    own = make_communication(communication, plan)
+    refuse_memory(plan, where)
+    return where, own
+
+
+def _shape_modules(model: nn.Module, plan: Plan, where: torch.device, meshes: Meshes) -> tuple[list[str], tuple[str, ...]]:
+    """What FSDP will wrap: dtypes, the tensor and the expert axis, float8, remat, compile. Returns the names of weights that are
+    gathered in float8, and notes."""
+    _to_master(model, PLAN_DTYPES[plan.precision.master])
+    apply_tensor_axis(model, plan, meshes)
+    apply_expert_axis(model, plan, meshes)
+    if plan.precision.compute != "fp32":
+        compute_in_fp32(model)
+    gathers = float8_gathers(model, plan)
+    notes = apply_float8(model, plan, where)
+    apply_remat_and_compile(model, plan, compile_options(gathers))
+    return gathers, notes
+
+
+def _follow_copies(state: State, ended: Callable[[], None]) -> None:
+    """Let all that depends on copies of the weights hear of them. `ended`: of forwards and backwards."""
+    copies, offload = state.copies, state.offload
+    if state.float8 is not None:
+        copies.on_change.append(state.float8.outdate)
+    if state.activations is not None:
+        copies.on_reset.append(state.activations.reset)
+    if offload is not None:
+        copies.on_forward.append(weakly(offload.before_forward))
+        copies.on_reset.append(weakly(offload.reset))
+        copies.on_backward.append(weakly(offload.backward_ran))
+    copies.on_forward_end.append(ended)
+    copies.on_backward.append(ended)
+    copies.on_reset.append(LOG.fail)
+    state.work = SameWork(copies, state.device) if dist.get_world_size() > 1 else None
 
 
 def _make_optimizers(
