@@ -44,7 +44,7 @@ def sent(strategy: str, arguments: dict, wire: fs.Wire, **more) -> dict:
     counted = {"gather": 0.0, "reduce": 0.0, "copies": 0.0}
     for c in traffic.collectives:
         kind = {"all_to_all": "reduce", "all_reduce": "copies"}.get(c.kind, c.kind)
-        counted[kind] += sent_bytes(c.kind, c.nbytes, c.ranks) if c.nbytes > 24 else 0  # else the step's own sums
+        counted[kind] += sent_bytes(c.kind, c.nbytes, c.ranks) if c.nbytes > 48 else 0  # else the step's own sums
     predicted = wire_bytes(plan, described, clip=False)
     return {"counted": counted, "predicted": {k: getattr(predicted, k) for k in counted}, "errors": state.wire_errors}
 

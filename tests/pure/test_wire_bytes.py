@@ -8,7 +8,7 @@ from fullshard.planner.wire_bytes import WireBytes, sent_bytes, wire_bytes
 
 NANO = presets.describe("llama-nano")
 P = 16 * 64 * 2 + 16 + 2 * (16 * 16 * 2 + 2 * 8 * 16 + 3 * 32 * 16 + 2 * 16)  # parameters by hand; all rows divide by 4
-AGREE = 2 * (8 + 16) * 3 / 4  # all-reduces of the step's tokens, and of norm and loss, over 4 ranks
+AGREE = 2 * (8 + 48) * 3 / 4  # all-reduces of the step's tokens, and of norm, loss and what ranks compare, over 4 ranks
 
 
 def sent(name: str, accumulate: int = 1, sync: str = "every", **arguments: int) -> WireBytes:

@@ -238,13 +238,9 @@ class TieredOptimizer:
                 self._reduced(unit)
 
     def drop(self, parameters: set[int]) -> None:
-        """Drop the gradients of these parameters, by `id`, which backward has taken. What an eager update has begun goes on."""
-        for unit in self.units:
-            update = unit.next_update
-            for i, p in enumerate(unit.params[: unit.trained]):
-                if update is not None and id(p) in parameters:
-                    update.gradients[i], update.had[i], update.on_host = None, False, {}
-                    unit.norms.pop(i, None)
+        """Drop the gradients of these parameters, by `id`. What an eager update has begun goes on."""
+        for update in (unit.next_update for unit in self.units if unit.next_update is not None):
+            update.drop(parameters)
 
     @property
     def received(self) -> dict[str, list[Tensor]]:

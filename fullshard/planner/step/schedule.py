@@ -153,7 +153,7 @@ class _Step:
         for self.micro in micros:
             yield from self._micro_batch(self.micro == last)
         yield Operation("norm", micro=last)
-        yield self._all("all_reduce", 16)  # norm and loss
+        yield self._all("all_reduce", 48)  # norm and loss, and by which ranks tell whether they did the same work
         for sizes in self.units.values() if self.late else ():
             yield from self._update(sizes)
         yield Operation("update", micro=last)

@@ -82,6 +82,12 @@ class UnitUpdate:
                 self.on_host = {}
                 self.issued.set()
 
+    def drop(self, parameters: set[int]) -> None:
+        """Have no gradients of these parameters, by `id`. Before any piece is updated."""
+        for i, p in enumerate(self.unit.params[: self.unit.trained]):
+            if id(p) in parameters:
+                self.gradients[i], self.had[i], self.on_host = None, False, {}
+
     def keep(self, *readers: DeviceStream) -> None:
         """Keep the gradients' memory, one storage for a whole unit, from FSDP until these streams have read it."""
         self.readers, self.unread = readers, len(self.unit.pieces) - len(self.on_host)
