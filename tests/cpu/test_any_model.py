@@ -9,7 +9,7 @@ from tests.cpu import any_model, odd_models
 from tests.cpu.any_model import KINDS
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_is_unsharded(ranks, kind, strategy):

@@ -18,7 +18,11 @@ def test_two_ranks_are_one(ranks, kind):
 
 @pytest.mark.parametrize(
     ("expert", "replicate", "accumulate", "remat"),
-    [(4, 1, 1, "none"), pytest.param(2, 1, 2, "full", marks=pytest.mark.full), (2, 2, 1, "none")],
+    [
+        pytest.param(4, 1, 1, "none", marks=pytest.mark.full),
+        pytest.param(2, 1, 2, "full", marks=pytest.mark.full),
+        (2, 2, 1, "none"),
+    ],
 )
 def test_four_ranks_are_one(ranks, expert, replicate, accumulate, remat):
     """Experts over all four, over two and sharded over the others, over two and replicated."""

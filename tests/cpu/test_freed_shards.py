@@ -7,6 +7,7 @@ from tests.cpu import freed_shards
 from tests.cpu.homes import Case
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("home", [Home("host", "host"), Home("disk", "host"), Home("host", "device")], ids=str)
 def test_reading_a_freed_parameter_says_where_its_values_are(ranks, home):
     """A fault would end a rank, which fails the call. Training, `state_dict`, shapes and new tensors like it are as ever."""

@@ -134,6 +134,7 @@ def test_parameters_come_up_once_a_gather_in_the_compute_dtype(ranks):
     assert found["moved"]["down"] == 4 * found["own"]  # fp32 gradients; parameters are narrowed on the host
 
 
+@pytest.mark.full
 def test_state_that_goes_to_disk_does_not_pass_through_the_hosts_memory_at_once(ranks, tmp_path):
     """A unit's master and moments do, one unit after the other."""
     masters, rose = ranks(1).run(homes.start_memory, str(tmp_path))[0]

@@ -37,6 +37,7 @@ def test_trainer_on_two_ranks_is_the_stock_trainer_on_one(ranks, tmp_path, own):
         assert found["steps"] == 6
 
 
+@pytest.mark.full
 def test_trainer_with_everything_in_host_memory(ranks, tmp_path):
     one = ranks(1).run(interop.trainer, str(tmp_path / "one"))[0]
     for found in ranks(2).run(interop.trainer, str(tmp_path / "two"), home=AWAY):

@@ -229,6 +229,7 @@ def test_resident_state_takes_what_is_planned(ranks, moments, share):
             assert found["planned"]["device"]["optimizer"] == by_hand
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("moments", "each"), [("int8", 260 / 256), ("bf16", 2)])
 def test_offloaded_state_rests_and_travels_in_few_bytes(ranks, moments, each):
     """A master of 4 bytes and two moments, in host memory, over PCIe and on disk; files have whole pages. Parameters begin at

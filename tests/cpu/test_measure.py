@@ -112,6 +112,7 @@ def test_two_ranks_time_their_collectives_and_agree(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_part_that_cannot_run_is_left_out_and_said_so(monkeypatch):
     monkeypatch.setattr(timings, "gemm", lambda *_: 1e-3)  # only to be quick
     monkeypatch.setattr(timings, "attention", lambda *_: (1e9, 1e9))

@@ -73,7 +73,7 @@ def test_the_sample_covers_every_value_of_every_factor():
             assert {*hits} == {*STRATEGIES}, value
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("world", "case"), SAMPLED, ids=[f"{w}-{c}" for w, c in SAMPLED])
 def test_sampled(ranks, world, case):
     check(ranks, world, case)

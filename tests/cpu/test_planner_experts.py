@@ -61,6 +61,7 @@ def plan(expert: int, **common) -> fs.Plan:
     return fs.zero3(description(), devices=4, expert=expert, precision=BF16, batch=fs.Batch(ROWS, TOKENS), **common)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("expert", "remat"), [(1, "none"), (1, "full"), (2, "none"), (2, "full"), (4, "none")])
 def test_the_schedule_issues_the_collectives_that_the_engine_issues(expert, remat, monkeypatch):
     wanted = plan(expert, remat=remat)

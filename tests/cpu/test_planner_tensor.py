@@ -62,6 +62,7 @@ def _fresh():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_collectives_and_the_peak_are_those_of_the_engine(name, monkeypatch):
     vocab, loss, arguments, options = CASES[name]

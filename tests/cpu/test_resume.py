@@ -81,6 +81,7 @@ def test_a_resumed_run_keeps_the_precision_that_its_recipe_leaves_open(here, ran
 CHAIN = [(2, ["plan.strategy=ddp"], "2×1×1"), (1, [], "1×1×1"), (4, ["plan.strategy=hybrid", "plan.replicate=2"], "2×2×1")]
 
 
+@pytest.mark.full
 def test_other_ranks_and_strategies_go_on_to_rounding(here, ranks, uninterrupted):
     """zero3 on 4 ranks, ddp on 2, 1 rank, hybrid on 4: two steps each, the last checkpoint of one the first of the next."""
     options = ["checkpoint.every=2", "checkpoint.keep=0", "train.micro_batch=2", "train.steps=8"]

@@ -92,15 +92,16 @@ def apart(
     parts: int = 1,
     clip: float | None = None,
     home: fs.Home | None = None,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """How far weights are from those of the unsharded model."""
     world, steps = dist.get_world_size(), 2 * len(ROUTES)
     model = build(never)
     description, batches = on_torch.describe(model, classes=["Experts"]), fs.Batch(2, 1, accumulate=parts)
     plan = getattr(fs, strategy)(description, devices=world, batch=batches, **({"home": home} if home else {}))
-    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2, weight_decay=0.1), first_step_checks=not own)
+    state = on_torch.shard(model, plan, fs.AdamW(lr=1e-2, weight_decay=0.1), first_step_checks=not own, device=device)
     for step in range(steps):
-        given = [batch(step, dist.get_rank(), part) for part in range(parts)]
+        given = [{k: v.to(device) for k, v in batch(step, dist.get_rank(), part).items()} for part in range(parts)]
         if own:
             factor = on_torch.loss_factor(state, [2.0] * parts)
             for each in given:
@@ -111,4 +112,4 @@ def apart(
             on_torch.train_step(state, copy.deepcopy(given), loss=loss, clip=clip)
     wanted = unsharded(never, world, steps, parts)
     with state.values() as values:
-        return {n: (v.full_tensor() - wanted[n]).abs().max().item() for n, v in values.items()}
+        return {n: (v.full_tensor().cpu() - wanted[n]).abs().max().item() for n, v in values.items()}
