@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fullshard as fs
 from fullshard import on_torch
@@ -112,4 +113,12 @@ def apart(
             on_torch.train_step(state, copy.deepcopy(given), loss=loss, clip=clip)
     wanted = unsharded(never, world, steps, parts)
     with state.values() as values:
-        return {n: (v.full_tensor().cpu() - wanted[n]).abs().max().item() for n, v in values.items()}
+        return {n: (_whole(v) - wanted[n]).abs().max().item() for n, v in values.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Not by `full_tensor`, in which a process on a GPU dies over gloo."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local.detach().cpu())
+    return torch.cat(parts) if local.shape != tensor.shape else parts[0]
