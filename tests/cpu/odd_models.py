@@ -1,6 +1,7 @@
 """Models that use their parameters where FSDP does not expect it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -270,6 +271,35 @@ class InputInPlace(Odd):
         return super().body(x + 0)
 
 
+class Reversed(torch.autograd.Function):
+    """Keeps nothing of a block, and computes a part of it again in backward, as Reformer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Narrow) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = x + ctx.block.mix(x)
+        again.backward(grad)
+        return x.grad, None
+
+
+class OwnBackward(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrow() for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Reversed.apply(x, block)
+        return x
+
+
 PLAIN = {
     "stages": Stages,
     "list_of_parameters": ListOfParameters,
@@ -288,4 +318,4 @@ SHOWN = {
     "part_called_alone": PartCalledAlone,
     "without_hooks": WithoutHooks,
 }
-REFUSED = {"mixed_buffer": MixedBuffer, "input_in_place": InputInPlace}
+REFUSED = {"mixed_buffer": MixedBuffer, "input_in_place": InputInPlace, "own_backward": OwnBackward}

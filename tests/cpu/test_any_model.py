@@ -96,6 +96,11 @@ def test_a_block_that_changes_its_input_in_place(ranks):
             assert "`x += 1` changes in place what a unit was given, which FSDP does not allow; write it out of place" in sentence
 
 
+def test_a_model_with_a_backward_of_its_own(ranks):
+    for sentence in ranks(2).run(any_model.refusal, "own_backward", False):
+        assert "`again = x + ctx.block.mix(x)` is computed in a backward of the model's own, in which FSDP gathers no" in sentence
+
+
 BERT = {
     "*.query": "output",
     "*.key": "output",

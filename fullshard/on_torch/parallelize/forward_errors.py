@@ -93,6 +93,11 @@ def _is_of_shards(error: RuntimeError) -> bool:
 
 
 def _outside(error: RuntimeError, model: nn.Module, plan: Plan) -> str:
+    if any(f.f_code.co_name == "backward" and not _is_library(f) for f, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            f"{model_line(error) or 'the model'} is computed in a backward of the model's own, in which FSDP gathers no "
+            "parameters; such a model cannot be sharded: leave backward to autograd, and recompute blocks by remat='full'"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     found = [names[id(p)] for p in _named_in_line(error) if id(p) in names]
     unit = plan.unit_of(found[0]) if found else None
