@@ -71,11 +71,12 @@ def _train_all(left: list[Any], out: Path, arguments: argparse.Namespace) -> Non
 
     def note(result: dict[str, Any]) -> None:
         counts[result["result"]] += 1
+        where = result.pop("where", "")  # paths of this machine: to be read, not kept
         with out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         passed, place = time.time() - started, f"{sum(counts.values())}/{len(left)}"
         why = f" {result['why'][:200]}" if "why" in result else ""
-        print(f"{passed:5.0f} s  {place} {result['key']}: {result['result']}{why}", file=sys.stderr, flush=True)
+        print(f"{passed:5.0f} s  {place} {result['key']}: {result['result']}{why}\n{where}".rstrip(), file=sys.stderr, flush=True)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(arguments.jobs, len(left)))]
     for thread in threads:
