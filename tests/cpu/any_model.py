@@ -1,5 +1,6 @@
 """Models of other kinds, trained through fullshard and with nothing but torch. Runs inside ranks."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fullshard as fs
 from fullshard import on_torch
@@ -202,7 +204,15 @@ def unsharded(kind: str, count: int) -> tuple[list[float], list[float], dict[str
 
 
 def sharded(
-    kind: str, strategy: str, accumulate: int, own: bool, small: int = 0, keep: str = "", shown: bool = False, **common: Any
+    kind: str,
+    strategy: str,
+    accumulate: int,
+    own: bool,
+    small: int = 0,
+    keep: str = "",
+    shown: bool = False,
+    home: fs.Home | None = None,
+    **common: Any,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, world = build(kind), dist.get_world_size()
     arguments = {"replicate": world, "shard": 1} if strategy == "hybrid" else {"devices": world}
@@ -210,7 +220,10 @@ def sharded(
     batch: dict[str, Any] = {"example": global_batch(kind, 0), "loss": loss, "costs": False} if shown else {}
     plan = fs.strategy(strategy, on_torch.describe(model, small=small, **batch), **arguments, batch=shape, **common)
     plan = plan.change(keep, reshard=False) if keep else plan
-    state = on_torch.shard(model, plan, fs.SGD(lr=LR, momentum=0.9, decay_all=True), seed=7)
+    if home:
+        plan = plan.change("*", home=home)
+    disk = tempfile.mkdtemp() if home and "disk" in (home.params, home.optimizer) else None
+    state = on_torch.shard(model, plan, fs.SGD(lr=LR, momentum=0.9, decay_all=True), seed=7, disk=disk)
     losses, accuracies = [], []
     for step in range(STEPS):
         rank = on_torch.data_rank(plan.mesh)
@@ -221,7 +234,12 @@ def sharded(
         result = on_torch.train_step(state, mine, loss=loss)
         losses.append(result.loss.item())
         accuracies.append(result.metrics["accuracy"].item() if result.metrics else 0.0)
-    return losses, accuracies, {n: p.full_tensor().detach() for n, p in state.model.named_parameters()}
+    return losses, accuracies, whole_values(state)
+
+
+def whole_values(state: on_torch.State) -> dict[str, Tensor]:
+    with state.values() as found:
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in found.items()}
 
 
 def _own_step(state: on_torch.State, mine: list[Any], world: int) -> float:
@@ -320,3 +338,25 @@ def _start(kind: str) -> list[Tensor]:
     model = build(kind)
     on_torch.initialize(model, torch.device("cpu"), seed=7)
     return [p.detach() for _, p in sorted(model.named_parameters())]
+
+
+def resumed(kind: str, home: fs.Home, directory: str) -> tuple[list[float], list[float]]:
+    """Losses of a training's last two steps: uninterrupted, and from a checkpoint after its second step with `home`."""
+
+    def start(its: fs.Home) -> on_torch.State:
+        model = build(kind)
+        plan = fs.zero3(on_torch.describe(model), devices=dist.get_world_size(), batch=fs.Batch(ROWS // 2, 16), home=its)
+        disk = tempfile.mkdtemp() if its.optimizer == "disk" else None
+        return on_torch.shard(model, plan, fs.AdamW(lr=LR), seed=7, disk=disk)
+
+    def steps(state: on_torch.State, which: range) -> list[float]:
+        rank = on_torch.data_rank(state.plan.mesh)
+        mine = [parts(global_batch(kind, step), state.plan.mesh.data)[rank] for step in which]
+        return [on_torch.train_step(state, [batch], loss=loss).loss.item() for batch in mine]
+
+    first = start(home)
+    steps(first, range(2))
+    fs.checkpoint.save(directory, first)
+    again = start(fs.Home() if home.params == "disk" else home)
+    fs.checkpoint.load(directory, again)
+    return steps(first, range(2, 4)), steps(again, range(2, 4))

@@ -28,7 +28,7 @@ def test_an_own_loop_is_unsharded(ranks, kind):
         assert found["weights"] < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["mlp", "unet", "t5"])
+@pytest.mark.parametrize("kind", ["mlp", "unet", pytest.param("t5", marks=pytest.mark.oldest_torch)])
 def test_counts_that_differ_between_micro_batches(ranks, kind):
     """The first micro-batch's count is taken for all until the last is counted."""
     for found in ranks(2).run(any_model.compared, kind, "zero3", accumulate=2):
@@ -64,6 +64,7 @@ def test_a_parameter_that_another_module_computes_with(ranks):
             assert found["weights"] < 1e-6
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.parametrize("kind", [*odd_models.PLAIN, *odd_models.SHOWN])
 def test_parameters_that_are_used_where_fsdp_does_not_expect_it(ranks, kind):
     """Containers, weights that other modules read, modules that are called past their hooks, frozen modules."""
@@ -71,6 +72,46 @@ def test_parameters_that_are_used_where_fsdp_does_not_expect_it(ranks, kind):
         assert found["loss"] < 1e-6
         assert found["weights"] < 1e-6
         assert found["moved"] > 1e-3
+
+
+HOST, DISK, STATE_AWAY = fs.Home("host", "host"), fs.Home("disk", "disk"), fs.Home(optimizer="host")
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("zero3", {"home": DISK}),
+        ("zero3", {"home": HOST, "accumulate": 2}),
+        ("zero1", {"accumulate": 2}),
+        ("ddp", {"home": STATE_AWAY}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["scalar_parameters", "empty_parameter"])
+def test_units_of_which_a_rank_has_nothing(ranks, kind, strategy, how):
+    """Of two ranks one has no part of a scalar, and none has a part of an empty parameter."""
+    for found in ranks(2).run(any_model.compared, kind, strategy, **how):
+        assert found["loss"] < 1e-6
+        assert found["weights"] < 1e-6
+
+
+@pytest.mark.parametrize("home", [HOST, DISK])
+def test_a_checkpoint_of_units_of_which_a_rank_has_nothing(ranks, home, tmp_path):
+    for uninterrupted, resumed in ranks(2).run(any_model.resumed, "scalar_parameters", home, str(tmp_path / "saved")):
+        assert uninterrupted == resumed
+
+
+KEPT = [(strategy, home) for strategy in ("zero2", "zero1", "ddp") for home in (None, STATE_AWAY)]
+SHARDED = [(strategy, home) for strategy in ("zero3", "hybrid") for home in (None, STATE_AWAY, HOST, DISK)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "home"), [*KEPT, *SHARDED])
+@pytest.mark.parametrize("kind", [*odd_models.PLAIN, *odd_models.SHOWN])
+def test_odd_models_under_every_strategy_and_home(ranks, kind, strategy, home):
+    for found in ranks(2).run(any_model.compared, kind, strategy, home=home, shown=kind in odd_models.SHOWN):
+        assert found["loss"] < 1e-6
+        assert found["weights"] < 1e-6
 
 
 @pytest.mark.parametrize("kind", odd_models.SHOWN)

@@ -160,8 +160,11 @@ class DiskState:
         """Mapped memory: all units have theirs at once, more than the host may have room for."""
         if self.first is None:
             path, master = self.file.file.path, self.layout.shown[0]
-            memory = mapped_memory(path.parent, "initial", self.unit.elements * master.itemsize)
-            self.first = torch.frombuffer(memory, dtype=master)
+            nbytes = self.unit.elements * master.itemsize
+            if not nbytes:  # of two ranks one has no part of a scalar
+                self.first = torch.empty(0, dtype=master)
+            else:
+                self.first = torch.frombuffer(mapped_memory(path.parent, "initial", nbytes), dtype=master)
         return self.first
 
     def whole(self) -> list[Tensor]:

@@ -26,7 +26,8 @@ class ShardFetcher:
                 self.stream.after(self.consumed, *after)
                 buffers = _allocate(unit)
                 targets = [buffers[id(unit.params[i])][at : at + part.numel()] for i, at, part in parts]
-                torch._foreach_copy_(targets, [part for _, _, part in parts], non_blocking=True)
+                if parts:  # a rank may have nothing of a unit
+                    torch._foreach_copy_(targets, [part for _, _, part in parts], non_blocking=True)
                 self.fetched_bytes += sum(t.nbytes for t in targets)
                 return self.stream.record()
 
