@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from fullshard.commands.common import EngineName
 from fullshard.commands.train import Given, join_ranks, launch_ranks
 from fullshard.launch.local import inside_ranks
 from fullshard.ranks.slurm import adopt_slurm
+
+if TYPE_CHECKING:
+    from fullshard.runs.prepare.prepare import Prepared
 
 
 def profile(
@@ -50,10 +53,16 @@ def profile(
     if joins and run is None:
         raise FullshardError("under torchrun or srun, give the directory of the profile: --run DIR")
     given = Given(target, overrides or [], run or _free_directory(), ranks, None, False, False, 0, engine, steps or 3, as_json)
-    if not joins:
-        return launch_ranks(given)
-    if join_ranks(given):
-        _show(given.run, traces=False, as_json=as_json)
+    if joins:
+        _join(given)
+    else:
+        launch_ranks(given, _join)
+
+
+def _join(given: Given, prepared: "Prepared | None" = None) -> None:
+    """As `join_ranks`; then the first rank shows the profile."""
+    if join_ranks(given, prepared):
+        _show(given.run, traces=False, as_json=given.as_json)
 
 
 def _free_directory() -> Path:

@@ -1,17 +1,14 @@
-"""The parts of a plan: mesh, homes, precision, batch, prefetch, wire, kernels and units, immutable values that check themselves.
+"""The choices of a plan, a row each: mesh, precision, batch, prefetch, wire and kernels, as immutable values that check
+themselves. Those of single units are in `unit_choices.py`.
 
-Standard library only.
+A new choice is a field with `choice(…)`; see `choice.py` for what follows from it. Standard library only.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from fullshard.base.errors import FullshardError, nearest
-from fullshard.base.reading import LARGEST_INTEGER
+from fullshard.plan.choice import EngineLimit, Part, PlanError, check_choices, choice
 
-HomeName = Literal["device", "host", "disk"]
-Layout = Literal["replicated", "optimizer", "sharded", "experts"]
-Remat = Literal["none", "selective", "full"]
 DType = Literal["fp32", "bf16", "fp16"]
 Float8 = Literal["tensorwise", "rowwise"]  # how many elements share a scale
 MomentKind = Literal["fp32", "bf16", "int8"]
@@ -21,31 +18,42 @@ WireFormat = Literal["plain", "int8", "fp8"]
 WireMemory = Literal["torch", "nccl", "symmetric"]
 AttentionKernel = Literal["auto", "cudnn", "flash"]
 Kernel = Literal["auto", "fused", "torch"]
-Split = Literal["output", "input", "vocabulary", "whole"]  # how the tensor axis splits a module
-SplitRules = tuple[tuple[str, Split], ...]  # by pattern of module paths; the first that matches holds
 
 
 BLOCK = 256  # elements with one scale, by default
 SCALE_BYTES, MESSAGE_GRAIN = 4, 16  # of an fp32 scale; messages begin at multiples of the grain, so that scales are aligned
-
-
-class PlanError(FullshardError):
-    """A plan, or a field of one, that makes no sense."""
+LOW_BIT = {"jax": EngineLimit("the engine has no low-bit optimizer state")}
+GATHERS_OF_XLA = {"jax": EngineLimit("XLA schedules gathers itself")}
+UPDATES_OF_XLA = {"jax": EngineLimit("the device does all updates")}
+AWAY = ("home.optimizer", ("host", "disk"))
+ON_DEVICE = ": the optimizer state of every unit rests on the device; leave it out, or give a unit home.optimizer = 'host'"
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(Part):
     """`replicate × shard × tensor` devices. `expert`: the experts of a mixture are spread over groups of so many neighbouring
     ranks of the shard axis."""
 
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    expert: int = 1
+    PATH: ClassVar = "mesh.{}"
+
+    replicate: int = choice(1, "Copies of the sharded model.")
+    shard: int = choice(1, "Ranks over which a unit is split.")
+    tensor: int = choice(1, "Devices that each layer is split over.", name="tensor", label="Mesh: tensor")
+    expert: int = choice(
+        1,
+        "Devices that the experts of a mixture are spread over: tokens travel to their experts. Divides the shard axis.",
+        name="expert",
+        fixable=False,
+        idle_in_plan=lambda plan: (
+            ""
+            if any(u.layout == "experts" for u in plan.units)
+            else ": no unit has layout 'experts'; describe the model with experts=True, or write 1"
+        ),
+        limits={"jax": EngineLimit("the JAX engine has no expert axis", "write 1, or use the torch engine", idle=False)},
+    )
 
     def __post_init__(self) -> None:
-        for axis in ("replicate", "shard", "tensor", "expert"):
-            check_positive_integer(f"mesh.{axis}", getattr(self, axis))
+        check_choices(self)
         if self.shard % self.expert:
             raise PlanError(f"mesh.expert = {self.expert} must divide mesh.shard = {self.shard}, whose ranks share the experts")
         if self.expert > 1 and self.tensor > 1:
@@ -68,68 +76,69 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a unit's bytes rest between uses."""
+class Precision(Part):
+    """Dtypes. `moments` in `int8` have 8 bits an element and an fp32 scale for each block of 256. `bf16` and `int8` ones are
+    approximate, and rounded stochastically; so is float8."""
 
-    params: HomeName = "device"
-    optimizer: HomeName = "device"
-    activations: HomeName = "device"
+    PATH: ClassVar = "precision.{}"
+    NAME: ClassVar = "{}"
+
+    compute: DType = choice(
+        "fp32",
+        "Dtype of gathered parameters and activations.",
+        open=True,
+        limits={"jax": EngineLimit("the JAX engine has no loss scaling", "write 'bf16'", lambda k: k == "fp16", idle=False)},
+    )
+    reduce: DType = choice("fp32", "Dtype of gradients on the wire.")
+    master: Literal["fp32", "bf16"] = choice("fp32", "Dtype of the parameters that the optimizer updates.")
+    output: DType | None = choice(
+        None,
+        "Dtype that every unit casts its output to. Another dtype than `compute` needs a `compute` other than `master`, and "
+        "torch; step time and memory are then not predicted.",
+        option="output_dtype",
+        fixable=False,
+        limits={"jax": EngineLimit("the JAX engine casts no outputs", idle=False)},
+    )
+    buffers: DType | None = choice(
+        None,
+        "Dtype of floating-point buffers. By default the model's own.",
+        absent=True,
+        limits={"jax": EngineLimit("the engine casts no buffers")},
+    )
+    float8: Float8 | None = choice(
+        None,
+        'Linear layers of blocks multiply in float8, with a scale for each tensor or each row. Needs `compute = "bf16"`.',
+        absent=True,
+        guide="float8",
+        limits={"jax": EngineLimit("the engine has no float8 products")},
+    )
+    moments: MomentKind | None = choice(
+        None,
+        "Adam's moments: `bf16`, `int8` (8 bits), or `fp32` beside a bf16 master. By default of the master's dtype.",
+        absent=True,
+        guide="fit-a-bigger-model#low-bit-optimizer-state",
+        limits=LOW_BIT,
+        idle=lambda kinds: " with master = 'fp32'; leave it out" if kinds.moments == kinds.master == "fp32" else "",
+    )
+    rounding: Rounding = choice(
+        "nearest",
+        "How a bf16 master is updated, and moments that are bf16 because it is.",
+        absent=True,
+        limits=LOW_BIT,
+        idle=lambda kinds: (
+            f" with master = {kinds.master!r}: it is for a bf16 master, and moments of 'bf16' and 'int8' are rounded so anyway; "
+            "write master = 'bf16', or leave it out"
+            if kinds.master != "bf16"
+            else ""
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for kind in ("params", "optimizer", "activations"):
-            check_choice(f"home.{kind}", getattr(self, kind), get_args(HomeName))
-
-    def __str__(self) -> str:
-        places = (self.params, self.optimizer, self.activations)
-        return places[0] if len(set(places)) == 1 else "/".join(places)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes. `compute`: of gathered parameters and activations. `reduce`: of gradients on the wire. `master`: of the parameters
-    that the optimizer updates. `output`: that every unit casts its output to, if any. `buffers`: of floating-point buffers; None
-    leaves each as the model has it. `float8`: linear layers of blocks multiply in float8, with a scale for each tensor or each
-    row; approximate.
-
-    `moments`: of Adam's moments; None is the master's. `int8` has 8 bits an element and an fp32 scale for each block of 256.
-    `bf16` and `int8` are approximate, and rounded stochastically. `rounding`: of a bf16 master, and of moments of its dtype.
-    """
-
-    compute: DType = "fp32"
-    reduce: DType = "fp32"
-    master: DType = "fp32"
-    output: DType | None = None
-    buffers: DType | None = None
-    float8: Float8 | None = None
-    moments: MomentKind | None = None
-    rounding: Rounding = "nearest"
-
-    def __post_init__(self) -> None:
-        for part in ("compute", "reduce"):
-            check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
-        check_choice("precision.master", self.master, ("fp32", "bf16"))
-        for part in ("output", "buffers"):
-            if getattr(self, part) is not None:
-                check_choice(f"precision.{part}", getattr(self, part), get_args(DType))
-        if self.float8 is not None:
-            check_choice("precision.float8", self.float8, get_args(Float8))
-            if self.compute != "bf16":
-                raise PlanError(
-                    f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', not {self.compute!r}, for all but "
-                    "matrix products; write compute = 'bf16'"
-                )
-        self._check_update()
-
-    def _check_update(self) -> None:
-        if self.moments is not None:
-            check_choice("precision.moments", self.moments, get_args(MomentKind))
-        check_choice("precision.rounding", self.rounding, get_args(Rounding))
-        if self.moments == self.master == "fp32":
-            raise PlanError("precision.moments = 'fp32' has no effect with master = 'fp32'; leave it out")
-        if self.rounding == "stochastic" and self.master != "bf16":
+        check_choices(self)
+        if self.float8 is not None and self.compute != "bf16":
             raise PlanError(
-                f"precision.rounding = 'stochastic' has no effect with master = {self.master!r}: it is for a bf16 master, and "
-                "moments of 'bf16' and 'int8' are rounded so anyway; write master = 'bf16', or leave it out"
+                f"precision.float8 = {self.float8!r} needs precision.compute = 'bf16', not {self.compute!r}, for all but matrix "
+                "products; write compute = 'bf16'"
             )
 
     @property
@@ -160,31 +169,43 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence` tokens.
+class Batch(Part):
+    """The shape of one rank's work in a step: `accumulate` micro-batches of `micro_batch` × `sequence` tokens. Reducing after
+    `every` one needs the least memory; after the `last`, it moves the fewest bytes, and unreduced gradients stay in memory."""
 
-    `dims`: of a row that is no sequence of tokens, such as `3×224×224`; `sequence` is 1 then.
+    PATH: ClassVar = "batch.{}"
 
-    `sync`: gradients are reduced after `every` micro-batch, which needs the least memory, or only after the `last` one, which
-    moves the fewest bytes; unreduced gradients then stay in memory until the end.
-    """
-
-    micro_batch: int = 1
-    sequence: int = 1024
-    accumulate: int = 1
-    sync: Sync = "every"
-    dims: str = ""
+    micro_batch: int = choice(
+        1,
+        "Sequences that a rank computes at a time.",
+        name="micro_batch",
+        recipe="train.micro_batch",
+        open=True,
+        label="Micro-batch",
+    )
+    sequence: int = choice(1024, "Most tokens in a row.")
+    accumulate: int = choice(1, "Micro-batches in a step.", name="accumulate", recipe="")
+    sync: Sync = choice(
+        "every",
+        "Reduce gradients after `every` micro-batch, or only after the `last`.",
+        name="sync",
+        open=True,
+        idle=lambda batch: " with batch.accumulate = 1; write 'every', or accumulate more" if batch.accumulate == 1 else "",
+        idle_in_plan=lambda plan: (
+            ": layout 'optimizer' reduces after the last anyway; write 'every'"
+            if all(u.layout == "optimizer" for u in plan.units)
+            else ""
+        ),
+        limits={"jax": EngineLimit("on JAX gradients are reduced after every micro-batch", "write 'every'", idle=False)},
+    )
+    dims: str = choice("", "Dims of a row that is no sequence of tokens, such as `3×224×224`; `batch.sequence` is 1 then.")
 
     def __post_init__(self) -> None:
-        for part in ("micro_batch", "sequence", "accumulate"):
-            check_positive_integer(f"batch.{part}", getattr(self, part))
+        check_choices(self)
         if not isinstance(self.dims, str) or not self.dims.isprintable() or len(self.dims) > 1000:
             raise PlanError(f"batch.dims must be a short text such as '3×224×224', not {self.dims!r}")
         if self.dims and self.sequence != 1:
             raise PlanError(f"batch.sequence = {self.sequence} has no effect with batch.dims; write sequence = 1")
-        check_choice("batch.sync", self.sync, get_args(Sync))
-        if self.sync == "last" and self.accumulate == 1:
-            raise PlanError("batch.sync = 'last' has no effect with batch.accumulate = 1; write 'every', or accumulate more")
 
     def __str__(self) -> str:
         when = "every micro-batch" if self.sync == "every" else "the last micro-batch"
@@ -194,55 +215,81 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class Prefetch(Part):
     """How many units ahead parameters are gathered; 1 overlaps one gather with the compute of one unit."""
 
-    forward: int = 1
-    backward: int = 1
+    PATH: ClassVar = "prefetch.{}"
+    NAME: ClassVar = "prefetch_{}"
+    LIMITS: ClassVar = GATHERS_OF_XLA
+
+    forward: int = choice(1, "Units gathered ahead in forward, where it is not `prefetch`.", open=True)
+    backward: int = choice(
+        1,
+        "Units gathered ahead in backward, where it is not `prefetch`.",
+        open=True,
+        idle_in_plan=lambda plan: (
+            ": every unit stays gathered from forward to backward; leave it out"
+            if plan.prefetch.backward != plan.prefetch.forward and not any(u.reshard for u in plan.units)
+            else ""  # one depth for both directions is well where only forward gathers
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for part in ("forward", "backward"):
-            check_positive_integer(f"prefetch.{part}", getattr(self, part))
+        check_choices(self)
+
+    def idle_in(self, plan: Any) -> str:
+        whole = all(u.layout == "replicated" for u in plan.units)
+        return ": every unit of this plan is replicated, so nothing is gathered" if whole else ""
 
     def __str__(self) -> str:
         return f"{self.forward} forward, {self.backward} backward"
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How a unit's parameters and gradients travel between ranks.
-
-    `gather`, `reduce`: `plain` is the dtype of the plan's precision. `int8` and `fp8` send 8 bits for each element of a
-    parameter and an fp32 scale for each `block` of them, which is approximate. `error_feedback`: what rounding took from a
-    gradient is kept and added to the next one. `memory`: that collectives send from and receive in. NCCL copies nothing to
-    buffers of its own where that is `nccl` or `symmetric`; gradients are then summed and divided, not averaged by NCCL.
+class Wire(Part):
+    """How a unit's parameters and gradients travel between ranks. `plain` is the dtype of the plan's precision. `int8` and `fp8`
+    send 8 bits for each element of a parameter and an fp32 scale for each `block` of them, which is approximate. NCCL copies
+    nothing to buffers of its own in `nccl` or `symmetric` memory; gradients are then summed and divided, not averaged by NCCL.
     """
 
-    gather: WireFormat = "plain"
-    reduce: WireFormat = "plain"
-    block: int = BLOCK
-    error_feedback: bool = False
-    memory: WireMemory = "torch"
+    PATH: ClassVar = "wire.{}"
+    NAME: ClassVar = "wire_{}"
+    LIMITS: ClassVar = {"jax": EngineLimit("XLA's collectives are plain, in its own memory")}
+
+    gather: WireFormat = choice("plain", "How parameters travel to other ranks.", guide="communication")
+    reduce: WireFormat = choice("plain", "How gradients travel to their shards.", guide="communication")
+    block: int = choice(
+        BLOCK,
+        "Elements that share a scale, where something is quantised.",
+        least=MESSAGE_GRAIN,
+        idle=lambda wire: ": gathers and reductions are plain; leave it out" if wire.is_plain else "",
+    )
+    error_feedback: bool = choice(
+        False,
+        "Add what rounding took from a gradient to the next one.",
+        name="error_feedback",
+        idle=lambda wire: (
+            " with wire.reduce = 'plain'; write wire.reduce = 'int8', or leave it out" if wire.reduce == "plain" else ""
+        ),
+    )
+    memory: WireMemory = choice(
+        "torch",
+        "Memory that collectives send from and receive in.",
+        absent=True,
+        guide="communication",
+        idle=lambda wire: "" if wire.is_plain else " on quantised messages; leave it out, or wire.gather and wire.reduce",
+    )
 
     def __post_init__(self) -> None:
-        for part in ("gather", "reduce"):
-            check_choice(f"wire.{part}", getattr(self, part), get_args(WireFormat))
-        check_choice("wire.memory", self.memory, get_args(WireMemory))
-        check_positive_integer("wire.block", self.block)
+        check_choices(self)
         if self.block < MESSAGE_GRAIN:
             raise PlanError(f"wire.block = {self.block} must be at least {MESSAGE_GRAIN}, or its scales outweigh what they save")
-        if not isinstance(self.error_feedback, bool):
-            raise PlanError(f"wire.error_feedback must be true or false, not {self.error_feedback!r}")
-        if self.error_feedback and self.reduce == "plain":
-            raise PlanError(
-                "wire.error_feedback has no effect with wire.reduce = 'plain'; write 'int8' or 'fp8', or leave it out"
-            )
-        if self.block != BLOCK and self.is_plain:
-            raise PlanError(f"wire.block = {self.block} has no effect: gathers and reductions are plain; leave it out")
-        if self.memory != "torch" and not self.is_plain:
-            raise PlanError(
-                f"wire.memory = {self.memory!r} has no effect on quantised messages; leave it out, or wire.gather and wire.reduce"
-            )
+
+    def idle_in(self, plan: Any) -> str:
+        if plan.mesh.shard > 1 and any(u.layout != "replicated" for u in plan.units):
+            return ""
+        why = "mesh.shard = 1" if plan.mesh.shard == 1 else "every unit of this plan is replicated"
+        return f": {why}, so nothing is gathered or reduced to shards; leave it out"
 
     @property
     def is_plain(self) -> bool:
@@ -261,115 +308,42 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class Kernels(Part):
     """What computes parts of a step. All choices give the same numbers, within rounding; `auto` is the fastest that works.
+    `fused` is one Triton kernel, which reads and writes memory once, and `torch` is torch's own."""
 
-    `attention`: the backend of torch's `scaled_dot_product_attention` in blocks; `auto` is torch's choice for each shape.
-    `loss`: of the chunked loss, softmax and gradient. `update`: clipping and Adam of resident state. Of these two, `fused` is one
-    Triton kernel, which reads and writes memory once, and `torch` is torch's own.
-    """
+    PATH: ClassVar = "kernels.{}"
+    NAME: ClassVar = "{}_kernel"
+    LIMITS: ClassVar = {"jax": EngineLimit("XLA chooses kernels")}
 
-    attention: AttentionKernel = "auto"
-    loss: Kernel = "auto"
-    update: Kernel = "auto"
+    attention: AttentionKernel = choice("auto", "Backend of torch's `scaled_dot_product_attention` in blocks.", guide="kernels")
+    loss: Kernel = choice("auto", "What computes the chunked loss, softmax and gradient.", guide="kernels")
+    update: Kernel = choice(
+        "auto", "What clips and updates resident state.", guide="kernels", idle_in_plan=lambda plan: _no_update_kernel(plan)
+    )
 
     def __post_init__(self) -> None:
-        check_choice("kernels.attention", self.attention, get_args(AttentionKernel))
-        for part in ("loss", "update"):
-            check_choice(f"kernels.{part}", getattr(self, part), get_args(Kernel))
+        check_choices(self)
 
     @property
     def is_auto(self) -> bool:
         """True if nothing is chosen."""
         return self == Kernels()
 
-    def __str__(self) -> str:
-        return f"attention {self.attention}, loss {self.loss}, update {self.update}"
+
+def _no_update_kernel(plan: Any) -> str:
+    """Why a choice of the update's kernel has no effect in this plan."""
+    why = ""
+    if all(u.home.params != "device" or u.home.optimizer != "device" for u in plan.units):
+        why = "the state of every unit rests off the device"
+    elif plan.precision.low_bit:
+        why = f"low-bit state ({plan.precision}) has an update of its own"
+    elif plan.precision.master != "fp32":
+        why = f"only fp32 masters have a kernel beside torch's, and this one is {plan.precision.master}"
+    return f": {why}; leave it out" if why else ""
 
 
 def idle_loss_kernel(name: str, kernel: Kernel, loss: str) -> str:
     """Why a choice of the loss's kernel, by this name, has no effect on this loss; empty if it has one."""
     idle = kernel != "auto" and loss != "chunked"
     return f"{name} is of the chunked loss, and has no effect on '{loss}'; leave it out" if idle else ""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules that gather, compute and free together.
-
-    `layout`: `sharded` splits parameters, gradients and optimizer state over the mesh's shard axis. `optimizer` splits the
-    optimizer state, and keeps parameters and gradients whole during a step (ZeRO-1). `replicated` keeps everything whole on
-    every rank. `experts` spreads a mixture's experts over the mesh's expert axis, sends tokens to them, and shards each rank's
-    experts over the rest of the shard axis.
-    `reshard`: when gathered parameters are freed. True: after forward, and they are gathered again for backward. False: after
-    backward. A number: after forward, but each group of so many ranks keeps a copy, so backward gathers only within it.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    layout: Layout = "sharded"
-    reshard: bool | int = True
-    remat: Remat = "none"
-    home: Home = field(default_factory=Home)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise PlanError(f"unit.name must be a non-empty string, not {self.name!r}")
-        if not isinstance(self.modules, tuple) or not self.modules or not all(isinstance(m, str) for m in self.modules):
-            raise PlanError(f"unit {self.name}: modules must be a non-empty tuple of module names, not {self.modules!r}")
-        check_choice(f"unit {self.name}: layout", self.layout, get_args(Layout))
-        check_choice(f"unit {self.name}: remat", self.remat, get_args(Remat))
-        if not isinstance(self.home, Home):
-            raise PlanError(f"unit {self.name}: home must be a Home, not {self.home!r}")
-        if not isinstance(self.reshard, int):  # bool is an int
-            raise PlanError(f"unit {self.name}: reshard must be True, False or a number of ranks, not {self.reshard!r}")
-        if not isinstance(self.reshard, bool) and self.reshard < 2:
-            raise PlanError(f"unit {self.name}: reshard = {self.reshard} must be at least 2 ranks; write True or False instead")
-        if self.layout not in ("sharded", "experts") and self.reshard is not False:
-            raise PlanError(f"unit {self.name}: reshard = {self.reshard} has no effect with layout '{self.layout}'; write False")
-
-
-# -- checks ------------------------------------------------------------------------------------------
-
-
-def check_positive_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name} must be a positive integer, not {value!r}")
-    if value > LARGEST_INTEGER:
-        raise PlanError(f"{name} must be a positive integer of at most 64 bits, not one of {value.bit_length()}")
-
-
-def checked_share(name: str, value: object) -> float:
-    """The value as a float; raise unless it is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise PlanError(f"{name} must be a number from 0 to 1, not {value!r}")
-    return float(value)
-
-
-def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise PlanError(f"{name} must be one of {', '.join(known)}, not {value!r}{nearest(str(value), list(known))}")
-
-
-def checked_splits(rules: object) -> SplitRules:
-    """Rules for the tensor axis, from a dict or pairs. Raise for one that makes no sense."""
-    pairs: list[Any] = (
-        list(rules.items()) if isinstance(rules, dict) else [*rules] if isinstance(rules, list | tuple) else [rules]
-    )
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            example = "{'*.fc1': 'output', '*.fc2': 'input'}"
-            raise PlanError(f"split must be a dict of module patterns, such as {example}, not {rules!r}")
-    for pattern, how in pairs:
-        if not isinstance(pattern, str) or not pattern:
-            raise PlanError(f"split: a pattern must be a module path with wildcards, not {pattern!r}")
-        check_choice(f"split: {pattern}", how, get_args(Split))
-    return tuple((pattern, how) for pattern, how in pairs)
-
-
-def refuse_twice(what: str, names: list[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise PlanError(f"{what} {name!r} appears twice in the plan; give each {what} one place")
-        seen.add(name)

@@ -11,37 +11,40 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.base.reading import parse_json, read_text
+from fullshard.plan.choice import Part, PlanError, check_choices, checked_share, choice, choices_of
 from fullshard.plan.choices import (
+    AWAY,
+    ON_DEVICE,
+    UPDATES_OF_XLA,
     Batch,
     DType,
     Float8,
-    Home,
-    HomeName,
     Kernels,
-    Layout,
     Mesh,
-    PlanError,
     Precision,
     Prefetch,
-    Remat,
-    Split,
-    SplitRules,
     Sync,
-    Unit,
     Wire,
     WireFormat,
     WireMemory,
-    check_positive_integer,
-    checked_share,
-    checked_splits,
-    refuse_twice,
 )
 from fullshard.plan.plan_json import PARTS, VERSION, plan_arguments, plan_data
 from fullshard.plan.plan_text import plan_differences, plan_text
+from fullshard.plan.unit_choices import (
+    Home,
+    HomeName,
+    Layout,
+    Remat,
+    Split,
+    SplitRules,
+    Unit,
+    checked_splits,
+    refuse_twice,
+)
 from fullshard.plan.update_pieces import STAGING, TOLD
 
 __all__ = [
@@ -69,31 +72,62 @@ __all__ = [
 ]
 
 
+def _resident_state(plan: "Plan") -> str:
+    return "" if plan.offloads_state else ON_DEVICE
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Part):
     """How a model is sharded: complete, versioned, hashable, JSON both ways.
 
-    `split`: how the tensor axis splits the modules whose paths match a pattern, before the rules for Llama-like models: by
-    `output` or `input` features, by `vocabulary`, or not at all (`whole`).
-
-    Three choices matter only to optimizer state that rests off the device. It is updated in pieces.
-    `staging`: pieces of state that are on the device at a time. `cpu_share`: the share of pieces that the host's cores
-    update, from 0 to 1; with None the engine measures the best. `backlog`: pieces whose gradients may wait on the device
-    while backward runs; None for no limit. With clipping all gradients wait for the norm.
+    `staging`, `cpu_share` and `backlog` matter only to optimizer state that rests off the device, which is updated in pieces.
     """
+
+    NAME: ClassVar = "{}"
 
     mesh: Mesh
     units: tuple[Unit, ...]
     precision: Precision = field(default_factory=Precision)
     batch: Batch = field(default_factory=Batch)
     prefetch: Prefetch = field(default_factory=Prefetch)
-    compile: bool = False
-    staging: int = STAGING
-    cpu_share: float | None = None
-    backlog: int | None = None
-    split: SplitRules = ()
-    wire: Wire = field(default_factory=Wire)
-    kernels: Kernels = field(default_factory=Kernels)
+    compile: bool = choice(False, "Compile each block.", open=True)
+    staging: int = choice(
+        STAGING,
+        "Pieces of offloaded state that are on the device at a time during updates.",
+        recipe="home.staging",
+        open=True,
+        needs=AWAY,
+        idle_in_plan=_resident_state,
+        limits=UPDATES_OF_XLA,
+    )
+    cpu_share: float | None = choice(
+        None,
+        "Share of the offloaded pieces that the CPU updates, from 0 to 1. Measured at the start unless given.",
+        recipe="home.cpu_share",
+        unset="measured",
+        open=True,
+        needs=AWAY,
+        idle_in_plan=_resident_state,
+        limits=UPDATES_OF_XLA,
+    )
+    backlog: int | None = choice(
+        None,
+        "Pieces whose gradients may wait on the device during backward, in steps without clipping. By default any number.",
+        recipe="home.backlog",
+        unset="any",
+        open=True,
+        needs=AWAY,
+        idle_in_plan=_resident_state,
+        limits=UPDATES_OF_XLA,
+    )
+    split: SplitRules = choice(
+        (),
+        "How the tensor axis splits modules: a pattern of paths, and `output` or `input` features, `vocabulary` or `whole`; the "
+        "first that matches holds, Llama-like names need none.",
+        name="",
+    )
+    wire: Wire = field(default_factory=Wire, metadata={"absent": True})
+    kernels: Kernels = field(default_factory=Kernels, metadata={"absent": True})
 
     def __post_init__(self) -> None:
         for name, kind in PARTS.items():
@@ -101,76 +135,39 @@ class Plan:
                 raise PlanError(f"plan.{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
         if not isinstance(self.units, tuple) or not self.units or not all(isinstance(u, Unit) for u in self.units):
             raise PlanError("plan.units must be a non-empty tuple of Unit")
-        if not isinstance(self.compile, bool):
-            raise PlanError(f"plan.compile must be true or false, not {self.compile!r}")
         object.__setattr__(self, "split", checked_splits(self.split))
         if self.split and self.mesh.tensor == 1:
             raise PlanError(f"split ({self.split[0][0]!r} …) has no effect with mesh.tensor = 1; leave it out")
-        check_positive_integer("plan.staging", self.staging)
+        check_choices(self, "plan.")
         if self.cpu_share is not None:
             object.__setattr__(self, "cpu_share", checked_share("plan.cpu_share", self.cpu_share))
-        if self.backlog is not None:
-            check_positive_integer("plan.backlog", self.backlog)
         refuse_twice("unit", [u.name for u in self.units])
         refuse_twice("module", [m for u in self.units for m in u.modules])
         for unit in self.units:
             self._check_reshard(unit)
-        self._check_prefetch()
+        self._refuse_idle()
         self._check_wire()
-        self._check_kernels()
         self._check_experts()
         self._check_float8()
         self._check_output()
-        if self.batch.sync == "last" and all(u.layout == "optimizer" for u in self.units):
-            raise PlanError("batch.sync = 'last' has no effect: layout 'optimizer' reduces after the last anyway; write 'every'")
-        self._check_updates()
+
+    def _refuse_idle(self) -> None:
+        """Refuse parts and choices that have no effect beside the others."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        for name, part in parts.items():
+            if part != type(part)() and (end := part.idle_in(self)):
+                raise PlanError(f"{name} ({part}) has no effect{end}")
+        for part in (*parts.values(), self):
+            for row in choices_of(type(part)):
+                row.refuse_idle(part, self)
 
     @property
     def offloads_state(self) -> bool:
         """True if any optimizer state rests off the device."""
         return any(u.home.optimizer != "device" for u in self.units)
 
-    def _check_prefetch(self) -> None:
-        """Refuse depths where nothing is gathered. `prefetch = 2` for both directions is well where only forward gathers."""
-        if self.prefetch != Prefetch() and all(u.layout == "replicated" for u in self.units):
-            raise PlanError(
-                f"prefetch ({self.prefetch}) has no effect: every unit of this plan is replicated, so nothing is gathered"
-            )
-        depth = self.prefetch.backward
-        if depth not in (1, self.prefetch.forward) and not any(u.reshard for u in self.units):
-            raise PlanError(
-                f"prefetch.backward = {depth} has no effect: every unit stays gathered from forward to backward; leave it out"
-            )
-
-    def _check_updates(self) -> None:
-        """Refuse choices about offloaded state if there is none."""
-        staging = None if self.staging == STAGING else self.staging
-        for name, value in (("staging", staging), ("cpu_share", self.cpu_share), ("backlog", self.backlog)):
-            if value is not None and not self.offloads_state:
-                raise PlanError(
-                    f"{name} = {value:g} has no effect: the optimizer state of every unit rests on the device; "
-                    f"leave it out, or give a unit home.optimizer = 'host'"
-                )
-
-    def _check_kernels(self) -> None:
-        """Refuse a choice of the update's kernel if none of the plan's updates has one."""
-        why = ""
-        if all(u.home.params != "device" or u.home.optimizer != "device" for u in self.units):
-            why = "the state of every unit rests off the device"
-        elif self.precision.low_bit:
-            why = f"low-bit state ({self.precision}) has an update of its own"
-        elif self.precision.master != "fp32":
-            why = f"only fp32 masters have a kernel beside torch's, and this one is {self.precision.master}"
-        if self.kernels.update != "auto" and why:
-            raise PlanError(f"kernels.update = {self.kernels.update!r} has no effect: {why}; leave it out")
-
     def _check_wire(self) -> None:
-        """Refuse choices for collectives if there are none, and quantised ones if the loss is scaled."""
-        if self.wire == Wire():
-            return
-        if self.mesh.shard == 1 or all(u.layout == "replicated" for u in self.units):
-            why = "mesh.shard = 1" if self.mesh.shard == 1 else "every unit of this plan is replicated"
-            raise PlanError(f"wire ({self.wire}) has no effect: {why}, so nothing is gathered or reduced to shards; leave it out")
+        """Refuse quantised messages if the loss is scaled."""
         for part in ("compute", "reduce"):
             if getattr(self.precision, part) == "fp16" and not self.wire.is_plain:
                 raise PlanError(
@@ -178,13 +175,8 @@ class Plan:
                 )
 
     def _check_experts(self) -> None:
-        """Refuse an expert axis without experts, and experts without an axis."""
+        """Refuse experts without an axis for them."""
         spread = [u for u in self.units if u.layout == "experts"]
-        if self.mesh.expert > 1 and not spread:
-            raise PlanError(
-                f"mesh.expert = {self.mesh.expert} has no effect: no unit has layout 'experts'; describe the model with "
-                "experts=True, or write 1"
-            )
         for unit in spread:
             if self.mesh.expert == 1:
                 raise PlanError(

@@ -1,16 +1,18 @@
-"""A plan as JSON data and back. Every key must be there but those of OPTIONAL, and no other."""
+"""A plan as JSON data and back. Every key must be there but those that are `absent`, and no other."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from fullshard.base.errors import nearest
-from fullshard.plan.choices import Batch, Home, Kernels, Mesh, PlanError, Precision, Prefetch, Unit, Wire
+from fullshard.plan.choice import Part, PlanError
+from fullshard.plan.choices import Batch, Kernels, Mesh, Precision, Prefetch, Wire
+from fullshard.plan.unit_choices import Home, Unit
 
 if TYPE_CHECKING:
     from fullshard.plan.plan import Plan
 
 VERSION = 5
-PARTS: dict[str, type] = {
+PARTS: dict[str, type[Part]] = {
     "mesh": Mesh,
     "precision": Precision,
     "batch": Batch,
@@ -18,30 +20,33 @@ PARTS: dict[str, type] = {
     "wire": Wire,
     "kernels": Kernels,
 }
-# Keys that came after version 5 began. They are written only if they differ from their default, so that plans without them
-# keep their hashes.
-OPTIONAL: dict[str, Any] = {
-    "plan.wire": Wire(),
-    "plan.wire.memory": "torch",
-    "plan.kernels": Kernels(),
-    "plan.precision.buffers": None,
-    "plan.precision.float8": None,
-    "plan.precision.moments": None,
-    "plan.precision.rounding": "nearest",
-}
 
 
 def plan_data(plan: "Plan") -> dict[str, Any]:
     """The plan as JSON data, with its version."""
-    data = {"version": VERSION, **dataclasses.asdict(plan)}
-    for path, default in OPTIONAL.items():
-        *tables, key = path.split(".")[1:]
-        holder = data
-        for name in tables:
-            holder = holder.get(name, {})  # a whole part may have been left out
-        if key in holder and holder[key] == (dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default):  # type: ignore[arg-type]
-            del holder[key]
-    return data
+    return {"version": VERSION, **_data(plan)}
+
+
+def _data(part: Any) -> dict[str, Any]:
+    """Keys younger than the version are written only where they differ from their default: plans without them keep their
+    hashes."""
+    found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if not (_absent(f) and _is_default(part, f))}
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _data(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def _absent(field: "dataclasses.Field[Any]") -> bool:
+    return field.metadata.get("absent", False)
+
+
+def _is_default(part: Any, field: "dataclasses.Field[Any]") -> bool:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return getattr(part, field.name) == default
 
 
 def plan_arguments(plan_type: type, data: object) -> dict[str, Any]:
@@ -76,11 +81,12 @@ def _arguments(kind: type, where: str, data: object) -> dict[str, Any]:
     """`data` as keyword arguments of `kind`: every field there but optional ones, and no other."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {data!r}")
-    names = [f.name for f in dataclasses.fields(kind)]
+    fields = dataclasses.fields(kind)
+    names = [f.name for f in fields]
     for key in data:
         if key not in names:
             raise PlanError(f"{where} has an unknown key {key!r}{nearest(str(key), names)}")
-    for name in names:
-        if name not in data and f"{where}.{name}" not in OPTIONAL:
-            raise PlanError(f"{where} lacks the key {name!r}")
+    for f in fields:
+        if f.name not in data and not _absent(f):
+            raise PlanError(f"{where} lacks the key {f.name!r}")
     return dict(data)

@@ -1,12 +1,14 @@
 """A plan as text: its choices as a table, and the differences between two plans in sentences."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fullshard.base.text import counted, labelled, spans, table
-from fullshard.plan.choices import Home, Unit, Wire
+from fullshard.plan.choice import Choice, choices_of
+from fullshard.plan.choices import Wire
+from fullshard.plan.plan_json import PARTS
+from fullshard.plan.unit_choices import Home, Unit
 
 if TYPE_CHECKING:
     from fullshard.plan.plan import Plan
@@ -73,36 +75,30 @@ def plan_differences(first: "Plan", second: "Plan") -> list[str]:
 
 
 def _part_diffs(a: "Plan", b: "Plan") -> Iterator[str]:
-    for part in ("mesh", "precision", "batch", "prefetch", "wire", "kernels"):
-        for f in dataclasses.fields(getattr(a, part)):
-            x, y = getattr(getattr(a, part), f.name), getattr(getattr(b, part), f.name)
-            if x != y:
-                yield f"{part}.{f.name}: {x} → {y}"
-    if a.split != b.split:
-        yield f"split: {dict(a.split)} → {dict(b.split)}"
-    if a.compile != b.compile:
-        yield f"compile: {a.compile} → {b.compile}".lower()
-    if a.staging != b.staging:
-        yield f"staging: {a.staging} → {b.staging}"
-    if a.cpu_share != b.cpu_share:
-        yield f"cpu_share: {_share_text(a.cpu_share)} → {_share_text(b.cpu_share)}"
-    if a.backlog != b.backlog:
-        yield f"backlog: {a.backlog or 'any'} → {b.backlog or 'any'}"
+    owners = [(getattr(a, name), getattr(b, name)) for name in PARTS]
+    for mine, its in [*owners, (a, b)]:
+        for row in choices_of(type(mine)):
+            if (x := getattr(mine, row.field)) != (y := getattr(its, row.field)):
+                yield f"{row.path}: {_value(row, x)} → {_value(row, y)}"
 
 
-def _share_text(share: float | None) -> str:
-    return "measured" if share is None else f"{share:g}"
+def _value(row: Choice, value: Any) -> str:
+    """A value as a difference shows it: rules as a table, words for None where the choice has some."""
+    if isinstance(value, bool | tuple):
+        return str(dict(value)) if isinstance(value, tuple) else str(value).lower()
+    return row.unset if value is None and row.unset else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _unit_diffs(a: Unit, b: Unit) -> Iterator[str]:
     if a.modules != b.modules:
         yield f"modules: {_paths(a)} → {_paths(b)}"
-    for name in ("layout", "reshard", "remat"):
-        if getattr(a, name) != getattr(b, name) or type(getattr(a, name)) is not type(getattr(b, name)):
-            yield f"{name}: {getattr(a, name)} → {getattr(b, name)}"
-    for f in dataclasses.fields(Home):
-        if getattr(a.home, f.name) != getattr(b.home, f.name):
-            yield f"home.{f.name}: {getattr(a.home, f.name)} → {getattr(b.home, f.name)}"
+    for row in choices_of(Unit):
+        x, y = getattr(a, row.field), getattr(b, row.field)
+        if x != y or type(x) is not type(y):
+            yield f"{row.field}: {x} → {y}"
+    for row in choices_of(Home):
+        if (x := getattr(a.home, row.field)) != (y := getattr(b.home, row.field)):
+            yield f"home.{row.field}: {x} → {y}"
 
 
 def _paths(unit: Unit) -> str:

@@ -7,15 +7,19 @@ cpu_share and backlog.
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from fullshard.base.errors import checked_call, nearest
 from fullshard.model.description import FLOATS, Description, UnitDescription
-from fullshard.plan.plan import Batch, Home, Kernels, Layout, Mesh, Plan, PlanError, Precision, Prefetch, Remat, Unit, Wire
-from fullshard.plan.update_pieces import STAGING
+from fullshard.plan.choice import PlanError, choices_of
+from fullshard.plan.choice_table import Spell
+from fullshard.plan.plan import Batch, Home, Layout, Mesh, Plan, Precision, Remat, Unit
+from fullshard.plan.unit_choices import StrategyChoices
 
 Choice = tuple[Layout, bool | int]  # layout, reshard
+OF_PLAN = tuple(f.name for f in fields(Plan) if f.name not in ("mesh", "units", "batch"))  # which a strategy hands on
+COMMON = ("tensor", "expert", "batch", "remat", "remat_every", "home", *OF_PLAN)  # arguments of every strategy
 
 
 @checked_call("ddp(on_torch.describe(model), devices=8)", description=Description)
@@ -91,53 +95,34 @@ def strategy(name: str, description: Description, **arguments: Any) -> Plan:
     return STRATEGIES[name](description, **arguments)
 
 
-Spell = Callable[..., str]  # writes a field, or a field and its value, for messages
-
-
 def _spell(field: str, *value: object) -> str:
     return f"{field} = {value[0]!r}" if value else field
 
 
-def choose(
-    name: str,
-    description: Description,
-    *,
-    devices: int,
-    tensor: int = 1,
-    replicate: int = 1,
-    reshard: int | None = None,
-    replicate_below: int = 0,
-    keep_whole: Sequence[str] = (),
-    spell: Spell = _spell,
-    **common: Any,
-) -> Plan:
+OF_ONE = tuple(row for row in choices_of(StrategyChoices) if row.needs and row.needs[0] == "strategy")  # of one strategy
+
+
+def choose(name: str, description: Description, *, devices: int, spell: Spell = _spell, **choices: Any) -> Plan:
     """The plan of the strategy called `name`, given the choices of all strategies. Raise for one that it does not take.
 
     `spell`: how messages write a field: `--replicate 2`, `plan.replicate = 2`.
     """
-    given = {
-        "replicate": replicate != 1,
-        "reshard": reshard is not None,
-        "replicate_below": replicate_below != 0,
-        "keep_whole": bool(keep_whole),
-    }
-    owners = {"replicate": "hybrid", "reshard": "hpz", "replicate_below": "mixed", "keep_whole": "mixed"}
-    for field, owner in owners.items():
-        if given[field] and name != owner:
-            write = f"write {spell('strategy', owner)}, or leave it out"
-            raise PlanError(f"{spell(field)} has no effect with {spell('strategy', name)}; {write}")
+    given = {row.name: value for row in OF_ONE if (value := choices.pop(row.name, None)) not in (None, row.default, [])}
+    for row in OF_ONE:
+        if row.name in given and row.needs and name not in row.needs[1]:
+            write = f"write {spell('strategy', row.needs[1][0])}, or leave it out"
+            raise PlanError(f"{spell(row.name)} has no effect with {spell('strategy', name)}; {write}")
+    own: dict[str, Any] = {"devices": devices}
     if name == "hybrid":
-        own: dict[str, Any] = _hybrid_axes(devices, tensor, replicate, spell)
+        own = _hybrid_axes(devices, choices.get("tensor", 1), given.get("replicate", 1), spell)
     elif name == "hpz":
-        if reshard is None:
+        if "reshard" not in given:
             wanted = f"{spell('reshard')}, the number of ranks that keep the parameters after forward"
             raise PlanError(f"{spell('strategy', name)} needs {wanted}")
-        own = {"devices": devices, "reshard": reshard}
+        own["reshard"] = given["reshard"]
     elif name == "mixed":
-        own = {"devices": devices, "replicate_below": replicate_below, "replicate": keep_whole}
-    else:
-        own = {"devices": devices}
-    return strategy(name, description, **own, tensor=tensor, **common)
+        own |= {"replicate_below": given.get("replicate_below", 0), "replicate": given.get("keep_whole", ())}
+    return strategy(name, description, **own, **choices)
 
 
 def _hybrid_axes(devices: int, tensor: int, replicate: int, spell: Spell) -> dict[str, int]:
@@ -160,11 +145,9 @@ def _plan(
 
     `remat` is for blocks, for every `remat_every`-th of them. `home` is for all units, its activations for blocks alone.
     """
-    known = ["tensor", "split", "expert", "precision", "batch", "prefetch", "compile", "remat", "remat_every", "home"]
-    known += ["staging", "cpu_share", "backlog", "wire", "kernels"]
     for key in common:
-        if key not in known:
-            raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(known)}){nearest(key, known)}")
+        if key not in COMMON:
+            raise PlanError(f"a strategy has no argument {key!r} (common ones: {', '.join(COMMON)}){nearest(key, [*COMMON])}")
     remats = _remats(description, common.get("remat", "none"), common.get("remat_every", 1))
     home = common.get("home", Home())
     outside = _outside_blocks(description, home)
@@ -177,16 +160,8 @@ def _plan(
     made = Plan(
         mesh=mesh,
         units=tuple(units),
-        precision=common.get("precision", Precision()),
         batch=_batch(description, common.get("batch")),
-        prefetch=common.get("prefetch", Prefetch()),
-        compile=common.get("compile", False),
-        split=common.get("split", ()),
-        staging=common.get("staging", STAGING),
-        cpu_share=common.get("cpu_share"),
-        backlog=common.get("backlog"),
-        wire=common.get("wire", Wire()),
-        kernels=common.get("kernels", Kernels()),
+        **{name: common[name] for name in OF_PLAN if name in common},
     )
     _refuse_idle_buffers(description, made.precision)
     return made

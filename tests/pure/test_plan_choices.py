@@ -11,9 +11,11 @@ from fullshard.cluster.topology import Cluster
 from fullshard.planner.device_limits import slow_precision
 from fullshard.planner.estimate import estimate
 from fullshard.runs.announcement import announcement
-from fullshard.runs.prepare.plan_choices import choice_lines, kept_choices
+from fullshard.runs.prepare.describe_model import describe_model
+from fullshard.runs.prepare.open_inputs import Inputs
+from fullshard.runs.prepare.plan_choices import choice_lines, kept_choices, settle
 from fullshard.runs.prepare.prepare import Prepared
-from fullshard.runs.prepare.recipe_plan import RecipePlan, find_recipe_plan
+from fullshard.runs.prepare.recipe_plan import RecipePlan, plan_recipe
 from fullshard.runs.recipe.recipe import Recipe, make_recipe
 from fullshard.runs.run_directory import write_run
 
@@ -41,8 +43,15 @@ def recipe(model: str = "llama-1.5b", batch: int = 4, **sections: Any) -> Recipe
 
 
 def found(asked: Recipe, where: str, kept: dict[str, Any] | None = None, engine: Any = None, model: str = "") -> RecipePlan:
-    of = model or asked.model.name
-    return find_recipe_plan(asked, of, Cluster.load(where), engine or Describes(), lambda: pytest.fail("no data"), kept)
+    return planned(asked, Cluster.load(where), kept, engine or Describes(), model)
+
+
+def planned(
+    asked: Recipe, cluster: Cluster, kept: dict[str, Any] | None = None, engine: Any = None, model: str = ""
+) -> RecipePlan:
+    engine = engine or Describes()
+    question = settle(asked, cluster, kept, engine.name)
+    return plan_recipe(question, describe_model(question, model or asked.model.name, None, engine))
 
 
 def made_by(plan: RecipePlan, origin: str) -> set[str]:
@@ -94,7 +103,7 @@ def test_a_cpu_computes_in_fp32_which_it_does_faster(plan):
 def test_the_rates_decide_and_not_the_name():
     slow = Cluster.load("1xh200")
     slow = replace(slow, device=replace(slow.device, peak=replace(slow.device.peak, bf16=30e12)))
-    best = find_recipe_plan(recipe(), "llama-1.5b", slow, Describes(), lambda: None)
+    best = planned(recipe(), slow)
     assert best.plan.precision.compute == "fp32"
     assert fs.find_plan(fs.presets.describe("llama-1.5b"), slow, sequence=4096).plan.precision.compute == "fp32"
 
@@ -172,8 +181,8 @@ def test_it_is_printed_and_written(tmp_path):
         def about(self) -> dict[str, Any]:
             return {}
 
-    about = (Data(), None, None, Cluster.load("1xh200"), None, best.estimate, None, best.choices)
-    prepared = Prepared(Describes(), asked, best.plan, None, None, *about)  # type: ignore[arg-type]
+    inputs = Inputs(None, None, Data(), None, None)  # type: ignore[arg-type]
+    prepared = Prepared(**vars(inputs), **vars(best), recipe=asked, engine=Describes())  # type: ignore[arg-type]
     assert lines in announcement(prepared, tmp_path, None)
     write_run(tmp_path, prepared)
     data = json.loads((tmp_path / "plan.json").read_text())

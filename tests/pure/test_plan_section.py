@@ -64,7 +64,7 @@ REFUSED = [
     (("plan.wire_blok=3",), "unknown key plan.wire_blok"),
     (("plan.error_feedback=true",), "error_feedback has no effect with wire_reduce = 'plain'; write wire_reduce = 'int8'"),
     (("plan.wire_memory=nccl", "plan.wire_gather=int8"), "wire_memory has no effect on quantised messages"),
-    (("plan.wire_block=64",), "wire_block has no effect without wire_gather or wire_reduce"),
+    (("plan.wire_block=64",), "wire_block has no effect: gathers and reductions are plain; leave it out"),
     (
         ("plan.prefetch=2", "plan.prefetch_forward=2", "plan.prefetch_backward=2"),
         "prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out",

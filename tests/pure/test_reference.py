@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
+import runpy
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,7 +21,7 @@ from fullshard.cluster.topology import Cluster
 from fullshard.commands.cli import app
 from fullshard.data import TokenWriter
 from fullshard.model.description import Tensor
-from fullshard.planner.search.plan_space import FIXABLE
+from fullshard.plan.choice_table import NAMED
 from fullshard.runs.recipe.recipe import Recipe
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
@@ -52,6 +53,14 @@ def rows(text: str) -> list[list[str]]:
 def names(cell: str, pattern: str = r"[\w.\[\]]+") -> list[str]:
     """The first word of each piece of code in a cell."""
     return re.findall(rf"`({pattern})", cell)
+
+
+# -- choices of a plan --------------------------------------------------------------------------------
+
+
+def test_the_tables_of_choices_are_those_of_the_rows():
+    wanted = runpy.run_path(str(REFERENCE.parent / "choice_tables.py"))["pages"]()
+    assert [path.name for path, text in wanted.items() if path.read_text() != text] == [], "run python docs/choice_tables.py"
 
 
 # -- recipe -------------------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ def test_the_page_has_every_option_and_no_other(name: str):
 
 def test_the_page_has_every_choice_that_can_be_fixed():
     (row,) = [cells for cells in rows(page("cli")) if cells[0].startswith("`--fix")]
-    assert set(names(row[2])) == set(FIXABLE)
+    assert set(names(row[2])) == {name for name, row in NAMED.items() if row.fixable}
 
 
 # -- files --------------------------------------------------------------------------------------------

@@ -9,19 +9,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fullshard.base.errors import FullshardError, nearest
+from fullshard.plan.choice_table import NAMED, TABLE
 from fullshard.runs.recipe.recipe import Recipe, parse_value
 
 # A key that only means something with certain values of another one. Elsewhere it is left out, so that one command can
 # try strategies that take different keys.
 OWNERS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "plan.replicate": ("plan.strategy", ("hybrid",)),
-    "plan.reshard": ("plan.strategy", ("hpz",)),
-    "plan.replicate_below": ("plan.strategy", ("mixed",)),
-    "plan.keep_whole": ("plan.strategy", ("mixed",)),
-    "plan.remat_every": ("plan.remat", ("selective", "full")),
-    "home.staging": ("home.optimizer", ("host", "disk")),
-    "home.cpu_share": ("home.optimizer", ("host", "disk")),
-    "home.backlog": ("home.optimizer", ("host", "disk")),
+    row.recipe: (NAMED[row.needs[0]].recipe, row.needs[1]) for row in TABLE if row.recipe and row.needs
 }
 UNUSED = ("eval", "sample", "checkpoint", "log", "schedule", "profile")  # sections that no case reads
 UNTIMED = ("steps", "tokens", "hang_seconds", "max_skips", "on_divergence", "max_rollbacks")  # keys of `train` that none reads

@@ -15,8 +15,9 @@ from fullshard.observe.bench.axes import Axis, Choices, product
 from fullshard.observe.bench.base_recipe import Base, Tree, with_choices
 from fullshard.observe.bench.case_process import Spec
 from fullshard.planner.wire_bytes import wire_bytes
+from fullshard.runs.prepare.describe_model import describe_costs
 from fullshard.runs.prepare.prepare import Prepared, prepare
-from fullshard.runs.prepare.recipe_plan import describe_costs, expected_of, planned_loss
+from fullshard.runs.prepare.recipe_plan import expected_of, planned_loss
 from fullshard.runs.recipe.recipe import make_recipe
 
 OWN = "fullshard"

@@ -18,15 +18,12 @@ from fullshard.base.errors import FullshardError
 from fullshard.cluster.hardware import DEVICES
 from fullshard.model import presets
 from fullshard.observe.page.plan_answer import Describe, plan_answer
-from fullshard.observe.page.plan_request import PlanQuestion
+from fullshard.observe.page.plan_request import PlanQuestion, controls
 from fullshard.observe.page.plan_worker import PlanWorker, SupersededError
 from fullshard.observe.page.run_view import RunView
-from fullshard.planner.search.plan_space import REMATS
-from fullshard.planner.strategies import STRATEGIES
 
 STATIC = Path(__file__).parent / "static"
 CHARTS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
-SEARCHED = [name for name in STRATEGIES if name != "mixed"]  # strategies that a search considers
 
 
 class PageApp:
@@ -54,8 +51,7 @@ class PageApp:
             {
                 "models": list(presets.PRESETS),
                 "devices": list(DEVICES),
-                "strategies": SEARCHED,
-                "remats": list(REMATS),
+                "controls": controls(),
                 "first": self.first,
                 "runs": [run.name for run in self.runs],
             }

@@ -9,9 +9,11 @@ from typing import Any
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.model import presets
+from fullshard.plan.choice import Choice, checked_share
+from fullshard.plan.choice_table import NAMED
 
-WORDS = ("strategy", "remat", "home.params", "home.optimizer", "home.activations", "compute")  # choices that are words
-NUMBERS = ("replicate", "tensor", "micro_batch")  # choices that are numbers
+CONTROLS = {name: row for name, row in NAMED.items() if row.fixable}  # a control of the page for each
+UNSEARCHED = ("mixed",)  # strategies
 AUTO = "auto"  # of any choice: the search decides
 LONGEST = 4096  # characters of a value
 LARGEST = 1 << 24  # of a number: a step of more tokens or rows takes too long to lay out
@@ -31,7 +33,7 @@ class PlanQuestion:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "PlanQuestion":
         """The question in a query string. Raises a sentence for what is none."""
-        known = {"model", "cluster", "sequence", "global_batch", "price", *WORDS, *NUMBERS}
+        known = {"model", "cluster", "sequence", "global_batch", "price", *CONTROLS}
         for name, value in given.items():
             if name not in known:
                 raise FullshardError(f"unknown question {name!r}{nearest(name, sorted(known))}")
@@ -41,15 +43,14 @@ class PlanQuestion:
         for name in ("model", "cluster"):
             if name not in text:
                 raise FullshardError(f"give a {name}")
-        fix: list[tuple[str, Any]] = [(name, text[name]) for name in WORDS if name in text]
-        fix += [(name, _integer(name, text[name])) for name in NUMBERS if name in text]
+        fix = tuple((name, _value(row, text[name])) for name, row in CONTROLS.items() if name in text)
         return cls(
             text["model"],
             text["cluster"],
             _integer("sequence", text.get("sequence", "1024")),
             _integer("global batch", text["global_batch"]) if "global_batch" in text else None,
             _price(text["price"]) if "price" in text else None,
-            tuple(fix),
+            fix,
         )
 
     @property
@@ -58,7 +59,41 @@ class PlanQuestion:
         words = ["fullshard", "plan", self.model, "--cluster", self.cluster, "--sequence", str(self.sequence)]
         words += [] if self.global_batch is None else ["--global-batch", str(self.global_batch)]
         words += [] if self.price is None else ["--price", f"{self.price:g}"]
-        return shlex.join(words + (["--fix", *[f"{name}={value}" for name, value in self.fix]] if self.fix else []))
+        fixed = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in self.fix]
+        return shlex.join(words + (["--fix", *fixed] if fixed else []))
+
+
+def controls() -> list[dict[str, Any]]:
+    """What the page shows of each choice that a search can keep: its name, label and help, and the values to offer, if they are
+    few. Strategies that no search considers are left out."""
+    return [
+        {"name": name, "label": row.label, "help": row.help.replace("`", ""), "values": _offered(row)}
+        for name, row in CONTROLS.items()
+    ]
+
+
+def _offered(row: Choice) -> list[str]:
+    if row.kind is bool:
+        return ["true", "false"]
+    return [word for word in row.words if word not in UNSEARCHED]
+
+
+def _value(row: Choice, text: str) -> Any:
+    """What a control says; a search checks words itself."""
+    if row.kind is int:
+        return _integer(row.name, text)
+    if row.kind is float:
+        return _share(row.name, text)
+    if row.kind is bool and text not in ("true", "false"):
+        raise FullshardError(f"{row.name} must be true or false, not {text[:40]!r}")
+    return text == "true" if row.kind is bool else text
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        return checked_share(name, float(text))
+    except ValueError:
+        raise FullshardError(f"{name} must be a number from 0 to 1, not {text[:40]!r}") from None
 
 
 def _integer(name: str, text: str) -> int:

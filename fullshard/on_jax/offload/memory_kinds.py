@@ -47,16 +47,11 @@ def refuse_homes(plan: Plan, device: jax.Device) -> None:
     kinds = {memory.kind for memory in device.addressable_memories()}
     for unit in plan.units:
         _refuse_home(unit, device.platform, kinds)
-    for name, default in (("staging", Plan.staging), ("cpu_share", None), ("backlog", None)):
-        if (value := getattr(plan, name)) != default:
-            raise FullshardError(f"{name} = {value:g} has no effect on JAX: the device does all updates; leave it out")
 
 
 def _refuse_home(unit: Unit, platform: str, kinds: set[str]) -> None:
     for part in ("params", "optimizer", "activations"):
-        if (home := getattr(unit.home, part)) == "disk":
-            raise FullshardError(f"unit {unit.name}: home.{part} = 'disk': only the torch engine has it; write 'host'")
-        if home == "host" and HOST not in kinds:
+        if getattr(unit.home, part) == "host" and HOST not in kinds:
             raise FullshardError(
                 f"unit {unit.name}: home.{part} = 'host': JAX has no {HOST} memory on {platform}; write 'device'"
             )

@@ -27,10 +27,10 @@ from fullshard.on_jax.parallelize.unit_updates import parameter_of
 from fullshard.on_jax.ranks.jax_devices import known_device
 from fullshard.on_jax.tensors.dtypes import JAX_DTYPES
 from fullshard.on_jax.tensors.stacked_arrays import stacked_array, stacked_sharding
+from fullshard.plan.choice_table import refuse_limits
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.device_limits import slow_precision
-from fullshard.planner.jax_limits import refuse_on_jax
 
 
 def shard(
@@ -84,7 +84,7 @@ def shard(
 
 def refuse(plan: Plan) -> None:
     """Raise where JAX cannot carry the plan out. Allocates nothing."""
-    refuse_on_jax(plan)
+    refuse_limits(plan, "jax")
     refuse_homes(plan, jax.devices()[0])
 
 

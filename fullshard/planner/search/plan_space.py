@@ -6,34 +6,26 @@ Only makes plans: what they cost is found elsewhere, and so are homes away from 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.model.float8_weights import refuse_float8_tokens
+from fullshard.plan.choice import choices_of
+from fullshard.plan.choice_table import NAMED, checked_fixes, strategy_arguments
 from fullshard.plan.choices import idle_loss_kernel
 from fullshard.plan.optimizer import AdamW, Optimizer
-from fullshard.plan.plan import Batch, Home, Kernels, Plan, Precision, Prefetch, Wire
-from fullshard.planner.jax_limits import idle_on_jax
+from fullshard.plan.plan import Batch, Plan, Precision
+from fullshard.plan.unit_choices import Remat
 from fullshard.planner.search.labels import plan_label
 from fullshard.planner.strategies import STRATEGIES, choose
 
-REMATS = ("none", "selective", "full")  # from the fastest to the leanest
+REMATS = get_args(Remat)  # from the fastest to the leanest
 # (label, plan) pairs that differ in remat alone, the fastest first: only the first that fits counts.
 Family = list[tuple[str, Plan]]
 
-FIXABLE = {
-    "strategy": str, "replicate": int, "reshard": int, "tensor": int, "remat": str, "micro_batch": int, "accumulate": int,
-    "sync": str, "prefetch": int, "prefetch_forward": int, "prefetch_backward": int, "compile": bool, "compute": str,
-    "reduce": str, "master": str, "buffers": str, "float8": str, "moments": str, "rounding": str, "wire_gather": str,
-    "wire_reduce": str, "wire_block": int, "error_feedback": bool, "wire_memory": str,
-    "attention_kernel": str, "loss_kernel": str, "update_kernel": str,
-    "home.params": str, "home.optimizer": str, "home.activations": str, "staging": int, "cpu_share": float, "backlog": int,
-}  # fmt: skip
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-STRATEGY_OF = {"replicate": "hybrid", "reshard": "hpz"}  # choices that fix a strategy too
-UPDATE_CHOICES = ("staging", "cpu_share", "backlog")  # accepted with the prefix `home.` too, as recipes write them
+OF_SHAPE = ("strategy", "replicate", "reshard", "tensor", "micro_batch", "accumulate", "sync")  # made by the search itself
 
 
 @dataclass(frozen=True)
@@ -94,26 +86,7 @@ def plan_request(
     for name, value in (("sequence", sequence), ("global batch", global_batch)):
         if value < 1:
             raise FullshardError(f"the {name} must be at least 1, not {value}")
-    return PlanRequest(description, cluster, sequence, global_batch, _checked_choices(fix), limit, loss, optimizer)
-
-
-def _checked_choices(fix: dict[str, Any]) -> dict[str, Any]:
-    """The pinned choices by their own names, with the strategy that they imply. Raise for unknown ones and wrong types."""
-    fix = {name.removeprefix("home.") if name.removeprefix("home.") in UPDATE_CHOICES else name: v for name, v in fix.items()}
-    fix = {name: float(value) if FIXABLE.get(name) is float and type(value) is int else value for name, value in fix.items()}
-    for name, value in fix.items():
-        if name not in FIXABLE:
-            raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(FIXABLE)}){nearest(name, list(FIXABLE))}")
-        if not isinstance(value, FIXABLE[name]) or isinstance(value, bool) != (FIXABLE[name] is bool):
-            raise FullshardError(f"{name} = {value!r} is not {KINDS[FIXABLE[name]]}")
-    if fix.get("remat", "none") not in REMATS:
-        known = ", ".join(REMATS)
-        raise FullshardError(f"unknown remat {fix['remat']!r}{nearest(fix['remat'], list(REMATS))} (known: {known})")
-    for name, owner in STRATEGY_OF.items():
-        if name in fix and fix.setdefault("strategy", owner) != owner:
-            given = fix["strategy"]
-            raise FullshardError(f"{name} = {fix[name]} has no effect with strategy = {given!r}; leave it out, or fix {owner!r}")
-    return fix
+    return PlanRequest(description, cluster, sequence, global_batch, checked_fixes(fix), limit, loss, optimizer)
 
 
 def engine_for(cluster: Cluster, wanted: str | None) -> str:
@@ -128,9 +101,9 @@ def engine_for(cluster: Cluster, wanted: str | None) -> str:
 
 def refuse_choices_of_torch(request: PlanRequest) -> None:
     """Raise if something is pinned that only the torch engine has."""
-    for name in request.fix if request.engine == "jax" else ():
-        if (why := idle_on_jax(name)) is not None:
-            raise FullshardError(f"{name} = {request.fix[name]!r} has no effect on JAX: {why}; leave it out")
+    for name, value in request.fix.items():
+        if limit := NAMED[name].limit(request.engine, value):
+            raise FullshardError(limit.sentence(f"{name} = {value!r}", request.engine))
 
 
 def refuse_idle_backlog(request: PlanRequest) -> None:
@@ -148,8 +121,17 @@ def refuse_idle_loss_kernel(request: PlanRequest) -> None:
         raise FullshardError(why)
 
 
-def strategies(request: PlanRequest) -> Iterator[list[Family]]:
-    """For each strategy and mesh, its families by growing micro-batch."""
+@dataclass(frozen=True)
+class StrategyFamilies:
+    """A strategy with its own choices, and its families by growing micro-batch."""
+
+    name: str
+    choices: dict[str, Any]
+    families: list[Family]
+
+
+def strategies(request: PlanRequest) -> Iterator[StrategyFamilies]:
+    """Each strategy and mesh of which a plan can be made."""
     axes = {tensor: list(_shapes(request, request.cluster.devices // tensor)) for tensor in _tensor_axes(request)}
     if not any(axes.values()):
         ranks = request.cluster.devices // max(axes)
@@ -164,7 +146,8 @@ def strategies(request: PlanRequest) -> Iterator[list[Family]]:
             first = _family(request, name, choices, tensor, refused) if shapes else []
             families = [_shaped(request, name, choices, first, shape, refused) for shape in shapes]
             made += sum(map(len, families))
-            yield [family for family in families if family]
+            if any(families):
+                yield StrategyFamilies(name, choices, [family for family in families if family])
     if not made and refused:
         often = Counter(map(str, refused))
         raise max(refused, key=lambda error: often[str(error)])  # not what one strategy alone cannot do
@@ -207,7 +190,8 @@ def _strategies(request: PlanRequest, ranks: int, tensor: int) -> Iterator[tuple
         raise FullshardError(f"unknown strategy {fixed!r}{nearest(fixed, list(STRATEGIES))} (known: {', '.join(STRATEGIES)})")
     node = request.cluster.node.devices // tensor or 1
     groups = [n for n in (node, 2 * node, 4 * node, 8 * node) if 1 < n < ranks and ranks % n == 0]
-    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in ("ddp", "zero1", "zero2", "zero3")]
+    names = ("zero3", "ddp", "zero1", "zero2") if ranks == 1 else ("ddp", "zero1", "zero2", "zero3")  # of equals, the first
+    options: list[tuple[str, dict[str, Any]]] = [(n, {}) for n in names]
     options += [("hybrid", {"replicate": ranks // n}) for n in groups]
     options += [("hpz", {"reshard": n}) for n in groups] if request.engine == "torch" else []
     if fixed == "hybrid" and "replicate" in request.fix:
@@ -253,15 +237,8 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
                 devices=request.cluster.devices,
                 tensor=tensor,
                 **choices,
-                precision=precision_of(request),
                 batch=request.batch(1),
-                prefetch=_prefetch(fix),
-                wire=_wire(fix),
-                kernels=Kernels(*(fix.get(f"{part}_kernel", "auto") for part in ("attention", "loss", "update"))),
-                remat=remat,
-                compile=fix.get("compile", blocks and request.cluster.device.kind != "cpu"),
-                home=_least_offload(request.fixed_homes),
-                **{key: fix[key] for key in UPDATE_CHOICES if key in fix},
+                **strategy_arguments(_open_choices(request, blocks) | {"remat": remat}, str),
             )
         except FullshardError as error:
             refused.append(error)
@@ -270,27 +247,16 @@ def _family(request: PlanRequest, name: str, choices: dict[str, Any], tensor: in
     return found
 
 
-def _prefetch(fix: dict[str, Any]) -> Prefetch:
-    """The pinned depths; `prefetch` is that of both directions."""
-    if all(name in fix for name in ("prefetch", "prefetch_forward", "prefetch_backward")):
-        raise FullshardError("prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out")
-    both = fix.get("prefetch", 1)
-    return Prefetch(fix.get("prefetch_forward", both), fix.get("prefetch_backward", both))
-
-
-def _wire(fix: dict[str, Any]) -> Wire:
-    """The pinned wire, by default plain: what is approximate is never chosen."""
-    names = [*(f"wire_{part}" for part in ("gather", "reduce", "block", "memory")), "error_feedback"]
-    return Wire(**{name.removeprefix("wire_"): fix[name] for name in names if name in fix})
-
-
-def _least_offload(fixed: dict[str, Any]) -> Home:
-    """The home with the most on the device: state leaves it only where parameters are pinned to disk."""
-    return Home(**{"optimizer": "host" if fixed.get("params") == "disk" else "device", **fixed})
+def _open_choices(request: PlanRequest, blocks: bool) -> dict[str, Any]:
+    """What is pinned, and for the rest what devices do fastest with the most on them: state leaves the device only where
+    parameters are pinned to disk. What is approximate is never chosen."""
+    optimizer = "host" if request.fix.get("home.params") == "disk" else "device"
+    compiled = blocks and request.cluster.device.kind != "cpu"
+    fixed = {name: value for name, value in request.fix.items() if name not in OF_SHAPE}
+    return {"compute": request.cluster.device.peak.fastest, "compile": compiled, "home.optimizer": optimizer} | fixed
 
 
 def precision_of(request: PlanRequest) -> Precision:
     """The pinned precision; by default what the devices compute the fastest in, and fp32 for all else."""
-    kinds = ("compute", "reduce", "master", "buffers", "float8", "moments", "rounding")
-    given = {k: request.fix[k] for k in kinds if k in request.fix}
-    return Precision(**{"compute": request.cluster.device.peak.fastest, **given})
+    kinds = {row.field: request.fix[row.name] for row in choices_of(Precision) if row.name in request.fix}
+    return Precision(**{"compute": request.cluster.device.peak.fastest} | kinds)

@@ -1,59 +1,62 @@
-"""The recipe's table of the plan: its keys, and the parts of a plan that they make."""
+"""The recipe's tables of the plan: a key for each choice that recipes have, and the choices that they make."""
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from fullshard.plan.choices import BLOCK, AttentionKernel, Kernel, MomentKind, Rounding
-from fullshard.plan.plan import DType, Float8, Kernels, Precision, Prefetch, Remat, Sync, Wire, WireFormat, WireMemory
+from fullshard.plan.choice import Choice, PlanError
+from fullshard.plan.choice_table import NAMED, TABLE, renamed, strategy_arguments
+from fullshard.plan.plan import Precision
+from fullshard.plan.unit_choices import StrategyName
 from fullshard.runs.recipe.recipe_sections import RecipeSection, changed
 
-# Choices that only named strategies have.
-NAMED_ONLY = ("expert", "reshard", "replicate_below", "keep_whole", "remat_every", "classes", "names", "min_params", "output")
+UNIT_RULES = ("classes", "names", "min_params")  # keys that say which modules are units
+UNSEARCHED = {row.name for row in TABLE if row.recipe.startswith("plan.") and not row.fixable}  # a search does not make these
+NAMED_ONLY = (*sorted(UNSEARCHED), *UNIT_RULES)  # keys that only named strategies have
 
 
-class PlanSection(RecipeSection):
+def _keys(section: str) -> dict[str, Any]:
+    """The keys of a section, as pydantic takes them: None where the planner chooses."""
+    rows = {key: row for row in TABLE for table, _, key in [row.recipe.partition(".")] if table == section}
+    return {key: (_type(row), Field(None if row.open else row.default, **_bounds(row))) for key, row in rows.items()}
+
+
+def _type(row: Choice) -> Any:
+    kind: Any = Literal[row.words] if row.words else tuple[str, ...] if row.kind is tuple else row.kind
+    return kind | None if row.open or row.nullable else kind
+
+
+def _bounds(row: Choice) -> dict[str, Any]:
+    if row.kind is int:
+        return {"gt": 0} if row.least == 1 else {"ge": row.least}
+    return {"strict": False} if row.kind is tuple else {"ge": 0, "le": 1} if row.kind is float else {}  # TOML has lists
+
+
+class _Keys(RecipeSection):
+    """A section whose keys the table has."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any: ...
+
+
+_PlanKeys: Any = create_model("_PlanKeys", __base__=_Keys, **_keys("plan"))
+_HomeKeys: Any = create_model("_HomeKeys", __base__=_Keys, **_keys("home"))
+
+
+class PlanSection(_PlanKeys):
     """The plan: a `file`, or a strategy with its choices. The planner makes the choices that are None; with the strategy
     `auto`, all that are not given, within `limit`. `classes`, `names` and `min_params` say which modules are units. `cluster`
     (by default the devices that are there) is what the plan is found and predicted for. `plan = "zero3"`, `plan = "auto"` and
     `plan = "plan.json"` are short for a table with that one key."""
 
     file: str | None = None
-    strategy: Literal["auto", "ddp", "zero1", "zero2", "zero3", "hybrid", "hpz", "mixed"] | None = None
+    strategy: Literal["auto", StrategyName] | None = None
     cluster: str | None = None
     limit: str | None = None
-    replicate: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
-    expert: int = Field(1, gt=0)
-    reshard: int | None = Field(None, gt=1)
-    replicate_below: int = Field(0, ge=0)
-    keep_whole: tuple[str, ...] = Field((), strict=False)
     classes: tuple[str, ...] = Field((), strict=False)
     names: tuple[str, ...] = Field((), strict=False)
     min_params: int = Field(0, ge=0)
-    compute: DType | None = None
-    reduce: DType = "fp32"
-    master: Literal["fp32", "bf16"] = "fp32"
-    output: DType | None = None
-    buffers: DType | None = None
-    float8: Float8 | None = None
-    moments: MomentKind | None = None
-    rounding: Rounding = "nearest"
-    remat: Remat | None = None
-    remat_every: int = Field(1, gt=0)
-    prefetch: int | None = Field(None, gt=0)
-    prefetch_forward: int | None = Field(None, gt=0)
-    prefetch_backward: int | None = Field(None, gt=0)
-    sync: Sync | None = None
-    compile: bool | None = None
-    wire_gather: WireFormat = "plain"
-    wire_reduce: WireFormat = "plain"
-    wire_block: int = Field(BLOCK, ge=16)
-    error_feedback: bool = False
-    wire_memory: WireMemory = "torch"
-    attention_kernel: AttentionKernel = "auto"
-    loss_kernel: Kernel = "auto"
-    update_kernel: Kernel = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +66,7 @@ class PlanSection(RecipeSection):
     @model_validator(mode="after")
     def _file_or_strategy(self) -> Self:
         if self.file is not None and (extra := changed(self) - {"file", "cluster"}):
-            raise ValueError(f"{sorted(extra)[0]} has no effect beside file; change the plan file instead")
+            raise ValueError(f"{min(extra)} has no effect beside file; change the plan file instead")
         if self.limit is not None and self.wanted != "auto":
             raise ValueError(f"limit has no effect with strategy = '{self.wanted}'; write strategy = 'auto', or leave it out")
         for key in NAMED_ONLY:
@@ -73,16 +76,15 @@ class PlanSection(RecipeSection):
 
     @model_validator(mode="after")
     def _what_has_an_effect(self) -> Self:
-        if self.prefetch is not None and self.prefetch_forward is not None and self.prefetch_backward is not None:
-            raise ValueError("prefetch has no effect beside prefetch_forward and prefetch_backward; leave it out")
-        if self.error_feedback and self.wire_reduce == "plain":
-            raise ValueError(
-                "error_feedback has no effect with wire_reduce = 'plain'; write wire_reduce = 'int8', or leave it out"
-            )
-        if self.wire_block != BLOCK and self.wire_gather == self.wire_reduce == "plain":
-            raise ValueError("wire_block has no effect without wire_gather or wire_reduce; write wire_gather = 'int8'")
-        if self.wire_memory != "torch" and not self.wire_gather == self.wire_reduce == "plain":
-            raise ValueError("wire_memory has no effect on quantised messages; leave it out, or wire_gather and wire_reduce")
+        """Parts make sense by themselves, once all of their choices are known here."""
+        given = choices_of_section(self)
+        unknown = {
+            row.owner for row in TABLE if row.owner and given.get(row.name) is None and (row.open or row.name not in given)
+        }
+        try:
+            strategy_arguments({name: value for name, value in given.items() if NAMED[name].owner not in unknown}, str)
+        except PlanError as error:
+            raise ValueError(renamed(str(error))) from None
         return self
 
     @property
@@ -92,27 +94,33 @@ class PlanSection(RecipeSection):
 
     @property
     def precision(self) -> Precision:
-        kinds = ("reduce", "master", "output", "buffers", "float8", "moments", "rounding")
-        return Precision(self.compute or "fp32", **{kind: getattr(self, kind) for kind in kinds})
-
-    @property
-    def depths(self) -> Prefetch:
-        """How far ahead units are gathered: each direction's own depth, or that of both."""
-        both = self.prefetch or 1
-        return Prefetch(self.prefetch_forward or both, self.prefetch_backward or both)
-
-    @property
-    def wire(self) -> Wire:
-        return Wire(self.wire_gather, self.wire_reduce, self.wire_block, self.error_feedback, self.wire_memory)
-
-    @property
-    def kernels(self) -> Kernels:
-        return Kernels(self.attention_kernel, self.loss_kernel, self.update_kernel)
+        given = {name: value for name, value in choices_of_section(self).items() if NAMED[name].owner == "precision"}
+        found: Precision = strategy_arguments(given, str)["precision"]
+        return found
 
     @property
     def unit_rules(self) -> dict[str, Any]:
         """Which modules are units, as `describe` takes it."""
-        return {"classes": self.classes, "names": self.names, "min_params": self.min_params}
+        return {key: getattr(self, key) for key in UNIT_RULES}
+
+
+class HomeSection(_HomeKeys):
+    """Where parameters, optimizer state and the blocks' activations rest, by default on the device if they fit there; and how
+    state is updated that rests elsewhere."""
+
+    @model_validator(mode="after")
+    def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
+        for key in sorted(changed(self)):
+            if (row := NAMED.get(key)) and row.needs and self.optimizer in (None, "device"):
+                raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
+        return self
+
+
+def choices_of_section(section: RecipeSection) -> dict[str, Any]:
+    """The choices of `plan` or `home` by name; None where the planner chooses."""
+    name = "plan" if isinstance(section, PlanSection) else "home"
+    rows = [row for row in TABLE if row.recipe.startswith(f"{name}.")]
+    return {row.name: getattr(section, row.recipe.partition(".")[2]) for row in rows}
 
 
 def short_plan(text: str) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from pydantic import BaseModel, ValidationError, model_validator
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.base.reading import parse_toml, read_text
 from fullshard.plan.choices import idle_loss_kernel
-from fullshard.runs.recipe.plan_section import PlanSection, short_plan
+from fullshard.runs.recipe.plan_section import HomeSection, PlanSection, short_plan
 from fullshard.runs.recipe.recipe_sections import (
     CheckpointSection,
     DataSection,
     DiskSection,
     EvalSection,
-    HomeSection,
     LogSection,
     LoraSection,
     ModelSection,

@@ -10,7 +10,6 @@ from fullshard.base.errors import nearest
 from fullshard.data.collate import Pad
 from fullshard.data.images import Resize
 from fullshard.data.token_batches import Boundaries, Packing
-from fullshard.plan.plan import HomeName
 from fullshard.runs.recipe.lr_schedule import ScheduleKind
 
 
@@ -227,27 +226,6 @@ class TrainSection(RecipeSection):
             raise ValueError("give either steps or tokens")
         if "max_rollbacks" in changed(self) and self.on_divergence != "rollback":
             raise ValueError("max_rollbacks has no effect with on_divergence = 'stop'; write on_divergence = 'rollback'")
-        return self
-
-
-class HomeSection(RecipeSection):
-    """Where parameters, optimizer state and the blocks' activations rest, by default on the device if they fit there;
-    `staging`: pieces of state on the device at a time while those that rest elsewhere are updated, by default 4, or with
-    clipping the fastest number; `cpu_share`: how many of them the host's cores update, by default measured; `backlog`: of how
-    many the gradients may wait on the device while backward runs, by default of any number."""
-
-    params: HomeName | None = None
-    optimizer: HomeName | None = None
-    activations: HomeName | None = None
-    staging: int | None = Field(None, gt=0)
-    cpu_share: float | None = Field(None, ge=0, le=1)
-    backlog: int | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _updates_elsewhere_are_of_state_elsewhere(self) -> Self:
-        for key in sorted(changed(self) & {"staging", "cpu_share", "backlog"}):
-            if self.optimizer in (None, "device"):
-                raise ValueError(f"{key} has no effect with optimizer = 'device'; write optimizer = 'host', or leave it out")
         return self
 
 

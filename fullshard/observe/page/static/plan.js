@@ -7,7 +7,6 @@ import { drawMemory, drawTime, drawTimeline } from "./plan_charts.js";
 const PAUSE = 150; // milliseconds without a change before the server is asked
 const LONG = 3000; // milliseconds after which the page says why it takes so long
 const TAB = crypto.randomUUID(); // by which the server knows that a question replaces an earlier one
-const HOMES = ["auto", "device", "host", "disk"];
 const form = document.getElementById("question");
 const answer = document.getElementById("answer");
 const verdict = document.getElementById("verdict");
@@ -20,25 +19,34 @@ export function startPlan(choices) {
   document.getElementById("models").replaceChildren(...choices.models.map((value) => make("option", { value })));
   const clusters = choices.devices.flatMap((device) => (device === "cpu" ? [`1x${device}`] : [1, 8, 64].map((n) => `${n}x${device}`)));
   document.getElementById("clusters").replaceChildren(...clusters.map((value) => make("option", { value })));
-  options(form.elements.strategy, ["auto", ...choices.strategies]);
-  options(form.elements.remat, ["auto", ...choices.remats]);
-  for (const name of ["home.params", "home.optimizer", "home.activations"]) options(form.elements[name], HOMES);
+  for (const choice of choices.controls) document.getElementById(choice.label ? "how" : "further").append(control(choice));
   options(form.elements.micro_batch, ["auto", 1, 2, 4, 8, 16, 32]);
   form.elements.model.value = choices.first.model;
   form.elements.cluster.value = choices.first.cluster;
   restore();
   offerMesh();
   restore();
+  const further = document.getElementById("further");
+  further.open = [...further.querySelectorAll("select, input")].some(({ value }) => value && value !== "auto");
   form.addEventListener("input", changed);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", (event) => {
     event.preventDefault();
     for (const select of form.querySelectorAll("select")) select.value = "auto";
+    for (const number of form.querySelectorAll("#further input")) number.value = "";
     changed();
   });
   document.getElementById("download").addEventListener("click", download);
   document.getElementById("copy").addEventListener("click", copy);
   askNow();
+}
+
+// A choice that the search can keep: a list of its values, or a field for a number. Sizes of a mesh are offered later.
+function control({ name, label, help, values }) {
+  const listed = values.length || label;
+  const input = listed ? make("select", { name }) : make("input", { name, inputmode: "decimal", placeholder: "auto" });
+  if (listed) options(input, ["auto", ...values]);
+  return make("label", { title: help }, `${label || name.replaceAll("_", " ")} `, input);
 }
 
 function question() {
