@@ -1,55 +1,38 @@
 """`fullshard compare`: the strategies side by side for one model and cluster, without a run."""
 
 from dataclasses import replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.base.reading import is_directory
 from fullshard.commands.common import AsJson, describe_costs, print_json
-from fullshard.commands.strategy_plan import DType, Remat, Sync
+from fullshard.commands.option_groups import ChoiceOptions, grouped
 from fullshard.model import presets
 from fullshard.model.model_by_size import looks_like_size, model_of_size
+from fullshard.plan.choice_table import NAMED
 from fullshard.plan.plan import Precision
 
 if TYPE_CHECKING:
     from fullshard.model.description import Description
 
-Master = StrEnum("Master", {name: name for name in ("fp32", "bf16")})  # type: ignore[misc]
+COMPARED = ("micro_batch", "sync", "remat", "compute", "reduce", "master", "replicate")  # alike in all columns
+OWN_DEFAULTS = {"compute": "bf16; fp32 on CPUs", "replicate": "one a node, if there are several"}
 
 
+@grouped
 def compare(
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable."),
     ],
+    choices: Annotated[dict[str, Any], ChoiceOptions(tuple(NAMED[name] for name in COMPARED), defaults=OWN_DEFAULTS)],
     cluster: Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help="8xh100, or a file of `measure`.")],
     sequence: Annotated[int, typer.Option("--sequence", metavar="N", help="Tokens in a sequence.")] = 1024,
     global_batch: Annotated[
         int | None,
         typer.Option(
             "--global-batch", metavar="N", help="Sequences in a step, over all devices.", show_default="a micro-batch a device"
-        ),
-    ] = None,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", metavar="N", help="Sequences a rank computes at a time.")] = 1,
-    sync: Annotated[
-        Sync, typer.Option("--sync", help="Reduce gradients after every micro-batch, or the last only; zero1 always the last.")
-    ] = Sync.every,  # type: ignore[attr-defined]
-    remat: Annotated[Remat, typer.Option("--remat", help="What blocks recompute in backward.")] = Remat.none,  # type: ignore[attr-defined]
-    compute: Annotated[
-        DType | None,
-        typer.Option("--compute", help="Dtype of gathered parameters and activations.", show_default="bf16; fp32 on CPUs"),
-    ] = None,
-    reduce: Annotated[DType, typer.Option("--reduce", help="Dtype of gradients on the wire.")] = DType.fp32,  # type: ignore[attr-defined]
-    master: Annotated[Master, typer.Option("--master", help="Dtype of parameters and optimizer state at rest.")] = Master.fp32,  # type: ignore[attr-defined]
-    replicate: Annotated[
-        int | None,
-        typer.Option(
-            "--replicate",
-            metavar="N",
-            help="hybrid: copies of the sharded model.",
-            show_default="one a node, if there are several",
         ),
     ] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Do not compile blocks.")] = False,
@@ -61,7 +44,7 @@ def compare(
     """Compare DDP, ZeRO-1, ZeRO-2, ZeRO-3, hybrid and offload for MODEL on a cluster; nothing runs.
 
     Shows what a rank holds by term, what it sends, the time of a step, and what fits. Every column has the same batch,
-    precision and remat. `plan` finds the best plan and may vary them.
+    precision and remat; zero1 always reduces gradients after the last micro-batch. `plan` finds the best plan and may vary them.
 
     Example: fullshard compare 7B --cluster 8xh100 --sequence 4096
     """
@@ -71,18 +54,19 @@ def compare(
     from fullshard.planner.comparison_text import comparison_text
 
     where = Cluster.load(cluster)
-    dtype = str(compute or where.device.peak.fastest)
-    shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch, "micro_batch": micro_batch, "sync": str(sync)}
-    batch = comparison.cut_batch(where, **shape)
-    choices: dict[str, Any] = {
-        "precision": Precision(dtype, str(reduce), str(master)),  # type: ignore[arg-type]
-        "remat": str(remat),
+    dtype = choices.get("compute", where.device.peak.fastest)
+    shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch}
+    batch = comparison.cut_batch(where, **shape, micro_batch=choices.get("micro_batch", 1), sync=choices.get("sync", "every"))
+    copies = choices.get("replicate")
+    settled: dict[str, Any] = {
+        "precision": Precision(dtype, choices.get("reduce", "fp32"), choices.get("master", "fp32")),
+        "remat": choices.get("remat", "none"),
         "compile": False if no_compile else None,
-        "replicate": None if replicate is None else comparison.hybrid_copies(where, replicate),
+        "replicate": None if copies is None else comparison.hybrid_copies(where, copies),
         "limit": parse_bytes(limit) if limit else None,
     }
     described, words = _described(model, sequence, dtype)  # last: it may take a minute
-    found = comparison.compare(described, where, batch, **choices)
+    found = comparison.compare(described, where, batch, **settled)
     if as_json:
         print_json(found.to_dict() | ({"shape": words} if words else {}))
     else:

@@ -10,7 +10,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.commands.common import AsJson, Classes, EngineName, MinParams, Model, Names, describe_model, print_json
 from fullshard.commands.option_groups import grouped
 from fullshard.commands.search_plan import SearchOptions, search, show_found
-from fullshard.commands.strategy_plan import StrategyOptions, UnitOptions, refuse_beside_cluster, strategy_plan
+from fullshard.commands.strategy_plan import PANEL, GivenChoices, UnitOptions, refuse_beside_cluster, strategy_plan
 from fullshard.engine.protocols import ENGINES, refuse_engine
 from fullshard.model import presets
 from fullshard.plan.plan import Plan
@@ -52,8 +52,11 @@ def plan(
     context: typer.Context,
     model: Model,
     search_options: SearchOptions,
-    strategy_options: StrategyOptions,
+    choices: GivenChoices,
     unit_options: UnitOptions,
+    devices: Annotated[
+        int | None, typer.Option("--devices", metavar="N", help="How many devices the plan is for.", rich_help_panel=PANEL)
+    ] = None,
     sequence: Annotated[int, typer.Option("--sequence", metavar="N", help="Tokens in a sequence.")] = 1024,
     engine: Annotated[
         str | None,
@@ -75,11 +78,11 @@ def plan(
     """
     if engine is not None:
         refuse_engine(engine)
-    if (search_options.cluster is None) == (strategy_options.devices is None):
+    if (search_options.cluster is None) == (devices is None):
         raise FullshardError("give either --cluster, to find the best plan for it, or --devices, to make one by hand")
     wanted = _with_extra_fixes(search_options, context.args)
     if wanted.cluster is not None:
-        refuse_beside_cluster(strategy_options, unit_options)
+        refuse_beside_cluster(choices, unit_options)
         found, saves = search(model, sequence, wanted, engine)
         if output:
             _write(output, found.plan)
@@ -87,7 +90,8 @@ def plan(
         return
     for option in wanted.given():
         raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")
-    made = strategy_plan(model, sequence, strategy_options, unit_options, engine or "torch")
+    assert devices is not None
+    made = strategy_plan(model, sequence, devices, choices, unit_options, engine or "torch")
     if output:
         _write(output, made)
     typer.echo(made.to_json() if as_json else str(made), nl=not as_json)

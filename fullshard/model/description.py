@@ -6,7 +6,8 @@ An engine's `describe` writes it; strategies and the planner read it. Standard l
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.text import bytes_text, count_text, table
@@ -102,6 +103,11 @@ class Description:
     @property
     def trainable(self) -> int:
         return sum(u.trainable for u in self.units)
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was derived from this description and takes long to derive."""
+        return {}
 
     def batch(self, micro_batch: int | None = None, accumulate: int = 1, sync: Sync = "every") -> Batch:
         """The batch of a plan for a model that was described with an example; by default with as many rows."""

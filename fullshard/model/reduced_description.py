@@ -1,5 +1,6 @@
 """A model with fewer of its equal blocks: smaller to predict, and otherwise the same."""
 
+from collections.abc import Set
 from dataclasses import replace
 
 from fullshard.model.costs import Costs, Trace
@@ -10,10 +11,24 @@ def reduced_description(description: Description, count: int) -> Description:
     """The model with the first `count` of its equal blocks; where blocks differ, of the most numerous kind, with all others."""
     assert description.costs is not None
     dropped = set(max(_equal_blocks(description), key=len, default=[])[count:])
-    if not dropped:
-        return description
+    return without_units(description, dropped) if dropped else description
+
+
+def without_units(description: Description, dropped: Set[str]) -> Description:
+    """The model without these units."""
+    assert description.costs is not None
     units = tuple(u for u in description.units if u.name not in dropped)
     return replace(description, units=units, costs=_reduced_costs(description.costs, dropped))
+
+
+def unit_kinds(description: Description, costs: Costs) -> dict[str, tuple[object, ...]]:
+    """What units have and compute by these costs: the same of two units that are equal."""
+    sections: dict[str, list[int]] = {}
+    for trace in costs.traces.values():
+        for (_, unit), index in zip(trace.phases, trace.template, strict=True):
+            sections.setdefault(unit, []).append(id(trace.sections[index]))
+    tensors = {u.name: tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units}
+    return {name: (found, tuple(sections.get(name, ()))) for name, found in tensors.items()}
 
 
 def _equal_blocks(description: Description) -> list[list[str]]:
@@ -34,12 +49,13 @@ def _equal_blocks(description: Description) -> list[list[str]]:
     return list(found.values())
 
 
-def _reduced_costs(costs: Costs, dropped: set[str]) -> Costs:
+def _reduced_costs(costs: Costs, dropped: Set[str]) -> Costs:
     traces = {key: _without(trace, dropped) for key, trace in costs.traces.items()}
-    return replace(costs, traces=traces, split={ranks: _reduced_costs(c, dropped) for ranks, c in costs.split.items()})
+    split, spread = ({ranks: _reduced_costs(c, dropped) for ranks, c in axis.items()} for axis in (costs.split, costs.spread))
+    return replace(costs, traces=traces, split=split, spread=spread)
 
 
-def _without(trace: Trace, dropped: set[str]) -> Trace:
+def _without(trace: Trace, dropped: Set[str]) -> Trace:
     kept = [i for i, (_, unit) in enumerate(trace.phases) if unit not in dropped]
     return Trace(tuple(trace.phases[i] for i in kept), trace.sections, tuple(trace.template[i] for i in kept))
 

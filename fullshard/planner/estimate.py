@@ -105,12 +105,13 @@ def estimate(
     reserved: bool = True,
     clip: bool = True,
     peak: PeakMemory | None = None,
+    time: Timeline | None = None,
     engine: str = "torch",
 ) -> Estimate:
     """What `plan` costs on `cluster`.
 
     `limit`: bytes of a device to use, in place of all it has. `reserved`: whether to predict the allocator's bytes. `clip`:
-    whether gradients are clipped, so that updates wait for the norm. `peak`: the plan's peak memory, if it is known. `engine`:
+    whether gradients are clipped, so that updates wait for the norm. `peak` and `time`: what is known of the plan. `engine`:
     which carries it out; the kernels are torch's.
     """
     refuse_uncosted(description)
@@ -122,7 +123,7 @@ def estimate(
     common: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "clip": clip, "cpu_share": share}
     common["engine"] = engine
     peak = peak or predict(plan, description, **common, reserved=reserved and on_cuda, cublas=on_cuda)
-    time = timeline(plan, description, cluster, **common)
+    time = time or timeline(plan, description, cluster, **common)
     tokens = plan.mesh.data * plan.batch.accumulate * plan.batch.micro_batch * plan.batch.sequence
     rate = tokens / time.seconds
     price, example = cluster.device.price, description.costs.example if description.costs else None

@@ -98,7 +98,7 @@ def test_a_rank_holds_its_part_and_waits_for_the_others():
 
 def test_the_search_tries_tensor_axes_that_were_traced():
     wanted = PlanRequest(description(50), fs.Cluster.load("4xh100"), TOKENS, 4, loss="plain")
-    assert {plan.mesh.tensor for families in strategies(wanted) for family in families for _, plan in family} == {1, 2}
+    assert {plan.mesh.tensor for strategy in strategies(wanted) for family in strategy.families for _, plan in family} == {1, 2}
     fixed = fs.find_plan(
         description(50), fs.Cluster.load("4xh100"), sequence=TOKENS, global_batch=4, loss="plain", fix={"tensor": 2}
     )

@@ -13,7 +13,8 @@ import fullshard.model.presets
 from fullshard.model.reduced_description import reduced_description
 from fullshard.planner.memory.allocator import Allocator, replay
 from fullshard.planner.memory.peak_memory import peak_bytes, predict
-from fullshard.planner.search.reduced_model import ReducedModel
+from fullshard.planner.search.exact_estimates import FullModel
+from fullshard.planner.search.plan_space import plan_request
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-memory-h200.json"
 MiB = 1 << 20
@@ -62,6 +63,7 @@ def test_a_step_that_repeats_the_one_before_need_not_be_played():
 
 def test_a_few_blocks_lose_no_more_to_the_allocator_than_all_of_them():
     description, where = fs.presets.describe("llama3-8b"), fs.Cluster.named("8xh100")
+    full = FullModel(plan_request(description, where, 4096, 16, {}, None, "chunked", fs.AdamW()))
     for remat, home in (("full", fs.Home("host", "host", "host")), ("selective", fs.Home()), ("none", fs.Home("host", "host"))):
         one = fs.zero3(
             description,
@@ -73,7 +75,7 @@ def test_a_few_blocks_lose_no_more_to_the_allocator_than_all_of_them():
             home=home,
         )
         whole = predict(one, description)
-        assert 0 < ReducedModel(description, where).slack(one) <= whole.reserved - whole.allocated
+        assert 0 < full.slack(one) <= whole.reserved - whole.allocated
 
 
 def test_there_are_rows_to_hold_predictions_against():

@@ -11,6 +11,7 @@ from fullshard.model.kernel_workspaces import CUBLAS_WORKSPACE, WORKSPACES
 from fullshard.plan.plan import HomeName, Plan
 from fullshard.planner.memory.allocation_tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
 from fullshard.planner.memory.section_events import folded_events, sized_events
+from fullshard.planner.step.few_blocks import SteadyBlocks
 from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
@@ -53,15 +54,18 @@ class Replay:
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end
 
-    def play(self, operations: Iterable[Operation]) -> None:
-        """Play one step."""
+    def play(self, operations: Iterable[Operation], watch: SteadyBlocks | None = None) -> bool:
+        """Play one step. `watch`: of operations of few blocks. Return False if they do not become steady."""
         self.at = 0
         self._batch()
         for operation in operations:
+            if watch and not watch.at(operation):
+                return False
             getattr(self, f"_{operation.kind}")(operation)
             self.at += 1
         for name, tensor in [key for key in self.tape.alive if key[0] == "batch"]:
             self._drop(name, tensor)
+        return watch is None or watch.passed
 
     def _add(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int = COMPUTE) -> None:
         self.tape.allocate(owner, tensor, nbytes, term, stream, self.at)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from fullshard.model.description import Description
 from fullshard.plan.optimizer import AdamW, Optimizer
@@ -9,7 +10,9 @@ from fullshard.plan.plan import Plan
 from fullshard.planner.memory.allocation_tape import PeakGauge, Tape, Term
 from fullshard.planner.memory.allocator import GRAIN, replay
 from fullshard.planner.memory.memory_replay import Replay
+from fullshard.planner.memory.steady_bytes import SteadyBytes
 from fullshard.planner.memory.xla_replay import XlaReplay
+from fullshard.planner.step.few_blocks import schedules
 from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
 from fullshard.planner.step.unit_sizes import unit_sizes
@@ -98,11 +101,17 @@ def peak_bytes(
     engine: str = "torch",
 ) -> PeakBytes:
     """The bytes of `predict(…, reserved=False)` alone. Faster: a search asks for hundreds of plans."""
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
-    player = PLAYERS[engine](plan, description, slots_of(optimizer or AdamW()), clip=clip, cpu_share=cpu_share)
-    player.tape = gauge = PeakGauge()
-    _steady(player, description, operations)
-    return PeakBytes(gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
+    slots = slots_of(optimizer or AdamW())
+    away = OffloadBytes(plan, unit_sizes(plan, description), slots, clip=clip, cpu_share=cpu_share)
+    how: dict[str, Any] = {"whole": away.backlog is not None, "loss": loss, "clip": clip, "engine": engine}
+    for few, found in schedules(plan, description, _different(plan), marked=away.staying, **how):
+        player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share)
+        player.tape = gauge = PeakGauge()
+        watch = SteadyBytes(few, gauge, player.spilled) if few else None
+        _begin(player, description)
+        if player.play(found, watch):
+            break
+    return PeakBytes(watch.highest if watch else gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
 
 
 def most_by_term(
@@ -145,12 +154,17 @@ def steady(plan: Plan, description: Description, operations: tuple[Operation, ..
 
 
 def _steady(player: Replay, description: Description, operations: tuple[Operation, ...]) -> Replay:
+    _begin(player, description)
+    player.play(operations)
+    return player
+
+
+def _begin(player: Replay, description: Description) -> None:
+    """Allocate what is there when a steady step begins."""
     player.rest(description)
     player.states()
     player.left_over()
     player.workspaces()
-    player.play(operations)
-    return player
 
 
 def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool, Alive]:

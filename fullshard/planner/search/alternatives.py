@@ -1,22 +1,24 @@
 """Why the other plans of a search lost; if none fits, what is missing and which changes would help."""
 
 from bisect import bisect_left
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.text import bytes_text, listed, seconds_text
 from fullshard.model.reduced_description import blocks_of
 from fullshard.plan.plan import Plan
-from fullshard.planner.estimate import WAIT_WORDS, cores_share, disk_available, host_available
+from fullshard.planner.estimate import WAIT_WORDS, Estimate, available, cores_share, disk_available, host_available
 from fullshard.planner.memory.peak_memory import PeakMemory, predict
-from fullshard.planner.search.bounds import Candidate, CandidatePool
+from fullshard.planner.search.best_first import fastest
 from fullshard.planner.search.exact_estimates import FullModel
 from fullshard.planner.search.labels import home_words
+from fullshard.planner.search.offload_candidates import offloaded_candidates
 from fullshard.planner.search.offload_levels import OffloadLevels
-from fullshard.planner.search.pick import exact_result, offload_modes, offloaded_candidates, pick, reduced_model, with_slack
+from fullshard.planner.search.pick import Best, pick
 from fullshard.planner.search.plan_space import PlanRequest, precision_of
-from fullshard.planner.search.reduced_model import ReducedModel
+from fullshard.planner.search.strategy_cells import Cell
 from fullshard.planner.strategies import choose
 
 SAFE_ROOM = 0.88  # of memory: offloaded plans whose reduced-model estimate is below this always fit
@@ -26,13 +28,14 @@ Change = tuple[str, PlanRequest, Plan]  # in words; the changed request; its lea
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was not chosen, and why. `label`: its choices in a few words."""
+    """A plan that was not chosen, and why. `label`: its choices in a few words. `fix`: what to fix for it to be the answer."""
 
     label: str
     plan: Plan
     needed: int  # bytes
     step_seconds: float | None  # None if it does not fit
     reason: str
+    fix: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,50 +57,45 @@ class NothingFitsError(FullshardError):
         self.shortages = shortages
 
 
-def alternatives(best: Candidate, pool: CandidatePool, offloaded: list[Candidate], room: int) -> list[Alternative]:
-    """The best candidate of each other strategy, and why it lost: first those that fit, the fastest first."""
-    shown: dict[str, Alternative] = {}
-    others: defaultdict[str, list[Candidate]] = defaultdict(list)
-    for candidate in (c for c in [*pool.all, *offloaded] if _strategy(c) != _strategy(best)):
-        others[_strategy(candidate)].append(candidate)
-    fitting = [pool.fastest(alike) for alike in others.values()]
-    for candidate in sorted((c for c in fitting if c), key=lambda c: c.seconds):
-        reason = _why_slower(candidate, best)
-        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, candidate.seconds, reason)
-    leanest = [pool.leanest(alike) for name, alike in others.items() if name not in shown]
-    for candidate in sorted(leanest, key=lambda c: c.needed):
-        reason = f"needs {bytes_text(candidate.needed)} of {bytes_text(room)}"
-        shown[_strategy(candidate)] = Alternative(candidate.label, candidate.plan, candidate.needed, None, reason)
-    return list(shown.values())
+def alternatives(request: PlanRequest, best: Best, others: list[Best]) -> list[Alternative]:
+    """The best plan of each other strategy and mesh, and why it lost: first those that fit, the fastest first."""
+    return [_alternative(request, other, best) for other in others]
 
 
-def _why_slower(candidate: Candidate, best: Candidate) -> str:
+def _alternative(request: PlanRequest, other: Best, best: Best) -> Alternative:
+    found, costs = other.result, best.result.estimate
+    assert costs
+    there = {f"home.{kind}": "device" for kind in ("params", "optimizer", "activations")}
+    fix = {**there, **request.fix, "strategy": other.strategy.name, "tensor": found.plan.mesh.tensor, **other.strategy.choices}
+    if found.estimate:
+        reason = _why_slower(found.estimate, costs)
+        return Alternative(other.label, found.plan, found.needed, found.seconds, reason, fix)
+    reason = f"needs {bytes_text(found.needed)} of {bytes_text(costs.available)}"
+    return Alternative(other.label, found.plan, found.needed, None, reason, fix)
+
+
+def _why_slower(other: Estimate, best: Estimate) -> str:
     """By how much it is slower, and what it waits for longer than the best does."""
-    slower = candidate.seconds / best.seconds - 1
+    slower = other.step_seconds / best.step_seconds - 1
     if slower < 0.005:
         return "as fast"
-    more = {k: s - best.exposed.get(k, 0.0) for k, s in candidate.exposed.items() if k != "others"}
+    more = {k: s - best.exposed.get(k, 0.0) for k, s in other.exposed.items() if k != "others"}
     cause, seconds = max(more.items(), key=lambda item: item[1], default=("", 0.0))
-    if seconds > 0.3 * (candidate.seconds - best.seconds):
+    if seconds > 0.3 * (other.step_seconds - best.step_seconds):
         return f"{slower:.1%} slower: {seconds_text(seconds)} more {WAIT_WORDS[cause]}"
     return f"{slower:.1%} slower: more to compute"
-
-
-def _strategy(candidate: Candidate) -> str:
-    """What is shown once: a strategy, and the same strategy with offload."""
-    return candidate.label.split(",")[0] + (" away" if candidate.offload else "")
 
 
 # -- nothing fits --------------------------------------------------------------------------------------------
 
 
-def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Candidate], room: int) -> NothingFitsError:
+def nothing_fits(request: PlanRequest, leanest: Best) -> NothingFitsError:
     """What the leanest plan lacks, and the smallest change that would do."""
-    leanest = CandidatePool.leanest(failing)
+    room = available(request.cluster, request.limit)
     larger, shorter = _more_devices(request), _shorter_sequences(request, leanest)
     ways = [
-        _other_homes(request, reduced, leanest, room),
-        _unpinned(request, room),
+        _other_homes(request, leanest),
+        _unpinned(request),
         _first_to_fit(larger, room),
         _first_to_fit(shorter, room),
     ]
@@ -108,33 +106,31 @@ def nothing_fits(request: PlanRequest, reduced: ReducedModel, failing: list[Cand
         helps = f"{' or '.join(w for w in ways if w)} should fit with offload to {there}"
     if not any(ways):
         helps = "nothing small helps: take devices with more memory"
-    found = _shortages(request, reduced, leanest, room)
+    found = _shortages(request, leanest, room)
     needs = [f"the leanest plan ({leanest.label}) needs {_needs(request, found[0])}"]
     needs += [f"with {s.label}, it needs {_needs(request, s)}" for s in found[1:]]
     return NothingFitsError(f"nothing fits: {'; '.join([*needs, helps])}", found)
 
 
-def _shortages(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> tuple[Shortage, ...]:
+def _shortages(request: PlanRequest, leanest: Best, room: int) -> tuple[Shortage, ...]:
     """The leanest plan as it is, and with everything that may leave the device on the host, if that needs less of the device."""
     fixed = "cpu_share" in request.fix
-    offload = OffloadLevels.of(leanest.plan, request.description, request.fixed_homes, all_cores=not fixed)
+    offload = OffloadLevels.of(leanest.result.plan, request.description, request.fixed_homes, all_cores=not fixed)
     if not offload.top or request.fix.get("tensor", 1) > 1:
-        return (_shortage(request, reduced, leanest.label, leanest.plan, room),)
+        return (_shortage(request, leanest.label, leanest.result.plan, room),)
     top = offload.at(offload.top)
-    if leanest.offload is not None:
-        return (_shortage(request, reduced, leanest.label, top, room),)
-    there = _shortage(request, reduced, leanest.label, leanest.plan, room)
-    away = _shortage(request, reduced, home_words(top), top, room)
+    there = _shortage(request, leanest.label, leanest.result.plan, room)
+    away = _shortage(request, home_words(top), top, room)
     return (there, away) if away.needed < there.needed else (there,)
 
 
-def _shortage(request: PlanRequest, reduced: ReducedModel, label: str, plan: Plan, room: int) -> Shortage:
+def _shortage(request: PlanRequest, label: str, plan: Plan, room: int) -> Shortage:
     arguments = {"loss": request.loss, "optimizer": request.optimizer, "clip": request.clip, "engine": request.engine}
     arguments["cublas"] = request.cluster.device.kind == "cuda"
     request.check()
     share = cores_share(plan, request.cluster, request.optimizer)
     peak = predict(plan, request.description, **arguments, cpu_share=share, reserved=False)  # type: ignore[arg-type]
-    return Shortage(label, plan, peak, peak.allocated + reduced.slack(plan), room)
+    return Shortage(label, plan, peak, peak.allocated, room)
 
 
 def _needs(request: PlanRequest, s: Shortage) -> str:
@@ -152,26 +148,26 @@ def _needs(request: PlanRequest, s: Shortage) -> str:
 # -- changes that would help ---------------------------------------------------------------------------------
 
 
-def _other_homes(request: PlanRequest, reduced: ReducedModel, leanest: Candidate, room: int) -> str | None:
+def _other_homes(request: PlanRequest, leanest: Best) -> str | None:
     """Homes with which the leanest plan fits, if the request fixes homes."""
     if not request.fixed_homes:
         return None
     free = replace(request, fix={k: v for k, v in request.fix.items() if not k.startswith("home.")})
-    for candidate in offloaded_candidates(free, reduced, [(leanest.label, leanest.plan)], room, all_cores=False):
-        result = exact_result(free, reduced, candidate, room, float("inf"))
-        if result.estimate:
-            return f"{home_words(result.plan)} ({bytes_text(result.estimate.host.allocated_bytes)} of the host)"
-    return None
+    plan, full = leanest.result.plan, FullModel(free)
+    found = fastest(free, full, [(leanest.strategy, Cell((plan,), partial(full.bound, plan), plain=True))])
+    if found is None or found.result.estimate is None:
+        return None
+    return f"{home_words(found.result.plan)} ({bytes_text(found.result.estimate.host.allocated_bytes)} of the host)"
 
 
-def _unpinned(request: PlanRequest, room: int) -> str | None:
+def _unpinned(request: PlanRequest) -> str | None:
     """A fixed choice without which something fits."""
     for name in ("remat", "micro_batch", "strategy"):
         if name in request.fix:
             free = replace(request, fix={k: v for k, v in request.fix.items() if k != name})
-            final, _, _ = pick(free, reduced_model(free), room)
-            if final:
-                return f"another {name} than {request.fix[name]!r} ({final[0].label})"
+            best = pick(free).best
+            if best.result.estimate:
+                return f"another {name} than {request.fix[name]!r} ({best.label})"
     return None
 
 
@@ -196,7 +192,7 @@ def _more_devices(request: PlanRequest) -> list[Change]:
     return found
 
 
-def _shorter_sequences(request: PlanRequest, leanest: Candidate) -> list[Change]:
+def _shorter_sequences(request: PlanRequest, leanest: Best) -> list[Change]:
     """Half the sequence, a quarter and so on; none if the model was traced for one shape only."""
     assert request.description.costs is not None
     if request.description.costs.shape is not None or request.description.costs.example is not None:
@@ -204,20 +200,18 @@ def _shorter_sequences(request: PlanRequest, leanest: Candidate) -> list[Change]
     found: list[Change] = []
     length = request.sequence
     while (length := length // 2) >= 256:
-        plan = replace(leanest.plan, batch=replace(leanest.plan.batch, sequence=length))
+        plan = replace(leanest.result.plan, batch=replace(leanest.result.plan.batch, sequence=length))
         found.append((f"a sequence of {length}", request, plan))
     return found
 
 
 def _first_to_fit(changes: list[Change], room: int) -> str | None:
-    return next((words for words, request, plan in changes if _would_fit(request, reduced_model(request), plan, room)), None)
+    return next((words for words, request, plan in changes if _would_fit(request, plan, room)), None)
 
 
-def _would_fit(request: PlanRequest, reduced: ReducedModel, plan: Plan, room: int) -> bool:
-    request.check()
-    if reduced.needed(plan) > room or reduced.reserved(plan) > room:
-        return False
-    return FullModel(request).judge(plan).estimate is not None
+def _would_fit(request: PlanRequest, plan: Plan, room: int) -> bool:
+    full = FullModel(request)
+    return full.peak(plan).device <= room and full.judge(plan).estimate is not None
 
 
 def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
@@ -227,10 +221,9 @@ def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
 
 
 def _fits_offloaded(request: PlanRequest, plan: Plan, room: int) -> bool:
-    reduced = reduced_model(request)
-    for activations, all_cores in offload_modes(request):
+    for activations in (False, True) if request.disk and "activations" not in request.fixed_homes else (False,):
         request.check()
-        asked = replace(request, disk_activations=activations)
-        if any(with_slack(asked, reduced, c, room) for c in offloaded_candidates(asked, reduced, [("", plan)], room, all_cores)):
+        asked = replace(request, disk_activations=activations, limit=room)
+        if any(offloaded_candidates(asked, FullModel(asked), plan)):
             return True
     return False

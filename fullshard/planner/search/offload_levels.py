@@ -6,6 +6,7 @@ so fewer units leave. State that the host has no room for goes on to disk, then 
 blocks, which backward needs last.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,15 +14,18 @@ from fullshard.model.description import Description
 from fullshard.plan.plan import Home, Plan, Unit
 from fullshard.planner.estimate import disk_available, host_available
 from fullshard.planner.memory.peak_memory import PeakBytes
-from fullshard.planner.search.exact_estimates import FullModel, FullResult
-from fullshard.planner.search.reduced_model import ReducedModel
+from fullshard.planner.search.exact_estimates import FullModel
 from fullshard.planner.step.saved_activations import UNITS_IN_TRANSIT
-from fullshard.planner.time.step_lanes import Timeline
 
 STATE_AWAY, TOGETHER = Home(optimizer="host"), Home("host", "host")
-LEVELS = (Home(), STATE_AWAY, TOGETHER, Home("host", "host", "host"))
-RAISES, HALVINGS = 5, 3  # exact estimates of one candidate: while its level rises, and while it falls again
-NO_FASTER = 0.999  # of a step's seconds: a lower level that saves less is not tried
+EVERYTHING = Home("host", "host", "host")
+ORDERS = {  # in which parts leave the device
+    "state": (Home(), STATE_AWAY, TOGETHER, EVERYTHING),
+    "together": (Home(), TOGETHER, EVERYTHING),  # parameters with their state
+    "activations": (Home(), Home(activations="host"), replace(STATE_AWAY, activations="host"), EVERYTHING),
+    "parameters last": (Home(), STATE_AWAY, replace(STATE_AWAY, activations="host"), EVERYTHING),
+}
+STEPS = 256  # between two whole levels
 DISK_MOVES = 3  # rounds: what moves to disk needs staging on the host, which may lack room in turn
 
 
@@ -52,13 +56,13 @@ class OffloadLevels:
         *,
         all_cores: bool = False,
         backlog: int | None = None,
-        together: bool = False,
+        order: str = "state",
     ) -> "OffloadLevels":
-        """The levels of a plan. `fixed`: homes that stay as they are. `together`: parameters leave with their state.
+        """The levels of a plan. `fixed`: homes that stay as they are. `order`: in which parts leave.
 
         Parameters do not go to disk before their state leaves the device.
         """
-        levels = [replace(home, **fixed) for home in LEVELS if not (together and home == STATE_AWAY)]
+        levels = [replace(home, **fixed) for home in ORDERS[order]]
         levels = [home for home in levels if (home.params, home.optimizer) != ("disk", "device")]
         return cls(plan, description, tuple(dict.fromkeys(levels)), all_cores, backlog)
 
@@ -86,7 +90,7 @@ class OffloadLevels:
 
         units = tuple(replace(u, home=home(u)) for u in self.plan.units)
         if units == self.plan.units and not self.plan.offloads_state:
-            return self.plan  # the same object: reduced models remember plans by identity
+            return self.plan  # the same object: what is known of plans is remembered by identity
         made = replace(self.plan, units=units, cpu_share=None, backlog=None)
         if not made.offloads_state:
             return made
@@ -107,138 +111,81 @@ class OffloadLevels:
 
 @dataclass(frozen=True)
 class LevelEstimate:
-    """A level with its bytes on the device and its timeline, by the reduced model."""
+    """A level, and about how many seconds a step takes there."""
 
     level: float
-    needed: int
-    time: Timeline
+    seconds: float
 
 
-def lowest_level(
-    offload: OffloadLevels, reduced: ReducedModel, room: int, to_disk: tuple[str, ...], *, slack: bool = False
-) -> LevelEstimate | None:
-    """The lowest level that fits by the reduced model, or None. Between whole levels, bytes and seconds are interpolated.
+def lowest_level(offload: OffloadLevels, full: FullModel, to_disk: tuple[str, ...]) -> LevelEstimate | None:
+    """About the lowest level that fits, or None. Between whole levels, bytes and seconds are interpolated.
 
     `to_disk`: what may go on from host to disk; bytes that go there are timed as one read and one write without overlap.
-    `slack`: True to allow for what the allocator adds.
     """
-    if reduced.needed(offload.at(offload.top)) > room:
+    if full.peak(offload.at(offload.top)).device > full.room:
         return None
     for level in range(1, offload.top + 1):
-        needed = reduced.needed(offload.at(level))
-        left = room - (reduced.slack(offload.at(level)) if slack and needed <= room else 0)
-        if needed <= left:
-            below = reduced.needed(offload.at(level - 1))
-            part = (below - left) / (below - needed) if below > left else 0.0
-            low, high = (offload.at(s) for s in (level - 1, level))
-            host_room = host_available(reduced.cluster, needed)
-            shortage = _between(reduced.host(low), reduced.host(high), part) - host_room
-            stuck = _between(reduced.host_only(low, to_disk), reduced.host_only(high, to_disk), part)
-            if shortage > 0 and stuck > host_room:
+        low, high = (full.peak(offload.at(at)) for at in (level - 1, level))
+        if high.device <= full.room:
+            part = (low.device - full.room) / (low.device - high.device) if low.device > full.room else 0.0
+            host_room = host_available(full.request.cluster, high.device)
+            shortage = _between(sum(low.host.values()), sum(high.host.values()), part) - host_room
+            if shortage > 0 and _between(_stuck(low, to_disk), _stuck(high, to_disk), part) > host_room:
                 return None
-            if shortage > disk_available(reduced.cluster):
+            if shortage > disk_available(full.request.cluster):
                 return None
-            disk_seconds = max(0.0, shortage) * 2 / reduced.cluster.of("disk_both")
-            time = _interpolated(reduced.timeline(low), reduced.timeline(high), part, disk_seconds)
-            return LevelEstimate(level - 1 + part, min(room, below), time)
+            disk_seconds = max(0.0, shortage) * 2 / full.request.cluster.of("disk_both")
+            seconds = _between(full.seconds(offload.at(level - 1)), full.seconds(offload.at(level)), part)
+            return LevelEstimate(level - 1 + part, seconds + disk_seconds)
     return None
+
+
+def _stuck(peak: PeakBytes, to_disk: tuple[str, ...]) -> int:
+    """Bytes of host memory that cannot go on to disk."""
+    return sum(nbytes for term, nbytes in peak.host.items() if term not in to_disk)
 
 
 def _between(low: float, high: float, part: float) -> float:
     return (1 - part) * low + part * high
 
 
-def _interpolated(low: Timeline, high: Timeline, part: float, disk_seconds: float) -> Timeline:
-    causes = {*low.exposed, *high.exposed, "update"}
-    exposed = {k: _between(low.exposed.get(k, 0.0), high.exposed.get(k, 0.0), part) for k in causes}
-    exposed["update"] += disk_seconds
-    return Timeline(_between(low.seconds, high.seconds, part) + disk_seconds, exposed=exposed)
+def place_level(
+    offload: OffloadLevels, start: float, full: FullModel, to_disk: tuple[str, ...], room: int
+) -> tuple[float, Plan] | None:
+    """The lowest level whose allocated bytes fit, and its plan; the search begins about `start`, and ends between two units."""
+    steps = STEPS * offload.top
+    fits: dict[int, Plan] = {}
+
+    def fit(step: int) -> bool:
+        plan = _on_host(offload, step / STEPS, full, to_disk)
+        peak = full.peak(plan)
+        if peak.device <= room and full.host_shortage(peak) <= 0:
+            fits[step] = plan
+        return step in fits
+
+    low, high, width = -1, min(steps, math.ceil(start * STEPS)), 1
+    while not fit(high):  # upwards in growing steps
+        if high == steps:
+            return None
+        low, high, width = high, min(steps, high + width), 4 * width
+    low = low if low >= 0 else max(-1, high - 2 * width)
+    while low > 0 and fit(low):  # downwards in growing steps
+        high, low, width = low, max(0, low - width), 4 * width
+    while high - low > 1 and offload.at(low / STEPS) != offload.at(high / STEPS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fit(middle) else (middle, high)
+    return high / STEPS, fits[high]
 
 
-def fit_level(
-    offload: OffloadLevels,
-    reduced: ReducedModel,
-    start: float,
-    full: FullModel,
-    to_disk: tuple[str, ...],
-    faster_than: float = float("inf"),
-) -> FullResult:
-    """The lowest level from `start` upwards whose exact estimate fits; the last that was tried if none does.
-
-    Each raise is in proportion to the bytes that were too many. Then the interval back is halved a few times.
-    `faster_than`: seconds of a step; levels that are slower by the reduced model are not tried.
-    """
-    level, result = start, _judge(offload, reduced, start, full, to_disk)
-    failed: tuple[float, int] | None = None
-    for _ in range(RAISES):
-        if result.estimate or not result.fits_host or level >= offload.top:  # a higher level needs more of the host
-            break
-        failed, step = (level, result.needed), _missing_levels(offload, reduced, level, result.needed - full.room)
-        if _seconds(offload, reduced, level + step) >= faster_than:
-            break
-        level = min(float(offload.top), level + 1.1 * step)
-        result = _judge(offload, reduced, level, full, to_disk)
-    return _lowered(offload, reduced, failed, (level, result), full, to_disk) if failed and result.estimate else result
-
-
-def _lowered(
-    offload: OffloadLevels,
-    reduced: ReducedModel,
-    failed: tuple[float, int],
-    fits: tuple[float, FullResult],
-    full: FullModel,
-    to_disk: tuple[str, ...],
-) -> FullResult:
-    """Halve the interval between a level that failed and one that fits.
-
-    Memory is about linear in the level: levels that are too much by the line through both are not estimated. Nothing is
-    tried if a lower level is no faster.
-    """
-    (low, most), (level, result) = failed, fits
-    on_disk = uses_disk(result.plan)
-    no_gain = not on_disk and _seconds(offload, reduced, low) > NO_FASTER * _seconds(offload, reduced, level)
-    for _ in range(0 if no_gain else HALVINGS):
-        middle = (low + level) / 2
-        likely = _between(most, result.needed, (middle - failed[0]) / (level - failed[0]))
-        lower = None
-        if offload.at(middle) == offload.at(level):  # units move as a whole
-            lower = result
-        elif likely <= full.room:
-            lower = _judge(offload, reduced, middle, full, to_disk)
-        if lower and lower.estimate:
-            level, result = middle, lower
-        else:
-            low = middle
-    return result
-
-
-def uses_disk(plan: Plan) -> bool:
-    return any("disk" in (u.home.params, u.home.optimizer, u.home.activations) for u in plan.units)
-
-
-def _judge(offload: OffloadLevels, reduced: ReducedModel, level: float, full: FullModel, to_disk: tuple[str, ...]) -> FullResult:
-    """The exact result at a level, with what the host has no room for on disk."""
+def _on_host(offload: OffloadLevels, level: float, full: FullModel, to_disk: tuple[str, ...]) -> Plan:
+    """The plan at a level, with what the host has no room for on disk."""
     plan = offload.at(level)
     peak = full.peak(plan)
     for _ in range(DISK_MOVES if to_disk else 0):
         if full.host_shortage(peak) > 0:
             plan = move_to_disk(plan, offload.description, peak, full.host_shortage(peak), to_disk)
-            peak = full.peak_after_move(plan, peak)
-    return full.judge(plan, peak, reduced.slack(offload.at(min(int(level) + 1, offload.top))))
-
-
-def _missing_levels(offload: OffloadLevels, reduced: ReducedModel, level: float, too_much: int) -> float:
-    """By how much a level is too low, if the next one saves the full model what it saves the reduced one."""
-    above = min(int(level) + 1, offload.top)
-    saved = max(reduced.needed(offload.at(above - 1)) - reduced.needed(offload.at(above)), 1)
-    return max(too_much / saved, 0.02)
-
-
-def _seconds(offload: OffloadLevels, reduced: ReducedModel, level: float) -> float:
-    """A lower bound of step time at a level: what goes to disk is left out."""
-    below = min(int(level), offload.top - 1)
-    low, high = (reduced.timeline(offload.at(s)).seconds for s in (below, below + 1))
-    return _between(low, high, min(level - below, 1.0))
+            peak = full.peak(plan)
+    return plan
 
 
 def move_to_disk(plan: Plan, description: Description, peak: PeakBytes, shortage: int, kinds: tuple[str, ...]) -> Plan:

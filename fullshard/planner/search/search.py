@@ -6,7 +6,8 @@ Candidates are compared by reduced models, with a few of the equal blocks. The f
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fullshard.base.errors import checked_call
@@ -16,10 +17,9 @@ from fullshard.model.description import Description
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_float8_device
-from fullshard.planner.estimate import Estimate, available, refuse_uncosted
+from fullshard.planner.estimate import Estimate, refuse_uncosted
 from fullshard.planner.search.alternatives import Alternative, alternatives, nothing_fits
-from fullshard.planner.search.labels import strategy_of
-from fullshard.planner.search.pick import pick, reduced_model, with_staging
+from fullshard.planner.search.pick import pick
 from fullshard.planner.search.plan_space import (
     engine_for,
     plan_request,
@@ -36,11 +36,16 @@ class SearchResult:
 
     plan: Plan
     estimate: Estimate
-    alternatives: list[Alternative]
     search_seconds: float
     considered: int
     engine: str = "torch"  # which carries the plan out
     strategy: str = ""  # the plan's, by name
+    others: Callable[[], list[Alternative]] = field(default=list, repr=False)
+
+    @cached_property
+    def alternatives(self) -> list[Alternative]:
+        """The best plan of each other strategy with everything on the device, and why it lost. Found when they are asked for."""
+        return self.others()
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.plan, self.estimate))
@@ -86,14 +91,19 @@ def find_plan(
     refuse_choices_of_torch(request)
     refuse_idle_loss_kernel(request)
     refuse_float8_device(precision_of(request), cluster)
-    room, reduced = available(cluster, limit), reduced_model(request)
-    final, pool, offloaded = pick(request, reduced, room)
-    if final is None:
-        raise nothing_fits(request, reduced, [*pool.all, *offloaded], room)
-    best, exact = with_staging(request, reduced, *final) if chosen == "torch" else final
-    others = alternatives(best, pool, offloaded, room)
-    seconds, considered = time.perf_counter() - began, len(pool.all) + len(offloaded)
-    return SearchResult(best.plan, exact, others, seconds, considered, chosen, strategy_of(best.label))
+    found = pick(request)
+    best = found.best
+    if best.result.estimate is None:
+        raise nothing_fits(request, best)
+    return SearchResult(
+        best.result.plan,
+        best.result.estimate,
+        time.perf_counter() - began,
+        found.considered,
+        chosen,
+        best.strategy.name,
+        lambda: alternatives(request, best, found.others()),
+    )
 
 
 def summary(found: SearchResult) -> str:

@@ -13,15 +13,15 @@ from fullshard.plan.plan import Plan
 from fullshard.plan.update_pieces import EIGHTHS, STAGING
 from fullshard.planner.estimate import Estimate, cores_share, refuse_uncosted
 from fullshard.planner.search.exact_estimates import FullModel, FullResult
-from fullshard.planner.search.offload_levels import OffloadLevels, fit_level, lowest_level
+from fullshard.planner.search.offload_levels import OffloadLevels, lowest_level, place_level
 from fullshard.planner.search.plan_space import PlanRequest
-from fullshard.planner.search.reduced_model import ReducedModel
 from fullshard.planner.step.offload_bytes import waits_for_norm
 
 STAGINGS = (96, 80, 64, 48, 32, 16, 8)  # numbers of slots to try
 WORTH_TRYING = 0.01  # of a step: try more slots if it waits longer than this for updates
 SAME_SPEED = 0.002  # of a step: smaller gains do not justify more slots
 MUCH_FASTER = 0.97  # of step time: only then fix `cpu_share`, which the engine else measures
+TRIES = 2  # numbers of slots for which more leaves the device
 FASTER = 0.995  # of step time: only then use more memory
 
 
@@ -45,24 +45,21 @@ def tune_updates(
     fixed = {"staging": plan.staging} if plan.staging != STAGING or plan.cpu_share is not None else {}
     request = PlanRequest(description, cluster, sequence, rows, fixed, limit, loss, optimizer or AdamW(), clip=clip)
     full = FullModel(request)
-    found = add_staging_slots(full.judge(plan), None, None, full)
+    found = add_staging_slots(full.judge(plan), None, full)
     return found.plan, found.estimate
 
 
-def add_staging_slots(
-    result: FullResult, offload: OffloadLevels | None, reduced: ReducedModel | None, full: FullModel
-) -> FullResult:
+def add_staging_slots(result: FullResult, offload: OffloadLevels | None, full: FullModel) -> FullResult:
     """The plan with the number of slots that makes it fastest. If the slots have no room, more leaves the device for them,
     provided that the step is still faster."""
     if not _waits_for_state(result, full):
         return result
-    now = result.estimate.step_seconds if result.estimate else 0.0
+    now, tries = result.seconds, TRIES
     for plan in _faster_plans(result.plan, full, now):
-        better = full.judge(plan, full.peak(plan))
-        if better.estimate is None and offload is not None and reduced is not None:
-            better = _at_higher_level(
-                replace(offload, staging=plan.staging, cpu_share=plan.cpu_share, made={}), reduced, full, now
-            )
+        better = full.judge(plan)
+        if better.estimate is None and offload is not None and tries:
+            tries -= 1
+            better = _at_higher_level(replace(offload, staging=plan.staging, cpu_share=plan.cpu_share, made={}), full, now)
         if better.estimate and better.estimate.step_seconds < FASTER * now:
             return _with_reserve(better, full)
     return result
@@ -76,7 +73,7 @@ def _with_reserve(result: FullResult, full: FullModel) -> FullResult:
     if more is None:
         return result
     plan = replace(result.plan, staging=more)
-    found = full.judge(plan, full.peak(plan))
+    found = full.judge(plan)
     slower = found.estimate is None or found.estimate.step_seconds > (1 + SAME_SPEED) * result.estimate.step_seconds
     return result if slower else found
 
@@ -112,9 +109,10 @@ def _waits_for_state(result: FullResult, full: FullModel) -> bool:
     return waits_for_norm(plan, full.request.clip) and found.exposed.get("update", 0.0) > WORTH_TRYING * found.step_seconds
 
 
-def _at_higher_level(offload: OffloadLevels, reduced: ReducedModel, full: FullModel, faster_than: float) -> FullResult:
-    """The plan with more away from the device, if the reduced model says that it is faster."""
-    found = lowest_level(offload, reduced, full.room, (), slack=True)
-    if found is None or found.time.seconds >= FASTER * faster_than:
+def _at_higher_level(offload: OffloadLevels, full: FullModel, faster_than: float) -> FullResult:
+    """The plan with more away from the device, if that is faster."""
+    found = lowest_level(offload, full, ())
+    placed = found and found.seconds < FASTER * faster_than and place_level(offload, found.level, full, (), full.room)
+    if not placed or full.seconds(placed[1]) >= FASTER * faster_than:
         return FullResult(offload.plan, full.room + 1)
-    return fit_level(offload, reduced, found.level, full, (), faster_than=faster_than)
+    return full.judge(placed[1])

@@ -5,10 +5,13 @@ run on others; those that cross the same links share them. What compute waited f
 A CPU is its own host and its collectives block, so there everything happens one after the other.
 """
 
+from typing import Any
+
 from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
+from fullshard.planner.step.few_blocks import FewBlocks, schedules
 from fullshard.planner.step.float8_products import float8_sections
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.phases import as_compiled, phase_sections
@@ -16,6 +19,7 @@ from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedul
 from fullshard.planner.step.unit_sizes import UnitSizes, unit_sizes
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.roofline import Machine
+from fullshard.planner.time.steady_time import SteadyTime
 from fullshard.planner.time.step_lanes import BACKWARD, StepLanes, Timeline
 
 QUIET_HOST = 0.97  # share of its mean pace on a quiet core: above this, the host's cores count as equal
@@ -43,20 +47,20 @@ def timeline(
     On a shared host cores differ from step to step, and a step takes as long as the slower of device and host. So the
     result is the mean of three steps: at the pace of a quiet core, at the mean pace, and as much above it.
     """
+    slots = slots_of(optimizer or AdamW())
+    share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
+    units = unit_sizes(plan, description)
+    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
     shown = different_micro_batches(plan)
-    units, away, operations = step_operations(plan, description, cluster, shown, loss, optimizer, clip, cpu_share, engine)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
-    steps = []
-    for host in hosts:
-        lanes = StepLanes(plan, units, host, away, engine)
-        play(lanes, operations)
-        steps.append(
-            lanes.finish(
-                repeats=plan.batch.accumulate - len(shown), spread=cluster.calibration.rank_spread if spread is None else spread
-            )
-        )
-    return _mean(steps)
+    common: dict[str, Any] = {"loss": loss, "clip": clip, "engine": engine}
+    for few, found in schedules(plan, description, shown, whole=bool(away), **common):  # updates go on into the next step
+        lanes = [StepLanes(plan, units, host, away, engine) for host in hosts]
+        if all(play(at, found, few) for at in lanes):
+            break
+    late = cluster.calibration.rank_spread if spread is None else spread
+    return _mean([at.finish(repeats=plan.batch.accumulate - len(shown), spread=late) for at in lanes])
 
 
 def different_micro_batches(plan: Plan) -> tuple[int, ...]:
@@ -84,12 +88,17 @@ def step_operations(
     return units, away, schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
 
 
-def play(lanes: StepLanes, operations: tuple[Operation, ...]) -> None:
-    """Lay the operations onto the lanes: once, or with offload until one step is like the next."""
+def play(lanes: StepLanes, operations: tuple[Operation, ...], few: FewBlocks | None = None) -> bool:
+    """Lay the operations onto the lanes: once, or with offload until one step is like the next. Return False if those of few
+    blocks do not become steady."""
+    watch = SteadyTime(few, lanes) if few else None
     for _ in range(STEPS if lanes.away else 1):
         lanes.begin()
         for operation in operations:
+            if watch and not watch.at(operation):
+                return False
             lanes.run(operation)
+    return watch is None or watch.passed
 
 
 def _mean(steps: list[Timeline]) -> Timeline:
