@@ -19,7 +19,7 @@ from fullshard import on_torch
 from fullshard.base.text import bytes_text, table
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack_tokens import pack
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.runs.progress import Bar
 
 PEAK_LR = 4e-3
@@ -31,7 +31,7 @@ def main() -> None:
     if not inside_ranks():
         standard_library()  # packed once, before the ranks start
         print(f"starting {args.ranks} ranks, each of which imports torch first …", flush=True)
-        torchrun(args.ranks, [__file__, *sys.argv[1:]])
+        start_ranks(args.ranks, [__file__, *sys.argv[1:]])
     device = on_torch.start()
     first = dist.get_rank() == 0
     say = functools.partial(print, flush=True) if first else lambda *_: None

@@ -1,6 +1,7 @@
 """Verifies a checkpoint against its manifest: sizes, checksums and headers of its files."""
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -11,6 +12,7 @@ from fullshard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, chunk_
 from fullshard.checkpoint.safetensors import parse_header
 
 PIECE = 1 << 24  # bytes read at a time
+READERS = 8  # files read at a time
 
 
 def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -23,7 +25,9 @@ def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
     present = place.files()
     absent = absent_nodes(manifest, present)
     names = [n for n, f in manifest.files.items() if f.node not in absent][share[0] :: share[1]]
-    wrong = [p for n in names for p in file_problems(place, n, manifest.files[n], present)]
+    with ThreadPoolExecutor(READERS) as pool:  # reading and hashing hold no lock of the interpreter
+        each = pool.map(lambda n: file_problems(place, n, manifest.files[n], present), names)
+        wrong = [p for found in each for p in found]
     wrong = wrong or [p for n in names for p in header_problems(place, n, manifest)]
     extra = sorted(present.keys() - manifest.files.keys() - {MANIFEST})
     others = [*place.directories(), *(place.special_files() if isinstance(place, Local) else [])]

@@ -3,18 +3,21 @@
 import os
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.status import phases, say, tell, unsaid
 from fullshard.commands.common import EngineName
-from fullshard.engine.protocols import Engine, load_engine
+from fullshard.engine.protocols import load_engine
 from fullshard.launch.local import inside_ranks, launched
+from fullshard.launch.rank_processes import stay_forkable
 from fullshard.ranks.slurm import adopt_slurm
 
 if TYPE_CHECKING:
@@ -84,10 +87,15 @@ class Given:
 
     def for_ranks(self) -> list[str]:
         """The command line of a rank. A restarted rank resumes from the newest checkpoint."""
-        resume = self.resume or ("auto" if self.max_restarts else None)
+        resume = self.in_ranks().resume
         options = [*(["--resume", resume] if resume else []), *(["--accept-changes"] if self.accept else [])]
         command = ["profile", "--steps", str(self.profile), *(["--json"] if self.as_json else [])] if self.profile else ["train"]
         return [*command, str(self.recipe), *self.overrides, "--run", str(self.run), "--engine", self.engine, *options]
+
+    def in_ranks(self) -> "Given":
+        """The options of a rank, as `for_ranks` has them."""
+        resume = self.resume or ("auto" if self.max_restarts else None)
+        return replace(self, ranks=None, max_restarts=0, resume=resume)
 
     def resuming(self) -> str:
         """The command that resumes the run."""
@@ -98,26 +106,32 @@ class Given:
         return shlex.join(["fullshard", "train", str(self.recipe), *self.overrides, *run])
 
 
-def launch_ranks(given: Given) -> None:
-    """Check everything, say what will happen, and start the ranks."""
+def launch_ranks(given: Given, join: "Callable[[Given, Prepared], object] | None" = None) -> None:
+    """Check everything, say what will happen, and start the ranks. `join`: what each does, by default `join_ranks`."""
     from fullshard.launch.local import become_ranks
     from fullshard.runs.announcement import announcement, dry_run_text
     from fullshard.runs.watchdog import Watchdog
 
     with Watchdog(given.run, HANG_SECONDS) as watchdog:
         with phases("reading the recipe"):
-            prepared = _prepare(given, None, watchdog)
+            prepared = _prepare(given, watchdog)
         about = dry_run_text if given.dry else announcement
         typer.echo(about(prepared, given.run, given.resume), err=True)
     if given.dry:
         return
-    devices, arguments = prepared.plan.mesh.devices, given.for_ranks()
-    become_ranks(devices, arguments, given.max_restarts, engine=given.engine, command=given.resuming())
+    become_ranks(
+        prepared.plan.mesh.devices,
+        given.for_ranks(),
+        given.max_restarts,
+        engine=given.engine,
+        command=given.resuming(),
+        run=lambda: (join or join_ranks)(given.in_ranks(), prepared),
+    )
 
 
-def join_ranks(given: Given) -> bool:
-    """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse. Returns True on the
-    first rank."""
+def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
+    """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse. `prepared`: by the
+    launcher, of which this rank is a copy. Returns True on the first rank."""
     launch = launched()
     first = "reading the recipe" if launch is None else f"starting {launch.what}"
     seconds = time.time() - launch.since if launch else 0.0
@@ -125,7 +139,7 @@ def join_ranks(given: Given) -> bool:
 
     with phases(first, seconds, announced=launch is not None) if os.environ.get("RANK") == "0" else nullcontext():
         with unsaid() if launch else nullcontext(), Watchdog(given.run, HANG_SECONDS) as watchdog:
-            prepared = _prepare_together(given, watchdog)
+            prepared = _prepare_together(given, watchdog, prepared)
         if launch is None and prepared.engine.is_first():
             from fullshard.runs.announcement import announcement
 
@@ -140,64 +154,68 @@ def join_ranks(given: Given) -> bool:
     return is_first
 
 
-def _prepare_together(given: Given, watchdog: "Watchdog") -> "Prepared":
-    """As `_prepare`, on all ranks, which must come to the same. Collective."""
+def _read(given: Given, watchdog: "Watchdog") -> "Recipe":
+    """The recipe. What is wrong with it or with the options is told before the seconds that imports take."""
+    from fullshard.runs.recipe.profile_recipe import profile_recipe
+    from fullshard.runs.recipe.recipe import load_recipe
+
+    recipe = load_recipe(given.recipe, given.overrides)
+    watchdog.seconds = recipe.train.hang_seconds
+    from fullshard.runs.metrics import refuse_sinks
+    from fullshard.runs.run_directory import refuse_path
+
+    refuse_sinks(recipe)
+    if given.accept and given.resume is None:
+        raise FullshardError("--accept-changes has no effect without --resume; leave it out")
+    refuse_path(given.run)
+    return profile_recipe(recipe, given.profile) if given.profile else recipe
+
+
+def _prepare(given: Given, watchdog: "Watchdog") -> "Prepared":
+    """Check everything that can be checked before ranks start or files are written."""
+    recipe = _read(given, watchdog)
     say(f"importing {given.engine}")
     engine = load_engine(given.engine)
+    stay_forkable()
+    from fullshard.runs.prepare.prepare import prepare
+    from fullshard.runs.resuming import kept_of
+
+    here = engine.local_devices()  # asked in any case: from then on this process takes none of them
+    ranks = here if given.ranks is None else given.ranks
+    prepared = prepare(recipe, ranks, engine, kept_of(recipe, given.run, given.resume))
+    _refuse_run(given, prepared)
+    return prepared
+
+
+def _prepare_together(given: Given, watchdog: "Watchdog", prepared: "Prepared | None" = None) -> "Prepared":
+    """As `_prepare`, on all ranks, which must have been told the same. Copies of a launcher have what it prepared. Collective."""
+    say(f"importing {given.engine}")
+    engine = load_engine(given.engine)
+    from fullshard.runs.prepare.prepare import prepare_together, reopen_data
+    from fullshard.runs.resuming import kept_of
+
     say("joining the other ranks")
     engine.start()
     watchdog.ranks = engine.watched_ranks()
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
-    kept = _kept_by_all(given, engine) if given.resume else None
-    prepared = engine.all_or_none(lambda: _prepare(given, engine.all_devices(), watchdog, kept))
-    from fullshard.runs.prepare.rank_identity import identity, refuse_disagreement
-
-    refuse_disagreement(engine.all_or_none(lambda: identity(prepared, given.run, given.resume)), engine)
+    if prepared is not None:
+        watchdog.seconds = prepared.recipe.train.hang_seconds
+        return engine.all_or_none(partial(reopen_data, prepared))
+    recipe = engine.all_or_none(lambda: _read(given, watchdog))
+    told = {"--run": str(given.run), "--resume": given.resume}
+    prepared = prepare_together(recipe, engine, lambda: kept_of(recipe, given.run, given.resume), told)
+    engine.all_or_none(lambda: _refuse_run(given, prepared))
     return prepared
 
 
-def _kept_by_all(given: Given, engine: Engine[Any, Any]) -> dict[str, Any]:
-    """What the run keeps of its checkpoint: the first rank looks, and the others hear of it. Collective."""
-    from fullshard.runs.resuming import kept_of
+def _refuse_run(given: Given, prepared: "Prepared") -> None:
+    """Refuse a directory that holds another run, and a checkpoint that this one cannot go on from."""
+    from fullshard.runs.resuming import refuse_resume
+    from fullshard.runs.run_directory import refuse_run
 
-    board = engine.messages()
-    engine.first_decides(lambda: board.put("kept", kept_of(_recipe(given), given.run, given.resume)))
-    found: dict[str, Any] = board.get("kept")
-    return found
-
-
-def _recipe(given: Given) -> "Recipe":
-    from fullshard.runs.recipe.profile_recipe import profile_recipe
-    from fullshard.runs.recipe.recipe import load_recipe
-
-    recipe = load_recipe(given.recipe, given.overrides)
-    return profile_recipe(recipe, given.profile) if given.profile else recipe
-
-
-def _prepare(given: Given, ranks: int | None, watchdog: "Watchdog", kept: dict[str, Any] | None = None) -> "Prepared":
-    """Check everything that can be checked before ranks start or files are written. `ranks`: of those that are there; None before
-    they start. `kept`: what is kept of a checkpoint, if it is known."""
-    recipe = _recipe(given)  # a wrong one is told before the seconds that imports take
-    watchdog.seconds = recipe.train.hang_seconds
-    say(f"importing {given.engine}")
-    engine = load_engine(given.engine)
-    from fullshard.runs.metrics import refuse_sinks
-    from fullshard.runs.prepare.prepare import prepare
-    from fullshard.runs.resuming import kept_of, refuse_resume
-    from fullshard.runs.run_directory import refuse_path, refuse_run
-
-    refuse_sinks(recipe)
-    if given.accept and given.resume is None:
-        raise FullshardError("--accept-changes has no effect without --resume; leave it out")
-    refuse_path(given.run)
-    if ranks is None:
-        here = engine.local_devices()  # asked in any case: from then on this process takes none of them
-        ranks = here if given.ranks is None else given.ranks
-    prepared = prepare(recipe, ranks, engine, kept_of(recipe, given.run, given.resume) if kept is None else kept)
     if given.resume is None:
-        refuse_run(given.run)  # before any rank can have made it: ranks wait for each other only later
+        refuse_run(given.run)
     elif given.resume != "auto" or os.environ.get("RANK", "0") == "0":  # one rank looks for the newest: the others hear of it
         refuse_resume(given.resume, prepared, given.run, accept=given.accept)
-    return prepared

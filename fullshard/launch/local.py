@@ -1,11 +1,8 @@
-"""Ranks on this machine: on torch a process for each device, through its elastic launcher; on JAX one process for all."""
+"""Ranks on this machine: on torch a process for each device, on JAX one process for all."""
 
-import ctypes
 import json
-import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from fullshard.base.errors import DIVERGED, LOST, REFUSED
-from fullshard.storage.memory_limits import explain_kill, kills
+from fullshard.base.errors import DIVERGED, REFUSED
+from fullshard.launch.rank_processes import die_with_parent, forked, may_fork, run_ranks, spawned
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
@@ -48,19 +45,22 @@ def become_ranks(
     engine: str = "torch",
     command: str = "",
     module: str = "fullshard.commands.cli",
+    run: Callable[[], object] | None = None,
 ) -> NoReturn:
     """Run `fullshard arguments` on every rank, then exit. `command`: the one that resumes the run. `module`: another one to run,
-    which reads `given_arguments`.
+    which reads `given_arguments`. `run`: the same as a function, for ranks that are copies of this process.
 
-    The arguments travel in the environment: torchrun takes options such as --run for its own.
+    The arguments travel in the environment, for the program that reads its own command line.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
     what = f"{devices} {'device' if engine == 'jax' else 'rank'}{'s' if devices > 1 else ''}"
     os.environ[LAUNCH] = json.dumps(asdict(Launch(what, time.time(), command)))
     print(f"starting {what} …", file=sys.stderr, flush=True)
     if engine == "jax":
-        one_process(devices, ["-m", module], restarts)
-    torchrun(devices, ["-m", module], restarts)
+        start_jax(devices, ["-m", module], restarts)
+    if run is not None and may_fork():
+        _start_again(lambda asked: run_ranks(devices, forked(run), asked), restarts)
+    start_ranks(devices, ["-m", module], restarts)
 
 
 def given_arguments() -> list[str] | None:
@@ -76,48 +76,24 @@ def launched() -> Launch | None:
     return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process with the one that started it. A rank would otherwise train on beside a resumed run."""
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def torchrun(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
+def start_ranks(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
     """Run `python target` on every rank, then exit.
 
     The exit code is 0, that of the rank that failed first, or 128 plus the number of a signal that the ranks obeyed. After a
-    failure that a retry may cure, the ranks are started again, up to `restarts` times.
-
-    torch's launcher answers SIGTERM with a traceback and kills ranks after 30 seconds. Here signals go to the ranks, which
-    end at a step boundary, and the launcher only watches. Each restart gets a launcher of its own: torch's own restart reuses
-    the addresses of dead ranks.
+    failure that a retry may cure, the ranks are started again, up to `restarts` times. Signals go to the ranks, which end at a
+    step boundary.
     """
-    if "OMP_NUM_THREADS" not in os.environ:  # else torchrun gives every rank one thread, and says so at length
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    arguments = ["--standalone", f"--nproc-per-node={ranks}", "--signals-to-handle=SIGUSR2", *target]
-    _start_again(lambda _: _launch(arguments), restarts)
+    _start_again(lambda asked: run_ranks(ranks, spawned(target), asked), restarts)
 
 
-def one_process(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
-    """Run `python target` as the only rank, with this many devices of JAX, then exit as `torchrun` does.
+def start_jax(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
+    """Run `python target` as the only rank, with this many devices of JAX, then exit as `start_ranks` does.
 
     Without an accelerator, the devices are simulated on the CPU.
     """
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", DEVICES: str(devices)}
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if SIMULATED not in flag]
-    environment = os.environ | ranks | {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
-
-    def launch(seen: list[int]) -> int:
-        killed = kills()
-        code = subprocess.Popen([sys.executable, *target], env=environment, start_new_session=True).wait()
-        if seen and code == -signal.SIGTERM:
-            print("stopped before the first step; nothing was saved", file=sys.stderr)
-            return 128 + signal.SIGTERM
-        return code if code >= 0 else _explain_signal(0, -code, killed)
-
-    _start_again(launch, restarts)
+    own = {DEVICES: str(devices), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
+    _start_again(lambda asked: run_ranks(1, spawned(target), asked, own, meet=False), restarts)
 
 
 def _start_again(launch: Callable[[list[int]], int], restarts: int) -> NoReturn:
@@ -130,25 +106,10 @@ def _start_again(launch: Callable[[list[int]], int], restarts: int) -> NoReturn:
     sys.exit(128 + seen[-1] if seen else code)
 
 
-def _launch(arguments: list[str]) -> int:
-    """One start of the ranks; its exit code."""
-    from torch.distributed import run as launcher
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank said of its end stays the last line
-    killed = kills()
-    try:
-        launcher.run(launcher.parse_args(arguments))
-    except ChildFailedError as error:
-        return _explain(error.failures, killed)
-    return 0
-
-
 def _forward_signals() -> list[int]:
     """Pass SIGTERM and Ctrl-C on to the ranks. Yields a list of the signals that came.
 
-    A terminal's Ctrl-C reaches only the launcher, since torch gives every rank a session of its own. The first signal goes on
+    A terminal's Ctrl-C reaches only the launcher, since every rank has a session of its own. The first signal goes on
     as SIGTERM, which also ends a rank that still imports torch, without a traceback. A second Ctrl-C goes on as it is and
     ends the ranks at once.
     """
@@ -182,25 +143,3 @@ def _children() -> list[int]:
     """The processes that this one started."""
     lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
     return [int(pid) for found in lists for pid in found]
-
-
-def _explain(failures: "dict[int, ProcessFailure]", killed: dict[str, int]) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """The exit code of the rank that failed first. Says so for a rank that was killed. `killed`: the kernel's counts from
-    before.
-    """
-    rank = min(failures, key=lambda r: (_standing(failures[r].exitcode), failures[r].timestamp, r))
-    code = failures[rank].exitcode
-    return code if code >= 0 else _explain_signal(rank, -code, killed)
-
-
-def _explain_signal(rank: int, number: int, killed: dict[str, int]) -> int:
-    """Say that a rank was ended by a signal, and why, as far as the kernel's counts tell. Returns the exit code."""
-    name = signal.Signals(number).name
-    why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
-    print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
-    return 128 + number
-
-
-def _standing(code: int) -> int:
-    """Sorts causes before consequences: a rank that reported an error, one that was killed, one that lost its peer."""
-    return 2 if code in (LOST, -signal.SIGTERM, -signal.SIGABRT) else 0 if code > 0 else 1

@@ -4,7 +4,9 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fullshard.base.errors import LOST, FullshardError
@@ -35,13 +37,13 @@ def end_rank(error: Exception) -> NoReturn:
         rank = int(os.environ.get("RANK", 0))
         time.sleep(ALONE if rank else 0.0)
         _say(error, rank)
-        _leave(_code(error))
+        leave(_code(error))
     rank, world = engine.rank_and_world()
     if engine.lost_a_peer(error):
         found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(engine.messages(), CAUSE))
         if found is None:  # it was killed; where a launcher watches, this process has been ended by now
             print(f"error: rank {rank} lost its connection to another rank: {_line(error)}", file=sys.stderr)
-        _leave(found.code if found else LOST)
+        leave(found.code if found else LOST)
     if isinstance(error, FullshardError) and rank:
         time.sleep(FIRST_SPEAKS)
     mine = Failure(rank, _line(error), _code(error))
@@ -50,7 +52,7 @@ def end_rank(error: Exception) -> NoReturn:
         _say(error, rank)
     if isinstance(error, FullshardError) and not rank:
         call_with_timeout(2 * OTHERS, lambda: engine.messages().collect("failed", range(1, world), OTHERS))
-    _leave(first.code)
+    leave(first.code)
 
 
 def _met_engine() -> Engine[Any, Any] | None:
@@ -93,7 +95,12 @@ def _say(error: Exception, rank: int) -> None:
     print(f"error: {where}{_line(error)}", file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
+    """Exit without destructors. Threads that run only on idle cores would keep connections to other ranks open meanwhile: they
+    end as fast as the others."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):
+            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

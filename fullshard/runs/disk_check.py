@@ -2,8 +2,9 @@
 
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
+from fullshard.runs.prepare.describe_model import described_units
 from fullshard.runs.prepare.prepare import Prepared
-from fullshard.runs.prepare.recipe_plan import described_units, make_optimizer
+from fullshard.runs.prepare.recipe_plan import make_optimizer
 from fullshard.storage.disk_speed import Rates, no_disk, verdict
 
 TRIAL = 1 << 30  # bytes a rank, at most

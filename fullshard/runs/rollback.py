@@ -24,19 +24,19 @@ def roll_back(run: "Run") -> None:
     poisoned = checkpoints.poisoned
     at = checkpoints.failed if poisoned else run.state.step
     cursor = checkpoints.cursor if poisoned else source.cursor
-    count, said = run.rollbacks + 1, _diverged(run, at)
+    count, said = run.counts.rollbacks + 1, _diverged(run, at)
     _refuse_rollback(run, said)
     place, helpless = checkpoints.last_good(), None
-    if place and at <= run.rolled_from and commit.read_manifest(place).step == run.rolled_to:
-        helpless = run.rolled_to  # the run was there before, and came no further: an older one
+    if place and at <= run.counts.rolled_from and commit.read_manifest(place).step == run.counts.rolled_to:
+        helpless = run.counts.rolled_to  # the run was there before, and came no further: an older one
         place = checkpoints.last_good(helpless)
     if place is None:
-        earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {run.rolled_to}"
+        earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {run.counts.rolled_to}"
         raise DivergedError(f"{said}, {earlier}; {LOWER}")
     found = checkpoints.roll_back(place, helpless)
     run.restore(found, None)
     skipped, source.cursor = cursor - source.cursor, cursor
-    run.rollbacks, run.rolled_from, run.rolled_to = count, at, found.step
+    run.counts.rollbacks, run.counts.rolled_from, run.counts.rolled_to = count, at, found.step
     run.metrics.rewind(found.step)
     run.metrics.write(event="rolled back", step=found.step, diverged_at=at, skipped_samples=skipped, rollbacks=count)
     run.bar.say(f"diverged at step {at}: rolled back to step {found.step}, {skipped} samples are skipped")
@@ -47,11 +47,11 @@ def _refuse_rollback(run: "Run", said: str) -> None:
     good = f"the last good checkpoint is {last}" if last else "there is no checkpoint"
     if wanted.on_divergence == "stop" or run.asked:
         raise DivergedError(f"{said}; {good}: lower optim.lr, or write train.on_divergence = 'rollback'")
-    if run.rollbacks >= wanted.max_rollbacks:
+    if run.counts.rollbacks >= wanted.max_rollbacks:
         raise DivergedError(f"{said}, after train.max_rollbacks = {wanted.max_rollbacks}; {good}: {LOWER}")
 
 
 def _diverged(run: "Run", at: int) -> str:
     checkpoints = run.checkpoints
-    why = checkpoints.why if checkpoints.poisoned else f"{run.skips_in_a_row} steps in a row were not finite"
+    why = checkpoints.why if checkpoints.poisoned else f"{run.counts.skips_in_a_row} steps in a row were not finite"
     return f"the run diverged at step {at} ({why})"

@@ -1,6 +1,5 @@
 """One run, carried out on all ranks."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -30,6 +29,7 @@ from fullshard.runs.recipe.lr_schedule import factor
 from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.samples import continuations
+from fullshard.runs.step_numbers import Counts, Flags, StepNumbers
 from fullshard.runs.stop_signals import Signals
 from fullshard.runs.train_loop import train
 from fullshard.runs.watchdog import Watchdog
@@ -153,7 +153,7 @@ def _train_until(run: "Run") -> str | None:
         run.bar.say(f"ended after step {run.state.step}: {why}")
     if why != "diverged":
         with run.watchdog.saving():
-            run.checkpoints.finish(run.source.cursor, run.numbers(), not run.skips_in_a_row, lambda: run.signals.asked)
+            run.checkpoints.finish(run.source.cursor, run.stored(), not run.counts.skips_in_a_row, lambda: run.signals.asked)
     return "diverged" if run.checkpoints.poisoned else why
 
 
@@ -199,26 +199,17 @@ class Run:
         )
         self.began = self.waited = 0.0  # the step under way: when it began, and seconds that it waited for data
         self.asked = False  # by a signal, on any rank
-        self.skips = self.skips_in_a_row = 0
-        self.best, self.since_best = float("inf"), 0
-        self.rollbacks, self.rolled_from, self.rolled_to = 0, -1, -1  # how many, and the steps of the last
+        self.counts = Counts()
         self.expected: float | None = None  # the loss that the first resumed step had before
 
-    def numbers(self) -> dict[str, Any]:
+    def stored(self) -> dict[str, Any]:
         """What a resumed run needs besides the state and the cursor."""
-        best = self.best if self.best < float("inf") else None
-        counts = {"skips": self.skips, "skips_in_a_row": self.skips_in_a_row, "best": best, "since_best": self.since_best}
-        counts |= {"rollbacks": self.rollbacks, "rolled_from": self.rolled_from, "rolled_to": self.rolled_to}
-        return counts | ({"stream": self.source.state} if isinstance(self.source, StreamBatches) else {})
+        return self.counts.stored() | ({"stream": self.source.state} if isinstance(self.source, StreamBatches) else {})
 
     def restore(self, found: Manifest | None, expected: float | None) -> None:
         """Continue from a checkpoint."""
         if found is not None:
-            self.skips, self.skips_in_a_row = _told(found, "skips", 0), _told(found, "skips_in_a_row", 0)
-            self.best, self.since_best = _told(found, "best", float("inf")), _told(found, "since_best", 0)
-            self.rollbacks = _told(found, "rollbacks", 0)
-            self.rolled_from, self.rolled_to = _told(found, "rolled_from", -1), _told(found, "rolled_to", -1)
-            self.expected = expected
+            self.counts, self.expected = Counts.of(found), expected
             assert found.cursor is not None
             self.source.cursor = found.cursor
             if isinstance(self.source, StreamBatches):
@@ -267,22 +258,33 @@ class Run:
 
     def trained_steps(self) -> Iterator[Step]:
         """The steps to the last, each trained and recorded, with what was due after it done."""
-        first = self.state.step
+        recipe, first = self.recipe, self.state.step
         results = train(
             self.state,
             self._timed_batches(),
-            steps=self.recipe.steps - first,
+            steps=recipe.steps - first,
             loss=self.loss,
-            clip=self.recipe.optim.clip,
+            clip=recipe.optim.clip,
             lr=lambda i: self._learning_rate(first + i),
             flags=self._flags,
-            unit_norms=self.recipe.log.unit_norms,
+            unit_norms=recipe.log.unit_norms,
         )
         for result in results:
             if result.index == first + 1:
                 self.tell_wire()
                 self.tell_notes()
-            self._after(result)
+            numbers = StepNumbers.of(result)
+            self._record(result, numbers)
+            self.watchdog.end(time.perf_counter() - self.began)
+            if recipe.eval.every and result.index % recipe.eval.every == 0:
+                self.evaluate(result.index)
+            if recipe.sample.every and result.index % recipe.sample.every == 0:
+                self.sample(result.index)
+            with self.watchdog.saving():
+                self.profiling.finish(result.index)
+                good = not self.counts.skips_in_a_row
+                self.checkpoints.after_step(numbers.flags.due, numbers.flags.troubled, good, self.source.cursor, self.stored())
+            self.checkpoints.refuse_lost()
             yield result
 
     def _timed_batches(self) -> Iterator[Any]:
@@ -301,58 +303,39 @@ class Run:
     def _learning_rate(self, index: int) -> float:
         return self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
 
-    def _flags(self) -> tuple[bool, bool, bool]:
-        """What all ranks hear of in the same step: a signal, a checkpoint that is due, a save that must end the run."""
-        return self.signals.asked, self.engine.is_first() and self.checkpoints.due(), self.checkpoints.troubled()
+    def _flags(self) -> Flags:
+        return Flags(self.signals.asked, self.engine.is_first() and self.checkpoints.due(), self.checkpoints.troubled())
 
-    def _after(self, result: Step) -> None:
-        """Write the step's numbers, and do what is due after it: evaluate, sample, save."""
-        done = result.index
-        due, troubled = self._record(result)
-        self.watchdog.end(time.perf_counter() - self.began)
-        if (every := self.recipe.eval.every) and done % every == 0:
-            self.evaluate(done)
-        if (every := self.recipe.sample.every) and done % every == 0:
-            self.sample(done)
-        with self.watchdog.saving():
-            self.profiling.finish(done)
-            self.checkpoints.after_step(due, troubled, not self.skips_in_a_row, self.source.cursor, self.numbers())
-        self.checkpoints.refuse_lost()
-
-    def _record(self, result: Step) -> tuple[bool, bool]:
-        """Write the step's line. Returns whether a checkpoint is due and whether a save must end the run."""
-        loss, norm, counted, skipped, asked, due, troubled, *rest = result.numbers()
+    def _record(self, result: Step, numbers: StepNumbers) -> None:
+        """Write the step's line."""
         self.profiling.end()
-        means, norms = rest[: len(result.metrics)], rest[len(result.metrics) :]
         unit = self.recipe.unit
-        count = int(counted) if unit == "tokens" else self.source.step_samples
-        self.checkpoints.numbers["loss"] = loss
+        count = int(numbers.count) if unit == "tokens" else self.source.step_samples
+        self.checkpoints.numbers["loss"] = numbers.loss
         seconds = time.perf_counter() - self.began
-        self.asked = bool(asked)
-        self.skips += int(skipped)
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped or not math.isfinite(loss) else 0
+        self.asked = numbers.flags.asked
+        self.counts.step(numbers)
         memory = self.engine.memory(self.state) | resident_bytes()
         self.metrics.write(
             step=result.index,
-            loss=loss,
-            grad_norm=norm,
+            loss=numbers.loss,
+            grad_norm=numbers.grad_norm,
             lr=self._learning_rate(result.index - 1),
             **{unit: count, f"{unit}_per_second": count / seconds},
             mfu=count / seconds * self.flops / (self.peak * self.state.plan.mesh.devices) if self.peak else None,
             seconds=seconds,
             data_wait_seconds=self.waited,
             **{f"{phase}_seconds": s for phase, s in result.seconds().items()},
-            skipped=self.skips,
-            **dict(zip(result.metrics, means, strict=True)),
+            skipped=self.counts.skips,
+            **numbers.metrics,
             **memory,
-            **{f"grad_norm/{unit}": n for unit, n in zip(result.unit_norms, norms, strict=True)},
+            **{f"grad_norm/{unit}": norm for unit, norm in numbers.unit_norms.items()},
         )
-        self.bar.update(result.index, loss, count, memory["memory_allocated"], seconds)
+        self.bar.update(result.index, numbers.loss, count, memory["memory_allocated"], seconds)
         if self.verdict is not None and (line := self.verdict.add(seconds, memory)):
             self.metrics.write(event="predicted", step=result.index, **self.verdict.numbers)
             self.bar.say(line)
-        self._compare(loss)
-        return bool(due), bool(troubled)
+        self._compare(numbers.loss)
 
     def _compare(self, loss: float) -> None:
         """Compare the first resumed loss with the one that the run had at this step before."""
@@ -367,10 +350,8 @@ class Run:
         held_out = batches(recipe, plan, valid, self.share, self.engine, held_out=True)
         given = self.watchdog.each((s[0] for s in held_out), f"the evaluation after step {step}")
         means = self.engine.evaluate(self.state, given, loss=self.loss)
-        found = means["loss"]
-        improved = found < self.best - recipe.eval.min_delta
-        self.best, self.since_best = (found, 0) if improved else (self.best, self.since_best + 1)
-        self.checkpoints.numbers["eval_loss"] = found
+        self.counts.evaluated(means["loss"], recipe.eval.min_delta)
+        self.checkpoints.numbers["eval_loss"] = means["loss"]
         self.metrics.write(step=step, **{f"eval_{name}": mean for name, mean in means.items()})
         self.bar.say(f"step {step}: " + ", ".join(f"eval {name} {mean:.4f}" for name, mean in means.items()))
 
@@ -385,14 +366,8 @@ class Run:
         """Why the run ends here, if it does; the same on all ranks."""
         if self.asked:
             return "stopped"
-        if self.skips_in_a_row >= self.recipe.train.max_skips or self.checkpoints.poisoned:
+        if self.counts.skips_in_a_row >= self.recipe.train.max_skips or self.checkpoints.poisoned:
             return "diverged"
-        if self.recipe.eval.patience and self.since_best >= self.recipe.eval.patience:
+        if self.recipe.eval.patience and self.counts.since_best >= self.recipe.eval.patience:
             return "no improvement"
         return None
-
-
-def _told(found: Manifest, key: str, otherwise: Any) -> Any:
-    """A number that a run stored in its checkpoint. Checkpoints of other programs may lack it."""
-    value = found.state.get("extra", {}).get(key)
-    return value if isinstance(value, int | float) else otherwise

@@ -1,5 +1,6 @@
 """The cluster of this machine: nominal numbers by the name of its device, and measured numbers."""
 
+import ctypes
 from dataclasses import replace
 
 import torch
@@ -15,8 +16,28 @@ def device_preset(device: torch.device) -> str | None:
     """The preset of a device: the longest known name within the driver's (`NVIDIA H200` is `h200`). None if unknown."""
     if device.type == "cpu":
         return "cpu"
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    name = (_name_without_driver() or torch.cuda.get_device_name(device)).lower().replace(" ", "")
     return max((d for d in DEVICES if d in name and DEVICES[d].kind == "cuda"), key=len, default=None)
+
+
+def _name_without_driver() -> str | None:
+    """The name of this machine's NVIDIA GPUs, if all have the same, from the library that watches them. Asking the driver starts
+    it, and a copy of the process cannot use one that was started before."""
+    if torch.cuda.is_initialized():
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count, names = ctypes.c_uint(), set()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetName(handle, name, 96):
+            return None
+        names.add(name.value.decode())
+    return names.pop() if len(names) == 1 else None
 
 
 def known_device(device: torch.device) -> Device | None:

@@ -20,8 +20,8 @@ from fullshard.on_torch.tensors.dtypes import plan_dtype_name
 from fullshard.on_torch.tracing import trace_costs
 from fullshard.on_torch.tracing.outside_uses import OutsideUses, outside_uses
 from fullshard.on_torch.tracing.trace_batch import ExampleBatches, token_batch
-from fullshard.plan.choices import checked_splits
 from fullshard.plan.plan import DType, Split, SplitRules
+from fullshard.plan.unit_choices import checked_splits
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

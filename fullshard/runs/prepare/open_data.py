@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from fullshard.base.callables import is_callable_name, load_callable
 from fullshard.base.errors import FullshardError, first_line
@@ -43,14 +43,33 @@ def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[Tra
     vocab, longest = engine.limits(model)
     if longest is not None and recipe.sequence > longest:
         raise FullshardError(f"data.sequence = {recipe.sequence} is longer than the model's {longest}; shorten it")
-    given, valid = recipe.data.source or recipe.data.path or "", recipe.data.valid
-    if recipe.data.objective == "causal" and recipe.data.source is None and not is_table(given):
+    given, valid = Source.of(recipe.data.source or recipe.data.path or ""), recipe.data.valid
+    if recipe.data.objective == "causal" and recipe.data.source is None and given.kind != "table":
         return _open_tokens(recipe, model, engine, vocab)
     for key in sorted({"boundaries", "packing"} & changed(recipe.data)):
-        raise FullshardError(f"data.{key} is for token files, not for {given}; leave it out")
+        raise FullshardError(f"data.{key} is for token files, not for {given.name}; leave it out")
     opened = _Opening(recipe, model, engine)
     found = opened.open(given, None)
-    return found, opened.open(valid, found) if valid else None
+    return found, opened.open(Source.of(valid), found) if valid else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A path or a callable by its name, and what lies there."""
+
+    name: str
+    kind: Literal["callable", "table", "tokens", "directory", "file", "nothing"]
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        directory = is_directory(name)
+        if is_callable_name(name) and not directory:
+            return cls(name, "callable")
+        if is_table(name):
+            return cls(name, "table")
+        if directory:
+            return cls(name, "tokens" if is_plain_file(Path(name) / "index.json") else "directory")
+        return cls(name, "file" if is_plain_file(name) else "nothing")
 
 
 def _open_tokens(recipe: Recipe, model: Any, engine: Engine[Any, Any], vocab: int | None) -> tuple[TokenData, TokenData | None]:
@@ -87,38 +106,40 @@ class _Opening:
     model: Any
     engine: Engine[Any, Any]
 
-    def open(self, given: str, trained: SampleData | None) -> SampleData:
-        """Open a path or a callable. `trained`: the training data, for held-out data."""
-        if is_callable_name(given) and not is_directory(given):
+    def open(self, given: Source, trained: SampleData | None) -> SampleData:
+        """Open what the recipe names. `trained`: the training data, for held-out data."""
+        if given.kind == "callable":
             return self._called(given)
         data = self._rows(given, trained)
-        classes = self._classes(data, trained)
-        make = self._make(given, classes)
-        rules = SampleRules(given, make, self._collate(make), self._remedy())
+        classes, encoder = self._classes(data, trained), self._encoder(given)
+        make = self._make(given, classes, encoder)
+        rules = SampleRules(given.name, make, self._collate(make, encoder), self._remedy())
         if isinstance(data, Columns):
             data = self._picked(data, make)
             _refuse_labels(data, make)
         identity = data.identity if not isinstance(data, TokenRows) else TokenData(data.source, data.sequence).identity
-        return SampleData(rules, identity + self._encoding(), data, classes=classes)
+        return SampleData(rules, identity + _encoding(encoder), data, classes=classes)
 
-    def _rows(self, given: str, trained: SampleData | None) -> Columns | ImageFolder | TokenRows:
-        objective, path = self.recipe.data.objective, Path(given)
-        if is_table(given):
-            return open_columns(given)
-        if not is_directory(given):
+    def _rows(self, given: Source, trained: SampleData | None) -> Columns | ImageFolder | TokenRows:
+        objective, name = self.recipe.data.objective, given.name
+        if given.kind == "table":
+            return open_columns(name)
+        if given.kind in ("file", "nothing"):
             known = "a .parquet, .jsonl or .csv file, a directory of datasets' save_to_disk, or file.py:callable"
-            what = f"cannot read {path.suffix or 'a file without an ending'}" if is_plain_file(given) else "there is no such path"
-            raise FullshardError(f"data.path = {given!r}: {what}; write {known}")
+            ending = Path(name).suffix or "a file without an ending"
+            what = f"cannot read {ending}" if given.kind == "file" else "there is no such path"
+            raise FullshardError(f"data.path = {name!r}: {what}; write {known}")
         if objective == "image":
-            return open_image_folder(given, trained.classes if trained else None)
-        if objective == "masked" and is_plain_file(path / "index.json"):
-            return TokenRows(TokenFile(given), self.recipe.sequence)
+            return open_image_folder(name, trained.classes if trained else None)
+        if objective == "masked" and given.kind == "tokens":
+            return TokenRows(TokenFile(name), self.recipe.sequence)
         raise FullshardError(
-            f"{given} is no data for data.objective = '{objective}'; write a .parquet, .jsonl or .csv file, or a directory of "
+            f"{name} is no data for data.objective = '{objective}'; write a .parquet, .jsonl or .csv file, or a directory of "
             "datasets' save_to_disk"
         )
 
-    def _called(self, spec: str) -> SampleData:
+    def _called(self, given: Source) -> SampleData:
+        spec = given.name
         if (workers := self.recipe.data.workers) and not self.engine.forks:
             raise FullshardError(
                 f"data.workers = {workers} has no effect on {spec} with --engine {self.engine.name}: its ranks must not fork, "
@@ -135,11 +156,12 @@ class _Opening:
                 raise FullshardError(f"{spec} raised {type(error).__name__}: {first_line(error)}; {ARRAYS}") from error
 
         data = make()
-        own = self._make(spec, ())
-        rules = SampleRules(spec, own, self._collate(own), self._remedy(), self.engine.seeded)
+        encoder = self._encoder(given)
+        own = self._make(given, (), encoder)
+        rules = SampleRules(spec, own, self._collate(own, encoder), self._remedy(), self.engine.seeded)
         if is_indexed(data, spec):
-            return SampleData(rules, f"{spec.rpartition(':')[2]} {len(data)}{self._encoding()}", data, threads=False)
-        return SampleData(rules, f"{spec.rpartition(':')[2]}{self._encoding()}", None, make, threads=False)
+            return SampleData(rules, f"{spec.rpartition(':')[2]} {len(data)}{_encoding(encoder)}", data, threads=False)
+        return SampleData(rules, f"{spec.rpartition(':')[2]}{_encoding(encoder)}", None, make, threads=False)
 
     def _classes(self, data: Any, trained: SampleData | None) -> tuple[str, ...]:
         """The names of the classes, by number; empty where labels are numbers already."""
@@ -160,35 +182,34 @@ class _Opening:
 
     # -- samples and batches -----------------------------------------------------------------------------------
 
-    def _make(self, given: str, classes: tuple[str, ...]) -> MakeSample:
-        wanted, seed = self.recipe.data, self.recipe.train.seed
+    def _make(self, given: Source, classes: tuple[str, ...], encoder: TextEncoder | None) -> MakeSample:
+        wanted, seed, sequence = self.recipe.data, self.recipe.train.seed, self.recipe.sequence
         labels = Labels(wanted.column("label"), classes or None, self._class_count(classes))
+        if wanted.objective == "image":
+            return LabelImage(self._decode(given), wanted.column("image"), labels)
+        if encoder is None:
+            return KeepSample(tuple(wanted.columns.items()))
         match wanted.objective:
-            case "masked" if is_plain_file(Path(given) / "index.json"):
-                return MaskTokens(self._encoder(TokenFile(given)), wanted.mask, seed)
+            case "masked" if given.kind == "tokens":
+                return MaskTokens(encoder, wanted.mask, seed)
             case "masked":
-                encoder = self._encoder()
                 encoder.mask_id  # noqa: B018 - raises here rather than in a worker
-                return MaskText(encoder, wanted.column("text"), self.recipe.sequence, wanted.mask, seed)
+                return MaskText(encoder, wanted.column("text"), sequence, wanted.mask, seed)
             case "seq2seq":
-                target = wanted.target_sequence or self.recipe.sequence
-                return PairTexts(self._encoder(), wanted.column("source"), wanted.column("target"), self.recipe.sequence, target)
-            case "classify":
-                return LabelText(self._encoder(), wanted.column("text"), labels, self.recipe.sequence)
-            case "image":
-                return LabelImage(self._decode(given), wanted.column("image"), labels)
-        return KeepSample(tuple(wanted.columns.items()))
+                target = wanted.target_sequence or sequence
+                return PairTexts(encoder, wanted.column("source"), wanted.column("target"), sequence, target)
+        return LabelText(encoder, wanted.column("text"), labels, sequence)
 
-    def _collate(self, make: MakeSample) -> Collate:
+    def _collate(self, make: MakeSample, encoder: TextEncoder | None) -> Collate:
         wanted = self.recipe.data
         if wanted.collate:
             return load_callable(wanted.collate, "a batch")
-        if isinstance(make, KeepSample):
-            return self.engine.collate
         if isinstance(make, LabelImage | MaskTokens):
             return stack_rows
+        if encoder is None:
+            return self.engine.collate
         labels = {"masked": self.recipe.sequence, "seq2seq": wanted.target_sequence or self.recipe.sequence}
-        fills = [("input_ids", self._encoder().pad_id, self.recipe.sequence), ("attention_mask", 0, self.recipe.sequence)]
+        fills = [("input_ids", encoder.pad_id, self.recipe.sequence), ("attention_mask", 0, self.recipe.sequence)]
         fills += [("labels", IGNORED, labels[wanted.objective])] if wanted.objective in labels else []
         return PadRows(tuple(fills), wanted.pad)
 
@@ -198,7 +219,10 @@ class _Opening:
             return "write data.resize = 'crop' or 'stretch'"
         return "check data.collate" if wanted.collate else "make their shapes equal, or write data.collate = 'file.py:callable'"
 
-    def _encoder(self, tokens: TokenFile | None = None) -> TextEncoder:
+    def _encoder(self, given: Source) -> TextEncoder | None:
+        """The tokenizer of texts; None where the objective has none."""
+        if self.recipe.data.objective not in ("masked", "seq2seq", "classify"):
+            return None
         wanted, near = self.recipe.data.tokenizer, Path(self.recipe.model.name) / "tokenizer.json"
         if wanted is None and not is_plain_file(near):
             raise FullshardError(
@@ -208,17 +232,12 @@ class _Opening:
         found = open_encoder(wanted or str(near))
         if wanted is not None and is_plain_file(near) and found.identity != tokenizer_hash(near):
             raise FullshardError(f"data.tokenizer = {wanted!r} is not the model's own, {near}; leave it out")
-        if tokens is not None and found.identity != tokens.tokenizer:
+        if given.kind == "tokens" and found.identity != (tokens := TokenFile(given.name)).tokenizer:
             raise FullshardError(f"{tokens.path} was packed with another tokenizer than {wanted or near}; pack the text again")
         vocab = self.engine.limits(self.model)[0]
         if vocab is not None and found.vocab > vocab:
             raise FullshardError(f"{wanted or near} has {found.vocab} tokens, the model {vocab}; use the model's own tokenizer")
         return found
-
-    def _encoding(self) -> str:
-        """The tokenizer's part of the identity of data."""
-        texts = self.recipe.data.objective in ("masked", "seq2seq", "classify")
-        return f" {self._encoder().identity[:16]}" if texts else ""
 
     def _class_count(self, classes: tuple[str, ...]) -> int | None:
         count = self.engine.classes_and_image_size(self.model)[0]
@@ -228,7 +247,7 @@ class _Opening:
             )
         return count
 
-    def _decode(self, given: str) -> Decode:
+    def _decode(self, given: Source) -> Decode:
         wanted, own = self.recipe.data, self.engine.classes_and_image_size(self.model)[1]
         size, mean, std = processor_of(self.recipe.model.name)
         if wanted.image_size and own and wanted.image_size != own:
@@ -236,9 +255,13 @@ class _Opening:
         size = wanted.image_size or own or size
         if size is None and wanted.resize != "none":
             raise FullshardError("the model does not say how large its images are; write data.image_size, in pixels")
-        beside = str(Path(given).parent) if is_plain_file(given) else given if is_directory(given) else "."
-        beside = "." if not is_table(given) else beside
+        beside = "." if given.kind != "table" else given.name if is_directory(given.name) else str(Path(given.name).parent)
         return Decode(size, wanted.resize, wanted.mean or mean, wanted.std or std, beside)
+
+
+def _encoding(encoder: TextEncoder | None) -> str:
+    """The tokenizer's part of the identity of data."""
+    return f" {encoder.identity[:16]}" if encoder else ""
 
 
 # -- before ranks start ----------------------------------------------------------------------------------------

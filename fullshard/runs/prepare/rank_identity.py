@@ -1,4 +1,5 @@
-"""A check that all ranks have the same recipe, plan, data and versions, before the first collective depends on it.
+"""A check that all ranks have the same recipe, data and versions, before the first collective depends on it; and what the first
+rank makes for all.
 
 Ranks that differ would train on wrongly, wait for each other, or fail with an error of the collective.
 """
@@ -6,33 +7,35 @@ Ranks that differ would train on wrongly, wait for each other, or fail with an e
 import hashlib
 import itertools
 import json
+import pickle
 import sys
+from base64 import b64decode, b64encode
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import hash_ends
 from fullshard.engine.protocols import Engine
-from fullshard.runs.prepare.prepare import Prepared
+from fullshard.runs.prepare.open_inputs import Inputs
+from fullshard.runs.recipe.recipe import Recipe
 
 # Where things lie may differ between machines; what lies there may not, and is compared by itself.
 PLACES = {
     *("data.path", "data.valid", "data.source", "data.tokenizer", "data.collate", "disk.path", "model.name", "model.weights"),
     *("model.call", "sample.tokenizer", "plan.file", "plan.cluster"),
 }
-_count = itertools.count()  # of comparisons: each has keys of its own
+T = TypeVar("T")
+_count = itertools.count()  # of messages: each has a key of its own
 
 
-def identity(prepared: Prepared, run: Path, resume: str | None) -> dict[str, Any]:
+def identity(recipe: Recipe, inputs: Inputs, engine: Engine[Any, Any]) -> dict[str, Any]:
     """Everything that must be the same on every rank, by key."""
-    recipe = flat(prepared.recipe.model_dump(mode="json"))
-    found = {key: value for key, value in recipe.items() if key not in PLACES}
-    found |= {f"the plan's {key}": value for key, value in flat(prepared.plan.to_dict()).items()}
-    found |= {f"the {prepared.recipe.unit} of data.path": prepared.data.identity, "the model": _shapes(prepared)}
-    found |= {f"the {prepared.recipe.unit} of data.valid": prepared.valid.identity} if prepared.valid else {}
-    found |= {"the files of model.weights": weights_identity(prepared.weights)} if prepared.weights else {}
-    found |= {"--run": str(run), "--resume": resume}
-    return found | versions_of(prepared.engine)
+    found = {key: value for key, value in flat(recipe.model_dump(mode="json")).items() if key not in PLACES}
+    found |= {f"the {recipe.unit} of data.path": inputs.data.identity, "the model": _shapes(inputs.model, engine)}
+    found |= {f"the {recipe.unit} of data.valid": inputs.valid.identity} if inputs.valid else {}
+    found |= {"the files of model.weights": weights_identity(inputs.weights)} if inputs.weights else {}
+    return found | versions_of(engine)
 
 
 def versions_of(engine: Engine[Any, Any]) -> dict[str, str]:
@@ -48,10 +51,9 @@ def weights_identity(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _shapes(prepared: Prepared) -> str:
+def _shapes(model: Any, engine: Engine[Any, Any]) -> str:
     """The names, shapes and dtypes of a model's parameters, as a short text."""
-    named = prepared.engine.parameter_shapes(prepared.model)
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(engine.parameter_shapes(model)).encode()).hexdigest()[:16]
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -65,9 +67,17 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def refuse_disagreement(mine: dict[str, Any], engine: Engine[Any, Any]) -> None:
     """Raise, on all ranks alike, where one was told something else than the first. Collective."""
-    board, key, own = engine.messages(), f"told-{next(_count)}", json.loads(json.dumps(mine))  # as others will read it
-    engine.first_decides(lambda: board.put(key, own))
-    engine.all_or_none(lambda: _refuse_other(own, board.get(key)))
+    own = json.loads(json.dumps(mine))  # as others read it
+    first = from_first(lambda: own, engine)
+    engine.all_or_none(lambda: _refuse_other(own, first))
+
+
+def from_first(make: Callable[[], T], engine: Engine[Any, Any]) -> T:
+    """What `make` returns on the first rank, on all. If it raises there, all raise its sentence. Collective."""
+    board, key = engine.messages(), f"first-{next(_count)}"
+    engine.first_decides(lambda: board.put(key, b64encode(pickle.dumps(make())).decode()))
+    found: T = pickle.loads(b64decode(board.get(key)))  # by this program, on the first of its own ranks
+    return found
 
 
 def _refuse_other(own: dict[str, Any], first: dict[str, Any]) -> None:

@@ -65,7 +65,8 @@ class GPT(nn.Module):
         self.output = nn.Linear(size.dim, size.vocab, bias=False)
         if size.tied:
             self.output.weight = self.tok_embeddings.weight
-        self.apply(self._init_weights)
+        if not self.output.weight.is_meta:
+            self.apply(self._init_weights)
 
     def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
         mask = None if position_ids is None else document_mask(position_ids, dropout=self.size.dropout)

@@ -101,7 +101,8 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(size.dim, size.vocab, bias=False)
         if size.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.apply(self._init_weights)
+        if not self.lm_head.weight.is_meta:
+            self.apply(self._init_weights)
 
     def forward(self, ids_BT: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.lm_head(self.model(ids_BT, position_ids))

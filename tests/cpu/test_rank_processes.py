@@ -1,0 +1,61 @@
+"""Ranks that are copies of their launcher do as fresh processes do."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import atexit, json, os, signal, sys, threading
+import torch
+from fullshard.launch.rank_processes import forked, may_fork, run_ranks, stay_forkable
+
+stay_forkable()
+(torch.ones(1 << 20) * 2).sum()
+atexit.register(lambda: print("the launcher's exit"))
+
+def run():
+    import torch.distributed as dist
+    from fullshard import on_torch
+    on_torch.start("cpu")
+    big = (torch.ones(1 << 20) * 2).sum().item()  # hangs where threads of the launcher's are missing
+    x = torch.ones(1, requires_grad=True)
+    x.sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    found = [total.item(), torch.rand(1).item(), torch.get_num_threads(), os.getsid(0) == os.getpid()]
+    dist.barrier()
+    print(json.dumps([dist.get_rank(), big, *found, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]), flush=True)
+    if len(sys.argv) > 1 and dist.get_rank() == 1:
+        from fullshard.base.errors import FullshardError
+        raise FullshardError("planted")
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+held = threading.Event()
+thread = threading.Thread(target=held.wait)
+thread.start()
+while_it_runs = may_fork()
+held.set()
+print(while_it_runs, may_fork(), flush=True)
+sys.exit(run_ranks(2, forked(run), []))
+"""
+
+
+def launched(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-c", SCRIPT, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_copies_compute_meet_and_end_as_fresh_ranks():
+    done = launched()
+    assert done.returncode == 0, done.stderr
+    first, *ranks, last = done.stdout.splitlines()
+    assert (first, last) == ("False True", "the launcher's exit")
+    told = sorted(map(json.loads, ranks))
+    assert [t[:3] + t[5:] for t in told] == [[rank, 2 << 20, 2.0, True, True] for rank in range(2)]
+    assert told[0][3] != told[1][3]  # random numbers of their own
+
+
+def test_the_sentence_of_a_copy_is_said_once_and_its_code_survives():
+    done = launched("fail")
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: rank 1: planted"]
