@@ -17,13 +17,10 @@ HOLDS_docs := docs
 WORKERS := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 TORCH := tests/cpu tests/fuzz tests/pure
 
-# What `make test` runs of the JAX engine: its losses are those of torch, in Python and in a run.
-JAX_FIRST := tests/jax/test_two_engines.py tests/jax/test_jax_runs.py::test_a_run_on_jax_has_the_losses_of_torch
-
 # Compiled once, modules of torch and transformers import twice as fast.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-torch test-jax-first test-float8 test-all test-jax test-versions lint style types bench docs clean
+.PHONY: install demo test test-torch test-float8 test-all test-jax test-versions lint style types bench docs clean
 
 # What a user needs: training, Hugging Face models, data preparation, benchmark plots, the page, migration.
 install: $(VENV)/.install
@@ -31,15 +28,12 @@ install: $(VENV)/.install
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py --steps 200 --rows 4 --sample 100
 
-# Two at a time: mypy and the few tests of JAX fill the cores while tests of torch wait. Each of the three can fail it.
+# Two at a time: mypy, then JAX's compiler, fill the cores while tests of torch wait. Each of the four can fail it.
 test: style
-	$(MAKE) --no-print-directory --jobs=2 types test-torch test-jax-first test-float8
+	$(MAKE) --no-print-directory --jobs=2 types test-torch test-jax test-float8
 
 test-torch: $(VENV)/.dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not full" $(TORCH)
-
-test-jax-first: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(JAX_FIRST)
 
 # Apart: where torchao is installed, transformers imports it with every model, for seconds and with warnings.
 test-float8: $(VENV)/.dev $(VENV)/.float8
@@ -52,11 +46,12 @@ test-all: lint $(VENV)/.float8
 
 # All that is quick of the JAX engine. By itself: a process that has used JAX must not fork, as loaders of torch do.
 test-jax: $(VENV)/.dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not full" tests/jax
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "not full" tests/jax
 
 # The lowest versions that pyproject.toml declares, all at once, and the newest that pip finds. Each end has an environment.
 test-versions: build/versions/lowest/.made build/versions/newest/.made
 	build/versions/lowest/bin/python -m pytest tests/versions
+	build/versions/lowest/bin/python -m pytest -m oldest_torch tests/cpu/test_any_model.py
 	build/versions/newest/bin/python -m pytest tests/versions
 
 build/versions/%/.made: pyproject.toml constraints.txt tests/versions/bounds.py

@@ -41,7 +41,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.base.direct_io import aligned, write_exactly
 from fullshard.checkpoint import file_writer
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.model.presets import LlamaSize, preset
 from fullshard.on_torch.model.built_in import GPT, Llama
 
@@ -336,7 +336,7 @@ def guarded(args: argparse.Namespace, act: Callable[[Bench], dict]) -> dict:
 def main() -> None:
     args = arguments()
     if args.ranks > 1 and not inside_ranks():
-        torchrun(args.ranks, [__file__, *sys.argv[1:]])
+        start_ranks(args.ranks, [__file__, *sys.argv[1:]])
     found = guarded(args, measure)
     if on_torch.is_first():
         about = {

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.model import presets
 from fullshard.on_torch.measuring.timings import fastest
 from fullshard.planner.time.timeline import timeline
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     if not inside_ranks():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torchrun(args.ranks, [__file__, *sys.argv[1:]])
+        start_ranks(args.ranks, [__file__, *sys.argv[1:]])
     on_torch.start("cpu")
     description = presets.describe(args.preset)
     plans = grid(description, args)

@@ -27,7 +27,7 @@ from benchmarks.step_overhead import about, bare_model, undisturbed
 from fullshard import on_torch
 from fullshard.data import Order
 from fullshard.data.pack_tokens import pack
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.runs.checkpointing import Checkpoints
 from fullshard.runs.metrics import open_metrics
 from fullshard.runs.prepare.prepare import prepare
@@ -173,7 +173,7 @@ def summary(times: dict[str, list[float]]) -> dict:
 def main() -> None:
     args = arguments()
     if not inside_ranks():
-        torchrun(args.ranks, ["-m", "benchmarks.loop_overhead", *sys.argv[1:]])
+        start_ranks(args.ranks, ["-m", "benchmarks.loop_overhead", *sys.argv[1:]])
     on_torch.start("cpu")
     with tempfile.TemporaryDirectory() as own:
         where = [own]

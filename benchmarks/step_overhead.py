@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fullshard as fs
 from fullshard import on_torch
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.on_torch.model.built_in import build
 
 
@@ -157,7 +157,7 @@ def about() -> dict[str, str]:
 def main() -> None:
     args = arguments()
     if not inside_ranks() and args.ranks > 1:
-        torchrun(args.ranks, [__file__, *sys.argv[1:]])
+        start_ranks(args.ranks, [__file__, *sys.argv[1:]])
     result = measure(args)
     if dist.get_rank() == 0:
         print(json.dumps({"case": vars(args), **about(), **result}, indent=1), flush=True)

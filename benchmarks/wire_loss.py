@@ -30,7 +30,7 @@ from benchmarks.simulated_ranks import SimulatedRun
 from fullshard import on_torch
 from fullshard.data import Batches, TokenFile
 from fullshard.data.pack_tokens import pack
-from fullshard.launch.local import inside_ranks, torchrun
+from fullshard.launch.local import inside_ranks, start_ranks
 
 WIRES = {
     "plain": fs.Wire(),
@@ -150,7 +150,7 @@ def main() -> None:
         if args.simulated:
             measure(args)
         else:
-            torchrun(args.ranks, ["-m", "benchmarks.wire_loss", *sys.argv[1:], "--tokens", str(args.tokens)])
+            start_ranks(args.ranks, ["-m", "benchmarks.wire_loss", *sys.argv[1:], "--tokens", str(args.tokens)])
 
 
 if __name__ == "__main__":

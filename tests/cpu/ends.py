@@ -1,7 +1,5 @@
 """What runs inside ranks for test_ends.py."""
 
-from pathlib import Path
-
 from fullshard.base.errors import FullshardError
 from fullshard.on_torch.ranks.rank_agreement import all_or_none
 from fullshard.runs.prepare.prepare import prepare
@@ -19,7 +17,8 @@ def compare(here: str, told: list[list[str]], options: list[tuple[str, str | Non
     os.chdir(here)
     prepared = prepare(load_recipe("recipe.toml", told[rank]), dist.get_world_size())
     try:
-        refuse_disagreement(identity(prepared, Path(options[rank][0]), options[rank][1]), prepared.engine)
+        told = {"--run": options[rank][0], "--resume": options[rank][1]}
+        refuse_disagreement(identity(prepared.recipe, prepared, prepared.engine) | told, prepared.engine)
     except FullshardError as error:
         return str(error)
     return "agreed"

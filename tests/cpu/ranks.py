@@ -1,6 +1,7 @@
 """Real ranks over gloo that stay alive between tests: importing torch takes longer than most tests."""
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -99,6 +100,8 @@ def _serve(rank: int, world: int, device: str, directory: str, pipe: Connection)
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # modules are never garbage: later collections need not go through them
     mp.current_process().daemon = False  # a run may start data workers
     store = dist.FileStore(f"{directory}/store", world)
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]

@@ -43,7 +43,7 @@ WHOLE = [
 
 @pytest.mark.parametrize(
     ("kills", "seed", "world", "options"),
-    [(3, 0, 2, []), *(pytest.param(50, *case, marks=pytest.mark.full) for case in WHOLE)],
+    [(2, 0, 2, []), *(pytest.param(50, *case, marks=pytest.mark.full) for case in WHOLE)],
     ids=str,
 )
 def test_after_each_kill_the_run_goes_on_to_the_bit(here, kills, seed, world, options):

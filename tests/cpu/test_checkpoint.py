@@ -39,6 +39,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     ("origin", "targets"),
     [
+        (LAYOUTS[3], [LAYOUTS[2]]),
         (LAYOUTS[6], [LAYOUTS[2]]),
         (LAYOUTS[5], [LAYOUTS[0]]),
         *(pytest.param(origin, LAYOUTS, marks=full) for origin in LAYOUTS),

@@ -6,6 +6,7 @@ import pytest
 
 from fullshard import FullshardError
 from fullshard.base.text import bytes_text
+from fullshard.data.pack_tokens import pack
 from fullshard.runs.prepare.disk_space import free_disk, refuse_full_disk
 from fullshard.runs.prepare.prepare import prepare
 from fullshard.runs.recipe.recipe import make_recipe
@@ -16,7 +17,7 @@ STATE = 12 * 70_553_706_496  # bytes of llama3-70b's masters and moments in fp32
 def recipe(path: str, **plan):
     tree = {
         "model": {"name": "llama3-70b"},
-        "data": {"path": "nowhere", "sequence": 1024},
+        "data": {"path": f"{path}/tokens", "sequence": 1024},
         "optim": {"lr": 1e-3},
         "train": {"steps": 1, "global_batch": 2},
         "disk": {"path": path},
@@ -36,6 +37,8 @@ def small(tmp_path):
     """A directory on a disk with less than the model's state."""
     if really_free(tmp_path) >= STATE:
         pytest.skip("this disk has room for 847 GB")
+    (tmp_path / "text.txt").write_text("a" * 2048)
+    pack([tmp_path / "text.txt"], tmp_path / "tokens", workers=1)
     return str(tmp_path)
 
 

@@ -9,6 +9,7 @@ from tests.cpu import any_model, experts
 MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_two_ranks_are_one(ranks, kind):
     for found in ranks(2).run(experts.compared, kind, 2):

@@ -42,6 +42,7 @@ def test_matches_unsharded_on_a_hybrid_mesh(ranks, name):
         check(found)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", on_four(SPLIT))
 def test_tensor_axis_matches_unsharded(ranks, name):
     for found in ranks(4).run(hugging_face.errors, name, Case("zero3", {"tensor": 2}, clip=0.1)):

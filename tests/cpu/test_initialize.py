@@ -17,7 +17,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["plain", "tied", "llama", "gemma3"])
 def test_the_same_weights_at_every_world_size_and_strategy(ranks, name):
     want = ranks(1).run(initial.unsharded_digest, name)[0]

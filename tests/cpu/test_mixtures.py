@@ -27,6 +27,7 @@ def loaded(directory: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", mixtures.FAMILIES)
 def test_from_a_directory_through_training_to_a_directory(ranks, tmp_path, family):
     original = mixtures.save(family, tmp_path / "model")

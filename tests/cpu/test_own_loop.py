@@ -25,15 +25,26 @@ def test_with_every_home_the_weights_are_those_of_an_unsharded_run_by_torch(rank
             assert apart < 2e-5, case
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 2)])
-def test_an_own_loop_in_bf16_is_train_step(ranks, world, accumulate):
+OWN_LOOPS = [
+    *(((*h,), 1.0, 0.5) for h in ((HOST,), (BESIDE,), (BOTH,), (Home("host", "device"),), (HOST, Home(), DISK, BESIDE))),
+    ((HOST,), None, 1.0),
+    ((BESIDE, HOST), None, 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulate", "loops"),
+    [
+        (2, 2, [((HOST, BOTH, DISK, BESIDE), 1.0, 0.5), OWN_LOOPS[-1]]),
+        pytest.param(1, 1, OWN_LOOPS, marks=pytest.mark.full),
+        pytest.param(2, 2, OWN_LOOPS, marks=pytest.mark.full),
+    ],
+    ids=["some", "alone", "all"],
+)
+def test_an_own_loop_in_bf16_is_train_step(ranks, world, accumulate, loops):
     """Alone with one micro-batch, `train_step` keeps gradients in bf16; the caller's are scaled, and come in fp32. Torch's
     clipping rounds its factor in another place than `train_step`, which moves roundings to bf16."""
-    homes = [(HOST,), (BESIDE,), (BOTH,), (Home("host", "device"),), (HOST, Home(), DISK, BESIDE)]
-    cases = [
-        Case(h, compute="bf16", accumulate=accumulate, clip=c, steps=own_loop.STEPS, share=s)
-        for h, c, s in [*((h, 1.0, 0.5) for h in homes), ((HOST,), None, 1.0), ((BESIDE, HOST), None, 0.0)]
-    ]
+    cases = [Case(h, compute="bf16", accumulate=accumulate, clip=c, steps=own_loop.STEPS, share=s) for h, c, s in loops]
     for rank in ranks(world).run(own_loop.from_the_device, cases):
         for case, (resident, engine, steps) in zip(cases, rank, strict=True):
             assert resident < 1e-6, case
@@ -82,6 +93,7 @@ def test_with_a_factor_by_all_counts_an_own_loop_is_train_step(ranks):
             assert counted, case
 
 
+@pytest.mark.full
 def test_so_it_is_on_four_ranks_in_two_groups(ranks):
     cases = [Case(strategy="hybrid", arguments=(("replicate", 2),), steps=3)]
     for rank in ranks(4).run(own_loop.uneven_against_train_step, cases):
@@ -156,6 +168,7 @@ def test_own_steps_and_the_engines_in_turn(ranks, clip):
         assert own == engine == 6
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_own_step_after_one_that_was_given_up(ranks, clip):
     assert ranks(2).run(own_loop.after_a_step_that_was_given_up, Case((HOST, Home()), clip=clip)) == [0.0, 0.0]

@@ -284,7 +284,7 @@ def test_a_killed_process_leaves_nothing(tmp_path):
 
 # -- killed for memory --------------------------------------------------------------------------------
 
-LAUNCHER = "import sys\nfrom fullshard.launch.local import torchrun\ntorchrun(1, sys.argv[1:])"
+LAUNCHER = "import sys\nfrom fullshard.launch.local import start_ranks\nstart_ranks(1, sys.argv[1:])"
 
 
 def new_group() -> tuple[Path, Path] | None:

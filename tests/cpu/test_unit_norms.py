@@ -14,7 +14,7 @@ HOST = Home(optimizer="host")
     [
         (2, "zero3", {}),
         (2, "zero3", {"home": HOST, "clip": None}),
-        (4, "hybrid", {"arguments": {"replicate": 2, "shard": 2}, "accumulate": 2}),
+        pytest.param(4, "hybrid", {"arguments": {"replicate": 2, "shard": 2}, "accumulate": 2}, marks=full),
         pytest.param(2, "ddp", {}, marks=full),
         pytest.param(2, "zero1", {"accumulate": 2}, marks=full),
         pytest.param(2, "zero3", {"home": HOST, "accumulate": 2}, marks=full),

@@ -194,7 +194,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "strategy", "arguments", "more", "share"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_bytes_on_the_wire(ranks, world, strategy, arguments, more, share):
     plain = ranks(world).run(wire.sent, strategy, arguments, fs.Wire(), **more)[0]

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 DIM, LAYERS, VOCAB, DEVICES = 64, 2, 256, 8
 BLOCK = 4 * DIM * DIM + 3 * DIM * 4 * DIM + 2 * DIM
 PARAMETERS = 2 * VOCAB * DIM + LAYERS * BLOCK + DIM
 
 
+@pytest.mark.full
 def test_the_example_prints_what_can_be_computed_by_hand(tmp_path):
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)}
     quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

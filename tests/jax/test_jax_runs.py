@@ -23,6 +23,8 @@ from fullshard.runs.recipe.recipe import load_recipe
 from tests.cpu.slurm import slurm  # noqa: F401 - a fixture
 from tests.jax.conftest import QUICK
 
+ROOT = Path(__file__).parents[2]
+
 RECIPE = """
 [model]
 name = "llama-bytes"
@@ -116,8 +118,11 @@ def losses(here: Path, run: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(here) -> list[float]:
-    """The losses of an uninterrupted run on two simulated devices."""
-    done = train(here, "whole", "--ranks", "2")
+    """The losses of an uninterrupted run on two simulated devices, where neither torch nor transformers can be imported."""
+    (here / "absent").mkdir()
+    for name in ("torch", "transformers"):
+        (here / "absent" / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
+    done = train(here, "whole", "--ranks", "2", PYTHONPATH=f"{here / 'absent'}:{ROOT}")
     assert done.returncode == 0, done.stderr
     return losses(here, "whole")
 
@@ -141,6 +146,7 @@ def test_a_run_on_jax_has_the_losses_of_torch(here, whole, on_torch):
     )
 
 
+@pytest.mark.full
 def test_a_run_goes_on_on_the_other_engine(here, whole, on_torch):
     """Each engine's run of three steps, taken to the end by the other. JAX scans its layers."""
     scan = {"jax": ["model.scan=true"], "torch": []}
@@ -158,6 +164,7 @@ def test_a_run_goes_on_on_the_other_engine(here, whole, on_torch):
     assert losses(here, "from-jax") == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_signal_ends_a_run_at_a_step_and_it_goes_on(here):
     line = [sys.executable, "-m", "fullshard", "train", "recipe.toml", "--run", "ended", "--engine", "jax", "--ranks", "2"]
     running = subprocess.Popen([*line, "train.steps=5000"], cwd=here, env=environment(), stderr=subprocess.PIPE, text=True)
@@ -173,6 +180,7 @@ def test_a_signal_ends_a_run_at_a_step_and_it_goes_on(here):
     assert len(losses(here, "ended")) == done + 2
 
 
+@pytest.mark.full
 def test_two_processes_train_save_and_resume_as_one(here, whole):
     begun = together(here, "processes", "train.steps=3", "schedule.kind=constant")
     assert [p.returncode for p in begun] == [0, 0], begun[0].stderr
@@ -183,6 +191,7 @@ def test_two_processes_train_save_and_resume_as_one(here, whole):
     assert losses(here, "processes") == pytest.approx(losses(here, "alone"), abs=1e-6)
 
 
+@pytest.mark.full
 def test_what_all_processes_find_one_of_them_says(here):
     done = together(here, "refused", "data.path=missing")
     said = [line for p in done for line in p.stderr.splitlines() if line.startswith("error: ")]
@@ -208,6 +217,7 @@ def together(here: Path, run: str, *arguments: str) -> list[subprocess.Completed
     return [subprocess.CompletedProcess(line, p.returncode, *text) for p, text in zip(started, said, strict=True)]
 
 
+@pytest.mark.full
 def test_tasks_of_srun_are_processes(slurm, here, whole):  # noqa: F811
     launcher = ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable]
     assert launched(here, "srun", launcher, **slurm) == pytest.approx(whole, abs=1e-6)
@@ -230,7 +240,7 @@ def test_ranks_of_torchrun_are_processes(here, whole):
 def launched(here: Path, run: str, launcher: list[str], **more: str) -> list[float]:
     """The losses of two processes of one device each, started by another launcher."""
     line = [*launcher, "-m", "fullshard", "train", "recipe.toml", "--engine", "jax", "--run", run]
-    given = environment(JAX_NUM_CPU_DEVICES="1", PYTHONPATH=str(Path(__file__).parents[2]), **more)
+    given = environment(JAX_NUM_CPU_DEVICES="1", PYTHONPATH=str(ROOT), **more)
     given = {k: v for k, v in given.items() if not k.startswith("SLURM") or k in more}
     done = subprocess.run(line, cwd=here, env=given, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -238,13 +248,12 @@ def launched(here: Path, run: str, launcher: list[str], **more: str) -> list[flo
     return losses(here, run)
 
 
-def test_torch_is_not_needed(here, tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    (tmp_path / "transformers.py").write_text("raise ImportError('no transformers here')\n")
-    root = str(Path(__file__).parents[2])
-    done = train(here, "no-torch", "train.steps=3", "--ranks", "2", PYTHONPATH=f"{tmp_path}:{root}")
-    assert done.returncode == 0, done.stderr
-    assert len(losses(here, "no-torch")) == 3
+def test_torch_is_not_needed(here, whole):
+    """It could not be imported while `whole` ran."""
+    line = [sys.executable, "-c", "import torch"]
+    found = subprocess.run(line, env=environment(PYTHONPATH=str(here / "absent")), capture_output=True, text=True, check=False)
+    assert "no torch here" in found.stderr
+    assert len(whole) == 6
 
 
 def test_bad_input_is_a_sentence(here, monkeypatch):

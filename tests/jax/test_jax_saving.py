@@ -97,7 +97,7 @@ def weights(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [ADAMW, fs.SGD(lr=0.3, momentum=0.9, nesterov=True), pytest.param(fs.Adam(lr=LR), marks=pytest.mark.full)],
+    [ADAMW, *(pytest.param(o, marks=pytest.mark.full) for o in (fs.SGD(lr=0.3, momentum=0.9, nesterov=True), fs.Adam(lr=LR)))],
     ids=lambda o: type(o).__name__,
 )
 def test_a_run_goes_on_in_the_other_engine(ranks, weights, tmp_path, optimizer):
@@ -122,6 +122,7 @@ def test_a_run_goes_on_in_the_other_engine(ranks, weights, tmp_path, optimizer):
     assert jax_names == {n for n in torch_names if not n.startswith("rng.")}
 
 
+@pytest.mark.full
 def test_saved_before_the_first_step(ranks, weights, tmp_path):
     state = make_state(devices=2, weights=weights)
     saving.save_checkpoint(tmp_path / "jax", state, cursor=0)
@@ -226,6 +227,7 @@ def test_eight_four_eight_devices(tmp_path):
     assert on_jax.compilations(again) == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "options"), [("hybrid", {"replicate": 2, "shard": 2}), ("ddp", {"devices": 8})])
 def test_every_part_is_written_once(tmp_path, strategy, options):
     described = on_jax.describe(llama)

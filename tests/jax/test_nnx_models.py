@@ -137,6 +137,7 @@ def compute(state: on_jax.JaxState) -> list[np.ndarray]:
 # -- the computation -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_loss_are_those_of_transformers(saved, name):
     model, where = saved(name)
@@ -273,6 +274,7 @@ def test_attention_with_dropout(tmp_path):
     assert np.array_equal(run(model), run(model))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama-nano", "gpt-nano"])
 def test_presets_keep_documents_apart(name):
     model = on_jax.load_model(name)(nnx.Rngs(0))
@@ -305,6 +307,7 @@ def read(monkeypatch):
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("strategy", "mesh"), [(fs.zero3, {"devices": 8}), (fs.hybrid, {"replicate": 2, "shard": 4})])
 def test_several_files_are_read_once(saved, tmp_path, read, strategy, mesh):
     model, _ = saved("qwen2")
@@ -392,6 +395,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     return found[0].tolist()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_generation_is_that_of_transformers(saved, name):
     model, where = saved(name)

@@ -194,7 +194,10 @@ BAD = [
     ("plan llama-nano --devices 4 --sequence 0 -o plan.json", "batch.sequence must be a positive integer"),
     ("plan llama-nano --devices 4 -o no/such/plan.json", "cannot write no/such/plan.json: No such file or directory"),
     ("plan llama-nano --devices 4 --float8 rowwise -o plan.json", "needs precision.compute = 'bf16', not 'fp32'"),
-    ("plan llama-nano --devices 4 --moments int4 -o plan.json", "'--moments': 'int4' is not one of 'bf16', 'int8'; see --help"),
+    (
+        "plan llama-nano --devices 4 --moments int4 -o plan.json",
+        "'--moments': 'int4' is not one of 'fp32', 'bf16', 'int8'; see --help",
+    ),
     (
         "plan llama-nano --devices 4 --compute bf16 --output-dtype fp32 --engine jax -o plan.json",
         "precision.output = 'fp32': the JAX engine casts no outputs; leave it out",
