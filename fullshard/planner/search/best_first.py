@@ -16,8 +16,9 @@ from fullshard.planner.search.plan_space import PlanRequest, StrategyFamilies
 from fullshard.planner.search.staging_slots import add_staging_slots
 from fullshard.planner.search.strategy_cells import Cell, with_least_remat
 
-WORTH = 0.97  # of a step's seconds: a plan that fits on the device is left for one with parts elsewhere only for more than this
+WORTH = 0.995  # of a step's seconds: a plan that fits on the device is left for one with parts elsewhere only for more than this
 PROMISED = 0.98  # of seconds that are interpolated: exact ones can be fewer
+SHORTER = ("gather", "reduce", "copies", "host", "crowding")  # waits that other homes can shorten
 MOST_OFFLOADED = 6  # plans that are looked at with parts elsewhere, the fastest first: each takes as long as ten on the device
 RAISES = 4  # plans that are estimated exactly of one that the allocator makes too large, each a little smaller
 
@@ -168,16 +169,20 @@ def fastest(request: PlanRequest, full: FullModel, among: list[tuple[StrategyFam
     away = Offloaded(request, full, limit).run(plain)
     if away is None and there is None and request.disk and "activations" not in request.fixed_homes:
         away = Offloaded(replace(request, disk_activations=True), full).run(plain)
-    return away or (_off_the_device(request, full, there) if there else None)
+    if away is None and there is not None and "optimizer" not in request.fixed_homes:
+        return StateAway(request, full, limit).run(among) or there
+    return away or there
 
 
-def _off_the_device(request: PlanRequest, full: FullModel, there: Found) -> Found:
-    """The plan with its state or its parameters off the device, where they fit on it, if that is worth it: nothing is then
-    updated there."""
-    plan, search = there.result.plan, BestFirst(request, full, WORTH * there.result.seconds)
-    for home in () if plan.offloads_state else (Home(optimizer="host"), Home(params="host")):
-        units = tuple(replace(u, home=replace(home, **request.fixed_homes)) for u in plan.units)
-        moved = replace(plan, units=units)
-        if moved.offloads_state and full.seconds(moved) < search.limit:
-            search.take(there.strategy, add_staging_slots(full.judge(moved), None, full))
-    return search.best or there
+class StateAway(OnDevice):
+    """Plans whose state is off the device though they fit on it: nothing is updated there, and fewer blocks need remat."""
+
+    def begin(self, strategy: StrategyFamilies, cell: Cell) -> None:
+        time = self.full.time(cell.plans[0])
+        waits = sum(time.exposed.get(name, 0.0) for name in SHORTER)
+        self.put(time.seconds - waits - time.compute.get("update", 0.0), self._leave, strategy, cell)
+
+    def _leave(self, strategy: StrategyFamilies, cell: Cell) -> None:
+        home = replace(Home(optimizer="host"), **self.request.fixed_homes)
+        plans = tuple(replace(p, units=tuple(replace(u, home=home) for u in p.units)) for p in cell.plans)
+        self.put(self.full.seconds(plans[0]), self._first, strategy, replace(cell, plans=plans))

@@ -45,7 +45,8 @@ class OffloadLevels:
     backlog: int | None = None
     staging: int | None = None
     cpu_share: float | None = None
-    made: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)  # plans at whole levels
+    # By whole level and units moved on: what is known of plans is remembered by identity.
+    made: dict[tuple[int, int], Plan] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -72,13 +73,14 @@ class OffloadLevels:
 
     def at(self, level: float) -> Plan:
         """The plan at a level."""
-        if level not in self.made and level == int(level):
-            self.made[int(level)] = self._make(level)
-        return self.made[int(level)] if level == int(level) else self._make(level)
-
-    def _make(self, level: float) -> Plan:
         below = min(int(level), self.top)
         last = self._last_units(level - below) if below < self.top else set()
+        key = (below, len(last))
+        if key not in self.made:
+            self.made[key] = self._make(below, last)
+        return self.made[key]
+
+    def _make(self, below: int, last: set[str]) -> Plan:
         blocks = {u.name for u in self.description.units if u.kind == "block"}
 
         # A chosen kernel of updates needs state on the device: the first unit's, which would leave last.
@@ -90,7 +92,7 @@ class OffloadLevels:
 
         units = tuple(replace(u, home=home(u)) for u in self.plan.units)
         if units == self.plan.units and not self.plan.offloads_state:
-            return self.plan  # the same object: what is known of plans is remembered by identity
+            return self.plan
         made = replace(self.plan, units=units, cpu_share=None, backlog=None)
         if not made.offloads_state:
             return made
@@ -171,7 +173,7 @@ def place_level(
     low = low if low >= 0 else max(-1, high - 2 * width)
     while low > 0 and fit(low):  # downwards in growing steps
         high, low, width = low, max(0, low - width), 4 * width
-    while high - low > 1 and offload.at(low / STEPS) != offload.at(high / STEPS):
+    while high - low > 1 and offload.at(low / STEPS) is not offload.at(high / STEPS):
         middle = (low + high) // 2
         low, high = (low, middle) if fit(middle) else (middle, high)
     return high / STEPS, fits[high]

@@ -1,8 +1,5 @@
 """The best plan there is: of every strategy, mesh, micro-batch and remat choice that fits, the one with the most tokens a
-second; if none fits, with as little as possible away from the device.
-
-Candidates are compared by reduced models, with a few of the equal blocks. The finalists are estimated exactly.
-"""
+second, with parts away from the device where that is faster or nothing else fits."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +104,9 @@ def find_plan(
 
 
 def summary(found: SearchResult) -> str:
-    """How many plans were considered, and a line for each alternative with the reason why it lost."""
+    """The strategy that was chosen, of how many plans, and a line for each alternative with the reason why it lost."""
     lines = [f"{a.label}: {a.reason}" for a in found.alternatives]
     considered = f"{counted(found.considered, 'plan')} considered in {seconds_text(found.search_seconds)}"
-    head = f"{considered}; the others:" if lines else considered
+    chosen = f"{found.strategy}, chosen from {considered}"
+    head = f"{chosen}; with everything on the device, the others:" if lines else chosen
     return "\n".join([*([ON_JAX] if found.engine == "jax" else []), head, *[f"  {line}" for line in lines]])
