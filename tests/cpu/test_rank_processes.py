@@ -7,7 +7,7 @@ import sys
 SCRIPT = """
 import atexit, json, os, signal, sys, threading
 import torch
-from fullshard.launch.rank_processes import forked, may_fork, run_ranks, stay_forkable
+from fullshard.launch.rank_processes import may_fork, run_ranks, stay_forkable
 
 stay_forkable()
 (torch.ones(1 << 20) * 2).sum()
@@ -36,7 +36,7 @@ thread.start()
 while_it_runs = may_fork()
 held.set()
 print(while_it_runs, may_fork(), flush=True)
-sys.exit(run_ranks(2, forked(run), []))
+sys.exit(run_ranks(2, run, []))
 """
 
 
