@@ -59,8 +59,9 @@ def run_ranks(ranks: int, target: Callable[[], object] | list[str], asked: list[
         else:
             elastic_launch(config, sys.executable)(*target)
     except ChildFailedError as error:
-        rank = min(error.failures, key=lambda r: (error.failures[r].timestamp, _standing(error.failures[r].exitcode), r))
-        code = explain(rank, error.failures[rank].exitcode, asked, killed)
+        failures = error.failures
+        rank = min(failures, key=lambda r: (failures[r].timestamp, _standing(failures[r].exitcode), r))
+        code = explain(rank, failures[rank].exitcode, asked, killed)
     else:
         return 0
     gc.collect()  # the failure held a store: the copies of another start could not end its thread
