@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from fullshard.base.errors import DIVERGED, REFUSED
-from fullshard.launch.rank_processes import die_with_parent, may_fork, run_alone, run_ranks
+from fullshard.base.parent_death import die_with_parent
+from fullshard.launch.rank_processes import may_fork, run_alone, run_ranks
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
@@ -65,7 +66,7 @@ def given_arguments() -> list[str] | None:
     """The arguments that `become_ranks` passed to this rank, or None."""
     if not (inside_ranks() and ARGUMENTS in os.environ):
         return None
-    die_with_parent()
+    die_with_parent()  # it would otherwise train on beside a resumed run
     return json.loads(os.environ[ARGUMENTS])
 
 

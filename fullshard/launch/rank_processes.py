@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from fullshard.base.errors import LOST
+from fullshard.base.parent_death import die_with_parent
 from fullshard.launch.rank_end import end_rank, leave
 from fullshard.storage.memory_limits import explain_kill, kills
 
@@ -112,7 +113,7 @@ def _become_rank(run: Callable[[], object], launcher: int) -> None:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    die_with_parent(launcher)
+    die_with_parent(launcher)  # it would otherwise train on beside a resumed run
     os.environ.pop(NVML, None)
     _start_afresh()
     try:
@@ -135,14 +136,6 @@ def _start_afresh() -> None:
     torch.default_generator.seed()
     if numpy := sys.modules.get("numpy"):  # Python's own are seeded anew by every fork
         numpy.random.seed()
-
-
-def die_with_parent(launcher: int | None = None) -> None:
-    """Ask the kernel to end this process with the one that started it. A rank would otherwise train on beside a resumed run."""
-    launcher = launcher or os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- the end -----------------------------------------------------------------------------------------------
