@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from fullshard.base.errors import LOST
 from fullshard.base.parent_death import die_with_parent
@@ -30,9 +31,8 @@ def run_ranks(ranks: int, target: Callable[[], object] | list[str], asked: list[
     """Run `target` on every rank: in a copy of this process, or as `python target`. Returns 0, or the exit code of the rank that
     failed first. `asked`: the signals that came so far."""
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     for name in [n for n in logging.root.manager.loggerDict if n.startswith(AGENT)]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank said of its end stays the last line
@@ -41,32 +41,36 @@ def run_ranks(ranks: int, target: Callable[[], object] | list[str], asked: list[
     # The store of the agent and the ranks, on a free port, whose server the agent's rendezvous shares. Copies lack the server's
     # thread. They need not have it: it holds no lock of Python's, and a copy never ends the store, which this frame keeps.
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    config = LaunchConfig(
-        1,
-        1,
-        ranks,
-        run_id="fullshard",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{HERE}:{store.port}",
-        rdzv_configs={"rank": 0},
-        max_restarts=0,  # torch's own would keep the store, full of dead ranks' addresses
-        start_method="fork",
-        logs_specs=DefaultLogsSpecs(os.devnull),
-        signals_to_handle="SIGUSR2",  # on others it would kill ranks, which shall end at a step boundary
-    )
+    entry, given = (_become_rank, (target, os.getpid())) if callable(target) else (sys.executable, target)
     try:
-        if callable(target):
-            elastic_launch(config, _become_rank)(target, os.getpid())
-        else:
-            elastic_launch(config, sys.executable)(*target)
+        elastic_launch(_config(ranks, store.port), entry)(*given)
+        return 0
     except ChildFailedError as error:
         failures = error.failures
         rank = min(failures, key=lambda r: (failures[r].timestamp, _standing(failures[r].exitcode), r))
         code = explain(rank, failures[rank].exitcode, asked, killed)
-    else:
-        return 0
     gc.collect()  # the failure held a store: the copies of another start could not end its thread
     return code
+
+
+def _config(ranks: int, port: int) -> Any:
+    """What the agent is to do."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="fullshard",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{HERE}:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,  # torch's own would keep the store, full of dead ranks' addresses
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(os.devnull),
+        signals_to_handle="SIGUSR2",  # others would kill the ranks, which shall end at a step boundary
+    )
 
 
 def run_alone(target: list[str], environment: dict[str, str], asked: list[int]) -> int:
@@ -125,7 +129,7 @@ def _become_rank(run: Callable[[], object], launcher: int) -> None:
             raise
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has done its work, and waits for the others
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # it is done, and only waits for the others
 
 
 def _start_afresh() -> None:

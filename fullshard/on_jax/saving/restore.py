@@ -53,7 +53,7 @@ def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str])
     expected = expected_types(state, saved.get("without_slots", []))
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     count = _count(Checkpoint(checkpoint.place, manifest), state, tensors)  # out of the files' order
-    for name, old in list(state.params.items()):
+    for name, old in sorted(state.params.items()):  # in the files' order
         state.params[name] = _read_layers(checkpoint, state, f"model.{name}", old, tensors, keep=True)
     _fill_slots(checkpoint, state, tensors, count)
     _fill_variables(checkpoint, state)
@@ -89,8 +89,8 @@ def _count(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRec
 
 def _fill_slots(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRecord], count: int) -> None:
     slots = optimizer_slots(state.moments)
-    for key, table in slots.tables.items():
-        for name in slots.names:  # one at a time, so that memory is needed for one new array at a time
+    for name in sorted(slots.names):
+        for key, table in sorted(slots.tables.items()):  # one at a time, so that memory is needed for one new array at a time
             table[name] = _read_layers(checkpoint, state, f"optimizer.{name}.{key}", table[name], tensors, keep=False)
     if (old := slots.count) is not None:
         state.moments = jax.tree.map(lambda leaf: _filled(leaf, count) if leaf is old else leaf, state.moments)
