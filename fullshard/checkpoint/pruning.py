@@ -11,10 +11,10 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.retention import CheckpointSummary, Retention, to_remove
-from fullshard.checkpoint.verify import absent_nodes, problems
+from fullshard.checkpoint.verify import problems, share_of, size_problems
 
 
-def size_problems(place: Place) -> list[str]:
+def visible_problems(place: Place) -> list[str]:
     """What is wrong with a checkpoint's manifest and the sizes of its files, a sentence each. Reads no tensor."""
     try:
         manifest, present = commit.read_manifest(place), place.files()
@@ -22,12 +22,7 @@ def size_problems(place: Place) -> list[str]:
         return [str(error)]
     except (OSError, EOFError) as error:
         return [f"{place}/{MANIFEST} cannot be read: {error}"]
-    absent = absent_nodes(manifest, present)
-    wanted = {n: f.nbytes for n, f in manifest.files.items() if f.node not in absent}
-    missing = [f"{place} lacks {n}" for n in wanted if n not in present]
-    return missing + [
-        f"{place}/{n} has {present[n]} bytes instead of {size}" for n, size in wanted.items() if present.get(n, size) != size
-    ]
+    return size_problems(place, manifest, present, share_of(manifest, present))
 
 
 @dataclass
@@ -77,7 +72,7 @@ class Inventory:
     def _first_problem(self, name: str) -> str:
         """What is wrong with a checkpoint, or nothing. Of a verified one only sizes are checked."""
         place = self.checkpoint_dir.child(name)
-        found = size_problems(place) if name in self.verified else problems(place)
+        found = visible_problems(place) if name in self.verified else problems(place)
         if not found:
             self.verified.add(name)
         return found[0] if found else ""

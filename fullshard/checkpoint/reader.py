@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.checkpoint.commit import find, read_manifest
-from fullshard.checkpoint.directories import Place
+from fullshard.checkpoint.directories import Place, ReadPiece
 from fullshard.checkpoint.manifest import Chunk, Manifest, TensorRecord
 from fullshard.checkpoint.safetensors import Box, contiguous_ranges
 
@@ -54,12 +54,16 @@ class Checkpoint:
         for offset, length in contiguous_ranges(chunk.shape, inside, item_bytes):
             pieces.append((chunk.offset + offset, into[done : done + length]))
             done += length
+        self.read_pieces(chunk.file, pieces)
+
+    def read_pieces(self, file: str, pieces: Sequence[ReadPiece]) -> None:
+        """Fill memory from places of a file."""
         try:
-            self.place.read(chunk.file, pieces)
+            self.place.read(file, pieces)
         except FileNotFoundError:
-            raise FullshardError(self._lacks(chunk.file)) from None
+            raise FullshardError(self._lacks(file)) from None
         except EOFError:
-            raise FullshardError(f"{self.place}/{chunk.file} is truncated; use another checkpoint") from None
+            raise FullshardError(f"{self.place}/{file} is truncated; use another checkpoint") from None
 
     def refuse_wrong_sizes(self, needed: Iterable[str] = ()) -> None:
         """Raise if a file does not have the size in the manifest, or a `needed` one is missing. Called before memory is

@@ -310,16 +310,17 @@ class CheckpointSaver(ABC):
         what = f"{count} checkpoints of {bytes_text(size)}"
         self.ranks.gather_results(lambda: refuse_full(self.checkpoint_dir, missing, what) if self.nodes.is_leader else None)
 
-    def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
-        """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer."""
+    def newest(self, below: float = math.inf, *, contents: bool = True) -> tuple[Place | None, list[str]]:
+        """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer. Without
+        `contents`, the checksums of its files are left to the caller."""
         everywhere = self.ranks.gather(commit.committed(self.checkpoint_dir) if self.nodes.is_leader else None)
         names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
         damaged: list[str] = []
         for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
             place = self.checkpoint_dir.child(name)
-            found = find_damage(place, self.ranks, self.nodes)
+            found = find_damage(place, self.ranks, self.nodes, contents=contents)
             if not found:
-                self.verified.add(name)
+                self.verified |= {name} if contents else set()
                 return place, damaged
             damaged.append(found[0])
         return None, damaged

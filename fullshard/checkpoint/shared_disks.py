@@ -29,6 +29,11 @@ class Nodes:
         """The first rank of each node."""
         return [self.of_rank.index(node) for node in range(self.count)]
 
+    def share(self, rank: int) -> tuple[int, int]:
+        """This rank's place among those of its node, and their number."""
+        same = [r for r, node in enumerate(self.of_rank) if node == self.of_rank[rank]]
+        return same.index(rank), len(same)
+
     @property
     def of_file(self) -> list[int | None]:
         """For each rank's file the node whose disk holds it; None where all ranks share a disk."""
@@ -86,10 +91,10 @@ def find_on_all_ranks(where: str | Path, ranks: RankAgreement) -> Place:
     return checkpoint_dir.child(common[-1])
 
 
-def find_damage(place: Place, ranks: RankAgreement, nodes: Nodes) -> list[str]:
-    """Everything that is wrong with a checkpoint, a sentence each. The ranks of a node share the reading. Collective."""
-    same_node = [r for r, node in enumerate(nodes.of_rank) if node == nodes.of_rank[ranks.rank]]
-    worked, found = attempt(lambda: verify.problems(place, share=(same_node.index(ranks.rank), len(same_node))))
+def find_damage(place: Place, ranks: RankAgreement, nodes: Nodes, *, contents: bool = True) -> list[str]:
+    """Everything that is wrong with a checkpoint, a sentence each: see `verify.problems`. The ranks of a node share the reading.
+    Collective."""
+    worked, found = attempt(lambda: verify.problems(place, nodes.share(ranks.rank), contents=contents))
     return [p for of_rank in ranks.gather(found if worked else [found]) for p in of_rank]
 
 

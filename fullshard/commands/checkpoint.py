@@ -54,10 +54,10 @@ def ls(path: CheckpointDir, as_json: AsJson = False) -> None:
 def _about(checkpoint_dir: Any, name: str) -> dict[str, Any]:
     """A row of `ls`. `damaged` says what the manifest and the file sizes show to be wrong, or is None."""
     from fullshard.checkpoint import commit
-    from fullshard.checkpoint.pruning import size_problems
+    from fullshard.checkpoint.pruning import visible_problems
 
     row = {"name": name, "step": commit.step_of(name), "created": None, "bytes": None, "cursor": None, "metrics": ""}
-    if wrong := size_problems(checkpoint_dir.child(name)):
+    if wrong := visible_problems(checkpoint_dir.child(name)):
         return row | {"damaged": wrong[0]}
     found = commit.read_manifest(checkpoint_dir.child(name))
     written = datetime.fromtimestamp(found.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")

@@ -105,8 +105,11 @@ class CheckpointWriter(Protocol):
         prune: bool = True,
     ) -> PendingSave: ...
 
-    def newest(self, below: float = ...) -> tuple[Any, list[str]]:
-        """The newest whole checkpoint of a step below `below`, or None; and why newer ones were passed over."""
+    verified: set[str]  # names of checkpoints whose checksums were compared
+
+    def newest(self, below: float = ..., *, contents: bool = ...) -> tuple[Any, list[str]]:
+        """The newest whole checkpoint of a step below `below`, or None; and why newer ones were passed over. Without `contents`,
+        the checksums of its files are left to the caller."""
 
     def names(self) -> list[str]: ...
 

@@ -1,4 +1,4 @@
-"""Ranks on this machine: on torch a process for each device, on JAX one process for all."""
+"""Ranks on this machine: on torch a process for each device, through its elastic agent; on JAX one process for all."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from fullshard.base.errors import DIVERGED, REFUSED
-from fullshard.launch.rank_processes import die_with_parent, forked, may_fork, run_ranks, spawned
+from fullshard.base.parent_death import die_with_parent
+from fullshard.launch.rank_processes import may_fork, run_alone, run_ranks
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
@@ -58,16 +59,14 @@ def become_ranks(
     print(f"starting {what} …", file=sys.stderr, flush=True)
     if engine == "jax":
         start_jax(devices, ["-m", module], restarts)
-    if run is not None and may_fork():
-        _start_again(lambda asked: run_ranks(devices, forked(run), asked), restarts)
-    start_ranks(devices, ["-m", module], restarts)
+    start_ranks(devices, run if run and may_fork() else ["-m", module], restarts)
 
 
 def given_arguments() -> list[str] | None:
     """The arguments that `become_ranks` passed to this rank, or None."""
     if not (inside_ranks() and ARGUMENTS in os.environ):
         return None
-    die_with_parent()
+    die_with_parent()  # it would otherwise train on beside a resumed run
     return json.loads(os.environ[ARGUMENTS])
 
 
@@ -76,24 +75,24 @@ def launched() -> Launch | None:
     return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None
 
 
-def start_ranks(ranks: int, target: list[str], restarts: int = 0) -> NoReturn:
-    """Run `python target` on every rank, then exit.
+def start_ranks(ranks: int, target: Callable[[], object] | list[str], restarts: int = 0) -> NoReturn:
+    """Run `python target` on every rank, or call it in copies of this process, then exit.
 
     The exit code is 0, that of the rank that failed first, or 128 plus the number of a signal that the ranks obeyed. After a
     failure that a retry may cure, the ranks are started again, up to `restarts` times. Signals go to the ranks, which end at a
     step boundary.
     """
-    _start_again(lambda asked: run_ranks(ranks, spawned(target), asked), restarts)
+    _start_again(lambda asked: run_ranks(ranks, target, asked), restarts)
 
 
 def start_jax(devices: int, target: list[str], restarts: int = 0) -> NoReturn:
-    """Run `python target` as the only rank, with this many devices of JAX, then exit as `start_ranks` does.
+    """Run `python target` as the only rank, with this many devices of JAX, then exit as `start_ranks` does. It needs no agent.
 
     Without an accelerator, the devices are simulated on the CPU.
     """
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if SIMULATED not in flag]
     own = {DEVICES: str(devices), "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
-    _start_again(lambda asked: run_ranks(1, spawned(target), asked, own, meet=False), restarts)
+    _start_again(lambda asked: run_alone(target, own, asked), restarts)
 
 
 def _start_again(launch: Callable[[list[int]], int], restarts: int) -> NoReturn:

@@ -1,74 +1,86 @@
-"""The processes of ranks: starts them, hosts the store that they meet in, and waits for their end.
+"""The processes of ranks: torch's elastic agent starts them, and waits for their end.
 
 A rank is a fresh process, or a copy of this one: a fork, which has all imports and what was prepared. Copies are made only where
-nothing else runs in this process. A thread, and the driver of a GPU, would not run in the copy.
+nothing else runs in this process. A thread of Python's, and the driver of a GPU, would not run in the copy.
 """
 
-import atexit
 import ctypes
+import gc
+import logging
 import os
 import signal
-import socket
+import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import NoReturn
+from typing import Any
 
 from fullshard.base.errors import LOST
+from fullshard.base.parent_death import die_with_parent
 from fullshard.launch.rank_end import end_rank, leave
 from fullshard.storage.memory_limits import explain_kill, kills
 
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch looks for GPUs without starting their driver
 THREADS = "OMP_NUM_THREADS"
 HERE = "127.0.0.1"
-POLL = 0.1  # seconds between looks; what fails within them failed at the same time
-STOPPING = 30.0  # seconds for the ranks to end after one failed
+AGENT = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")  # its loggers
 ENDING = 1.0  # seconds for a thread of this process to end
-Begin = Callable[[dict[str, str]], int]  # begins a rank with these variables; its process
 
 
-def run_ranks(ranks: int, begin: Begin, asked: list[int], environment: dict[str, str] | None = None, *, meet: bool = True) -> int:
-    """Start the ranks and wait for them. Returns 0, or the exit code of the one that failed first. `asked`: the signals that came
-    so far. `meet`: in a store that this process hosts."""
-    killed, shared = kills(), {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **(environment or {})}
-    if THREADS not in os.environ and meet:
-        shared[THREADS] = str(max(1, (os.cpu_count() or 1) // ranks))
-    with socket.create_server((HERE, 0), backlog=ranks) as server:
-        if meet:
-            shared |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        running = {begin(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}): rank for rank in range(ranks)}
-        store = _host_store(server) if meet else None  # after the ranks, which shall have no thread of its
-        failed = _wait(running)
-        del store
-    if not failed:
+def run_ranks(ranks: int, target: Callable[[], object] | list[str], asked: list[int]) -> int:
+    """Run `target` on every rank: in a copy of this process, or as `python target`. Returns 0, or the exit code of the rank that
+    failed first. `asked`: the signals that came so far."""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(AGENT)]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what a rank said of its end stays the last line
+    os.environ.setdefault(THREADS, str(max(1, (os.cpu_count() or 1) // ranks)))
+    killed = kills()
+    # The store of the agent and the ranks, on a free port, whose server the agent's rendezvous shares. Copies lack the server's
+    # thread. They need not have it: it holds no lock of Python's, and a copy never ends the store, which this frame keeps.
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    entry, given = (_become_rank, (target, os.getpid())) if callable(target) else (sys.executable, target)
+    try:
+        elastic_launch(_config(ranks, store.port), entry)(*given)
         return 0
-    rank = min(failed, key=lambda r: (_standing(failed[r]), r))
-    if asked and failed[rank] == -signal.SIGTERM:
-        print("stopped before the first step; nothing was saved", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    return failed[rank] if failed[rank] >= 0 else _explain_signal(rank, -failed[rank], killed)
+    except ChildFailedError as error:
+        failures = error.failures
+        rank = min(failures, key=lambda r: (failures[r].timestamp, _standing(failures[r].exitcode), r))
+        code = explain(rank, failures[rank].exitcode, asked, killed)
+    gc.collect()  # the failure held a store: the copies of another start could not end its thread
+    return code
 
 
-def _host_store(server: socket.socket) -> object:
-    """The store, on a socket where the ranks wait for it already."""
-    import torch.distributed as dist
+def _config(ranks: int, port: int) -> Any:
+    """What the agent is to do."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
 
-    port = server.getsockname()[1]
-    return dist.TCPStore(HERE, port, None, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="fullshard",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{HERE}:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,  # torch's own would keep the store, full of dead ranks' addresses
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(os.devnull),
+        signals_to_handle="SIGUSR2",  # others would kill the ranks, which shall end at a step boundary
+    )
 
 
-# -- the begin ---------------------------------------------------------------------------------------------
+def run_alone(target: list[str], environment: dict[str, str], asked: list[int]) -> int:
+    """Run `python target` as the only rank. Returns as `run_ranks` does."""
+    killed, alone = kills(), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    process = subprocess.Popen([sys.executable, *target], env=os.environ | alone | environment, start_new_session=True)
+    return explain(0, process.wait(), asked, killed)
 
 
-def spawned(target: list[str]) -> Begin:
-    """Each rank is a fresh `python target`."""
-
-    def begin(environment: dict[str, str]) -> int:
-        return os.posix_spawn(sys.executable, [sys.executable, *target], os.environ | environment, setsid=True)
-
-    return begin
+# -- copies ------------------------------------------------------------------------------------------------
 
 
 def stay_forkable() -> None:
@@ -99,42 +111,25 @@ def _driver_runs() -> bool:
 CUDA_NOT_INITIALIZED = 3
 
 
-def forked(run: Callable[[], object]) -> Begin:
-    """Each rank is a copy of this process that calls `run`, and ends with it."""
-
-    def begin(environment: dict[str, str]) -> int:
-        launcher = os.getpid()
-        return os.fork() or _become_rank(run, environment, launcher)
-
-    return begin
-
-
-def _become_rank(run: Callable[[], object], environment: dict[str, str], launcher: int) -> NoReturn:
-    """In the copy: call `run` as the only thing that this process does. Nothing of the launcher goes on: not its handlers of
-    signals, and not what it does at its exit."""
-    code = 1
+def _become_rank(run: Callable[[], object], launcher: int) -> None:
+    """In the copy: call `run`, as a fresh process would. Torch takes an exception for exit code 1, and waits for ever for a
+    process that exits with 0 by itself."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    die_with_parent(launcher)  # it would otherwise train on beside a resumed run
+    os.environ.pop(NVML, None)
+    _start_afresh()
     try:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        die_with_parent(launcher)
-        atexit._clear()
-        os.environ.pop(NVML, None)
-        os.environ.update(environment)
-        _start_afresh()
         run()
-        code = 0
     except Exception as error:
         end_rank(error)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if end.code:
+            raise
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    finally:
-        with suppress(Exception):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-        leave(code)
+        leave(128 + signal.SIGINT)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # it is done, and only waits for the others
 
 
 def _start_afresh() -> None:
@@ -147,53 +142,24 @@ def _start_afresh() -> None:
         numpy.random.seed()
 
 
-def die_with_parent(launcher: int | None = None) -> None:
-    """Ask the kernel to end this process with the one that started it. A rank would otherwise train on beside a resumed run."""
-    launcher = launcher or os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != launcher:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 # -- the end -----------------------------------------------------------------------------------------------
 
 
-def _wait(running: dict[int, int]) -> dict[int, int]:
-    """Wait for all ranks, given by process. After a failure the others are stopped. Returns the exit codes of the ranks that
-    failed by themselves, by rank; of a signal, its negative number."""
-    failed: dict[int, int] = {}
-    while running and not failed:
-        time.sleep(POLL)
-        failed = {rank: code for rank, code in _ended(running).items() if code}
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in running:
-            with suppress(ProcessLookupError):
-                os.killpg(process, number)
-        deadline = time.monotonic() + STOPPING
-        while running and time.monotonic() < deadline:
-            time.sleep(POLL)
-            _ended(running)
-    return failed
-
-
-def _ended(running: dict[int, int]) -> dict[int, int]:
-    """Take the processes that have ended out of `running`. Returns their exit codes by rank."""
-    found = {}
-    for process in list(running):
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            found[running.pop(process)] = os.waitstatus_to_exitcode(status)
-    return found
-
-
-def _explain_signal(rank: int, number: int, killed: dict[str, int]) -> int:
-    """Say that a rank was ended by a signal, and why, as far as the kernel's counts tell. Returns the exit code."""
-    name = signal.Signals(number).name
+def explain(rank: int, code: int, asked: list[int], killed: dict[str, int]) -> int:
+    """Say that a rank was ended by a signal, given as a negative code, and why, as far as the kernel's counts tell. Returns the
+    exit code."""
+    if code >= 0:
+        return code
+    if asked and code == -signal.SIGTERM:
+        print("stopped before the first step; nothing was saved", file=sys.stderr)
+        return 128 - code
+    name = signal.Signals(-code).name
     why = f": {explain_kill(killed)}" if name == "SIGKILL" else ""
     print(f"error: rank {rank} was ended by {name}{why}", file=sys.stderr)
-    return 128 + number
+    return 128 - code
 
 
 def _standing(code: int) -> int:
-    """Sorts causes before consequences: a rank that reported an error, one that was killed, one that lost its peer."""
-    return 2 if code in (LOST, -signal.SIGTERM, -signal.SIGABRT) else 0 if code > 0 else 1
+    """Sorts causes before consequences: a rank that reported an error, one that was killed, one that lost its peer or was asked
+    to end."""
+    return 2 if code in (LOST, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGABRT) else 0 if code > 0 else 1

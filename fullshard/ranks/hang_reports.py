@@ -54,6 +54,11 @@ class HangReporter:
         state = process_state(pid) if host == socket.gethostname() else "it is stopped, or its machine is"
         return f"rank {rank} (process {pid} on {host}) does not answer: {state}"
 
+    def failed(self) -> int | None:
+        """The exit code of the first failure that a rank has reported, if any."""
+        found: Any = call_with_timeout(2.0, lambda: self.messages().get("failure"))
+        return found["code"] if found else None
+
 
 class OneRank:
     """What the watchdog can ask in a process that has not met other ranks."""
@@ -70,6 +75,9 @@ class OneRank:
 
     def absent(self, rank: int) -> str:
         return f"rank {rank} does not answer"
+
+    def failed(self) -> int | None:
+        return None
 
     def stacks(self) -> str:
         """As `thread_stacks`."""

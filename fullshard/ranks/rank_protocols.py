@@ -34,3 +34,6 @@ class WatchedRanks(Protocol):
         """What is known of a rank that does not answer."""
 
     def stacks(self) -> str: ...
+
+    def failed(self) -> int | None:
+        """The exit code of the first failure that a rank has reported, if any."""

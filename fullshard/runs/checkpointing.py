@@ -17,6 +17,7 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.other_formats.export import export
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
+from fullshard.checkpoint.verified_load import DamagedError, Verify
 from fullshard.engine.protocols import PendingSave, RunState
 from fullshard.runs.metrics import Metrics
 from fullshard.runs.outcome import exportable
@@ -68,47 +69,61 @@ class Checkpoints:
 
     def _resume(self, resume: str) -> Manifest | None:
         if resume == "auto":
-            say("looking for the newest whole checkpoint")
-            place, damaged = self.writer.newest()
-            for sentence in damaged:
-                self.bar.say(f"passed over: {sentence}")
-            if place is None and damaged:
-                raise FullshardError(
-                    f"no checkpoint in {self.writer.checkpoint_dir} is whole ({damaged[0]}); start another --run"
-                )
-            if place is None:
-                self.bar.say(f"no checkpoint in {self.writer.checkpoint_dir} yet: from the beginning")
-                return None
-            manifest = Checkpoint(place).manifest
-        else:
-            place = commit.find(resume)
-            manifest = Checkpoint(place).manifest
-            later = [n for n in self.writer.names() if (commit.step_of(n) or 0) > manifest.step]
-            if later:
-                raise FullshardError(
-                    f"{self.writer.checkpoint_dir} has later checkpoints than {place}; resume into another --run"
-                )
+            return self._resume_newest()
+        place = commit.find(resume)
+        step = Checkpoint(place).manifest.step
+        if [n for n in self.writer.names() if (commit.step_of(n) or 0) > step]:
+            raise FullshardError(f"{self.writer.checkpoint_dir} has later checkpoints than {place}; resume into another --run")
+        self.origin = place
+        return self._load(place, "first")
+
+    def _resume_newest(self) -> Manifest | None:
+        """Load the newest whole checkpoint. It is read once: one that turns out to be damaged is loaded over."""
+        say("looking for the newest whole checkpoint")
+        place, damaged = self._newest(contents=False)
+        while place is not None:
+            try:
+                manifest = self._load(place, "meanwhile")
+                self.writer.verified.add(commit.checkpoint_name(manifest.step))
+                return manifest
+            except DamagedError as error:
+                self.bar.say(f"passed over: {error}")
+                place, more = self._newest(Checkpoint(place).manifest.step, contents=False)
+                damaged += [str(error), *more]
+        if damaged:
+            why = f"no checkpoint in {self.writer.checkpoint_dir} is whole ({damaged[0]})"
+            raise FullshardError(f"{why}; start another --run")
+        self.bar.say(f"no checkpoint in {self.writer.checkpoint_dir} yet: from the beginning")
+        return None
+
+    def _newest(self, below: float = math.inf, *, contents: bool) -> tuple[Place | None, list[str]]:
+        """The writer's `newest`. Reports what is passed over."""
+        place, damaged = self.writer.newest(below, contents=contents)
+        for sentence in damaged:
+            self.bar.say(f"passed over: {sentence}")
+        return place, damaged
+
+    def _load(self, place: Place, verify: Verify) -> Manifest:
+        """Load what is to be resumed, unless the recipe forbids it."""
+        manifest = Checkpoint(place).manifest
         refuse_other_data(manifest, self.prepared)
         self.changes = refuse_changes(manifest, self.prepared, accept=self.accept)
         say(f"loading {place}")
-        checkpoint.load(place, self.state, verified=resume == "auto")
+        checkpoint.load(place, self.state, verify=verify)
         self.bar.say(f"resumed at step {manifest.step} from {place}")
         if manifest.state.get("engine", "torch") != self.state.engine:
             self.bar.say("another engine saved it, whose random generators cannot be carried over: they are seeded anew")
-        self.origin = None if resume == "auto" else place
         return manifest
 
     def last_good(self, below: float = math.inf) -> Place | None:
         """The newest checkpoint that is whole, of a step below `below`, or the one that the run began from."""
-        place, damaged = self.writer.newest(below)
-        for sentence in damaged:
-            self.bar.say(f"passed over: {sentence}")
+        place, _ = self._newest(below, contents=True)
         began = self.origin if self.origin and commit.read_manifest(self.origin).step < below else None
         return place or began
 
     def roll_back(self, place: Place, helpless: int | None = None) -> Manifest:
         """Load what `last_good` found. `helpless`: the step of a later checkpoint that led nowhere; it goes."""
-        manifest = checkpoint.load(place, self.state, verified=place is not self.origin)
+        manifest = checkpoint.load(place, self.state, verify="first" if place is self.origin else "no")
         if helpless is not None:
             self.writer.discard(helpless)
         self.saved, self.poisoned, self.postponed, self.again = manifest.step, False, False, math.inf

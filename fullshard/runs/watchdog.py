@@ -180,8 +180,11 @@ class Watchdog:
         return min(DEAD, self.progress.asked) if self.disk.taken() > DEAD else self.progress.asked
 
     def _end(self, code: int) -> None:
-        """Find out who waits for whom, print it, and exit; the main thread cannot."""
+        """Find out who waits for whom, print it, and exit; the main thread cannot. Print nothing if a rank has said why the run
+        ends: the main thread waits for that rank, and the signal is the launcher's."""
         faulthandler.cancel_dump_traceback_later()
+        if (failed := self.ranks.failed()) is not None:
+            os._exit(failed)
         idle, own = self.progress.idle, self.ranks.where() | {"doing": self.progress.doing}
         answers = self.ranks.exchange(own, ANSWERS)
         left = self._leave_stacks()

@@ -40,6 +40,22 @@ def make_state(strategy: str = "zero3", kind: str = "plain", seed: int = 3, opti
     return on_torch.shard(model, plan, optimizer or fs.AdamW(lr=1e-2), seed=seed, first_step_checks=parity.checked(model))
 
 
+def load_once(checkpoint_dir: str) -> tuple[dict[str, str], int]:
+    """The state after a load that verifies meanwhile, and how many bytes of tensors this rank read for it."""
+    state, read, plain = make_state(), list[int](), Local.read
+
+    def counted(place, name, pieces):
+        read.append(sum(len(into) for _, into in pieces) if name.startswith("shard") else 0)
+        plain(place, name, pieces)
+
+    Local.read = counted
+    try:
+        fs.checkpoint.load(checkpoint_dir, state, verify="meanwhile")
+    finally:
+        Local.read = plain
+    return digests(state), sum(read)
+
+
 def batch(state, step: int) -> dict[str, torch.Tensor]:
     """A random batch, different at every step and on every data rank."""
     rank = on_torch.data_rank(state.plan.mesh)

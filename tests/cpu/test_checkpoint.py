@@ -58,6 +58,14 @@ def test_what_any_layout_saves_any_other_loads_to_the_bit(ranks, tmp_path, origi
     assert found["next"] == saved[0]["next"]  # the same layout again: training goes on to the bit
 
 
+def test_a_load_that_verifies_meanwhile_reads_the_files_once(ranks, tmp_path):
+    saved = ranks(2).run(checkpoint.save, str(tmp_path), "zero3")
+    found = ranks(2).run(checkpoint.load_once, str(tmp_path))
+    assert [digests for digests, _ in found] == [s["digests"] for s in saved]
+    size = sum(file.stat().st_size for file in tmp_path.glob("*/shard-*"))
+    assert size <= sum(read for _, read in found) < 1.1 * size  # both ranks read what both have
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "optimizer"),

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 SCRIPT = """
-import atexit, json, os, signal, sys, threading
+import atexit, json, os, signal, sys, threading, time
 import torch
-from fullshard.launch.rank_processes import forked, may_fork, run_ranks, stay_forkable
+from fullshard.launch.rank_processes import may_fork, run_ranks, stay_forkable
 
 stay_forkable()
 (torch.ones(1 << 20) * 2).sum()
@@ -24,6 +24,13 @@ def run():
     dist.all_reduce(total)
     found = [total.item(), torch.rand(1).item(), torch.get_num_threads(), os.getsid(0) == os.getpid()]
     dist.barrier()
+    if sys.argv[1:] == ["die"]:
+        from fullshard.on_torch.step.batch_loader import loader
+        if dist.get_rank() == 1:
+            next(loader(1, 2).each(lambda i: time.sleep(100 * i) or {"x": torch.ones(1)}, iter(range(2))))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(50)
+        print("unnoticed", flush=True)
     print(json.dumps([dist.get_rank(), big, *found, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]), flush=True)
     if len(sys.argv) > 1 and dist.get_rank() == 1:
         from fullshard.base.errors import FullshardError
@@ -36,7 +43,7 @@ thread.start()
 while_it_runs = may_fork()
 held.set()
 print(while_it_runs, may_fork(), flush=True)
-sys.exit(run_ranks(2, forked(run), []))
+sys.exit(run_ranks(2, run, []))
 """
 
 
@@ -59,3 +66,10 @@ def test_the_sentence_of_a_copy_is_said_once_and_its_code_survives():
     done = launched("fail")
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: rank 1: planted"]
+
+
+def test_a_copy_that_is_killed_is_noticed_though_its_data_worker_was_busy():
+    done = launched("die")
+    assert done.returncode == 128 + 9
+    assert "unnoticed" not in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: rank 1 was ended by SIGKILL")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Local
-from fullshard.checkpoint.pruning import Inventory, size_problems
+from fullshard.checkpoint.pruning import Inventory, visible_problems
 from fullshard.checkpoint.retention import CheckpointSummary, Retention
 from fullshard.checkpoint.verify import problems
 from fullshard.commands.cli import app
@@ -113,4 +113,4 @@ def test_ls_shows_a_damaged_one_as_damaged(tmp_path: Path, damage):
     assert "bytes instead of" in second or "is damaged: its checksum does not match" in second
     rows = json.loads(run("ls", str(tmp_path), "--json").stdout)["checkpoints"]
     assert [bool(r["damaged"]) for r in rows] == [False, True]
-    assert size_problems(Local(tmp_path / "step-00000001")) == []
+    assert visible_problems(Local(tmp_path / "step-00000001")) == []

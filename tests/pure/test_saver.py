@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from fullshard import FullshardError
+from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
 from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.reader import Checkpoint, open_checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, NotFiniteError, Saving
 from fullshard.checkpoint.shared_disks import Nodes, find_whole
-from fullshard.checkpoint.verify import file_checksum, problems
+from fullshard.checkpoint.verified_load import DamagedError, fill_from
+from fullshard.checkpoint.verify import FileChecksum, problems
 from fullshard.ranks.agreement import RankAgreement
 
 WORLD, ROWS = 3, 4
@@ -48,7 +50,7 @@ class RowStaging:
             raise self.fault
         data = self.shards.layout.header + np.full((ROWS, 2), self.rank, np.float32).tobytes()
         directory.write(self.shards.file, data)
-        return file_checksum(directory, self.shards.file, len(data))
+        return FileChecksum(directory, self.shards.file, len(data)).result()
 
     def close(self):
         pass
@@ -144,6 +146,39 @@ def test_damage_that_one_rank_finds_is_told_to_all(tmp_path):
 
     assert on_all_ranks(load) == [f"{file} is damaged: its checksum does not match; use another checkpoint"] * WORLD
     assert Checkpoint(find_whole(tmp_path, ThreadAgreement(0, [None], threading.Barrier(1)), verified=True)).manifest.step == 1
+
+
+def test_what_fills_a_state_is_verified_without_reading_it_twice(tmp_path, monkeypatch):
+    def save(ranks):
+        saver = RowSaver(tmp_path, ranks)
+        saver.save().result()
+        saver.close()
+
+    def load(ranks):
+        filled = bytearray(ROWS * 2 * 4)
+
+        def fill(checkpoint):
+            checkpoint.read("model.w", [(ranks.rank * ROWS, (ranks.rank + 1) * ROWS), (0, 2)], memoryview(filled))
+            if ranks.rank == 1 and np.frombuffer(filled, np.float32)[-1] != 1:
+                raise FullshardError("a value makes no sense")
+
+        try:
+            return fill_from(tmp_path, ranks, "meanwhile", fill).step
+        except FullshardError as error:
+            return type(error), str(error)
+
+    def counted(place, name, pieces):
+        read.append((name, sum(len(into) for _, into in pieces)))
+        return plain(place, name, pieces)
+
+    on_all_ranks(save)
+    files, read, plain = sorted((tmp_path / "step-00000001").glob("shard-*")), [], Local.read
+    monkeypatch.setattr(Local, "read", counted)
+    assert on_all_ranks(load) == [1] * WORLD
+    of_file = {file.name: sum(n for name, n in read if name == file.name) for file in files}
+    assert of_file == {file.name: file.stat().st_size for file in files}
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"\x01")
+    assert on_all_ranks(load) == [(DamagedError, f"{files[1]} is damaged: its checksum does not match")] * WORLD
 
 
 def test_each_node_writes_each_item_once():

@@ -64,6 +64,15 @@ def test_sigterm_ends_a_save_that_blocks(blocked):
     assert process.returncode == 143
 
 
+def test_a_signal_after_a_rank_has_failed_ends_without_a_word(tmp_path):
+    """The launcher's: what the failed rank has said stays the last line."""
+    process = watched(tmp_path, "dog.ranks.failed = lambda: 75\ndog.begin(3)\nprint('here', flush=True); time.sleep(60)")
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (75, "")
+
+
 def test_a_long_evaluation_that_goes_on_is_no_hang(tmp_path):
     """Its batches take longer together than a step may, and none of them alone."""
     body = "w.FIRST = 1\ndog.begin(1)\nfor _ in dog.each(range(6), 'the evaluation'): time.sleep(0.5)"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.parent_death import die_with_parent
 from fullshard.data.step_batches import close
 from fullshard.engine.bench_protocols import BenchEngine, Contestant, PeerRequest, load_bench_engine
 from fullshard.engine.protocols import Engine, load_engine
 from fullshard.launch.local import become_ranks, given_arguments
 from fullshard.launch.rank_end import end_rank
-from fullshard.launch.rank_processes import die_with_parent
 from fullshard.observe.bench.resident_memory import Resident
 from fullshard.planner.wire_bytes import sent_bytes
 from fullshard.runs.prepare.open_data import batches

@@ -8,7 +8,7 @@ from typing import Any
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Local
-from fullshard.checkpoint.pruning import size_problems
+from fullshard.checkpoint.pruning import visible_problems
 from fullshard.checkpoint.verify import problems
 
 STAGED = re.compile(r"\.(step-\d+)\.[0-9a-f]+\.(partial|removed)")
@@ -33,7 +33,7 @@ class RunCheckpoints:
 
     def _row(self, place: Local, name: str) -> dict[str, Any]:
         try:
-            if wrong := size_problems(place.child(name)):
+            if wrong := visible_problems(place.child(name)):
                 return _unread(name, "damaged", wrong[0])
             found = commit.read_manifest(place.child(name))
         except FullshardError as error:

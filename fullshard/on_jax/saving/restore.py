@@ -1,6 +1,7 @@
 """Loads a checkpoint of any plan, of either engine, into a sharded state. Every process reads the parts of its own devices.
 
-The state changes only after the checkpoint is verified and its tensors match the state's.
+The state changes only after the checkpoint's tensors match the state's and, unless the caller can fill it again, after every
+byte is verified.
 """
 
 import functools
@@ -16,7 +17,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.shared_disks import find_whole
+from fullshard.checkpoint.verified_load import Verify, fill_from
 from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.saving.process_agreement import ProcessAgreement
@@ -36,16 +37,11 @@ from fullshard.on_jax.tensors.stacked_arrays import layer_sharding, stacked_arra
 
 
 def load_checkpoint(
-    where: str | Path | Place, state: JaxState, *, allow_missing: Sequence[str] = (), verified: bool = False
+    where: str | Path | Place, state: JaxState, *, allow_missing: Sequence[str] = (), verify: Verify = "first"
 ) -> Manifest:
-    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective.
-
-    `verified`: the caller has already compared the checksums.
-    """
+    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective. `verify`: see `fill_from`."""
     ranks = ProcessAgreement("load")
-    checkpoint = Checkpoint(find_whole(where, ranks, verified=verified))
-    ranks.gather_results(lambda: _fill(checkpoint, state, allow_missing))
-    return checkpoint.manifest
+    return fill_from(where, ranks, verify, lambda checkpoint: _fill(checkpoint, state, allow_missing))
 
 
 def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str]) -> None:
@@ -56,8 +52,8 @@ def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str])
         tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     expected = expected_types(state, saved.get("without_slots", []))
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
-    count = _count(checkpoint, state, tensors)
-    for name, old in list(state.params.items()):
+    count = _count(Checkpoint(checkpoint.place, manifest), state, tensors)  # out of the files' order
+    for name, old in sorted(state.params.items()):  # in the files' order
         state.params[name] = _read_layers(checkpoint, state, f"model.{name}", old, tensors, keep=True)
     _fill_slots(checkpoint, state, tensors, count)
     _fill_variables(checkpoint, state)
@@ -93,8 +89,8 @@ def _count(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRec
 
 def _fill_slots(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRecord], count: int) -> None:
     slots = optimizer_slots(state.moments)
-    for key, table in slots.tables.items():
-        for name in slots.names:  # one at a time, so that memory is needed for one new array at a time
+    for name in sorted(slots.names):
+        for key, table in sorted(slots.tables.items()):  # one at a time, so that memory is needed for one new array at a time
             table[name] = _read_layers(checkpoint, state, f"optimizer.{name}.{key}", table[name], tensors, keep=False)
     if (old := slots.count) is not None:
         state.moments = jax.tree.map(lambda leaf: _filled(leaf, count) if leaf is old else leaf, state.moments)

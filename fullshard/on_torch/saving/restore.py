@@ -1,6 +1,7 @@
 """Loads a checkpoint of any plan into a sharded state. Every rank reads its own parts.
 
-The state changes only after the checkpoint is verified and its tensors match the state's.
+The state changes only after the checkpoint's tensors match the state's and, unless the caller can fill it again, after every
+byte is verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.shared_disks import find_whole
+from fullshard.checkpoint.verified_load import Verify, fill_from
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
@@ -27,21 +28,17 @@ from fullshard.on_torch.tensors.shard_ranges import local_tensor, shadow
 
 
 def load_checkpoint(
-    where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verified: bool = False
+    where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verify: Verify = "first"
 ) -> Manifest:
-    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective.
-
-    `verified`: the caller has already compared the checksums.
-    """
+    """Fill the state in place from a checkpoint of any plan; return its manifest. Collective. `verify`: see `fill_from`."""
     ranks = GroupAgreement()
     try:
-        place = find_whole(where, ranks, verified=verified)
-        return ranks.gather_results(lambda: _fill(Checkpoint(place), state, allow_missing))[ranks.rank]
+        return fill_from(where, ranks, verify, lambda checkpoint: _fill(checkpoint, state, allow_missing))
     finally:
         ranks.close()
 
 
-def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
+def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> None:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
     refuse_bad_numbers(saved)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
@@ -53,7 +50,6 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
-    return manifest
 
 
 def _fill_tensors(
@@ -100,12 +96,13 @@ def _read_coded(checkpoint: Checkpoint, state: State, name: str, key: str) -> Te
 
 
 def _read(checkpoint: Checkpoint, targets: dict[str, Tensor]) -> None:
-    """Fill this rank's parts of the tensors. DCP's planner decides which ranges of the files they need."""
+    """Fill this rank's parts of the tensors, in the files' order. DCP's planner decides which ranges they need."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     wanted = {n: t for n, t in checkpoint.manifest.tensors.items() if n in targets}
     planner.set_up_planner(targets, _dcp_metadata(wanted), False)
     chunks = {MetadataIndex(n, c.start): (t, c) for n, t in wanted.items() for c in t.chunks}
-    for item in planner.finish_plan(planner.create_local_plan()).items:
+    at = lambda item: (chunks[item.storage_index][1].file, chunks[item.storage_index][1].offset)
+    for item in sorted(planner.finish_plan(planner.create_local_plan()).items, key=at):
         record, chunk = chunks[item.storage_index]
         first = [s + o for s, o in zip(chunk.start, item.storage_offsets, strict=True)]
         box = [(a, a + n) for a, n in zip(first, item.lengths, strict=True)]

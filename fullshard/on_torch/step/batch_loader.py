@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fullshard.base.errors import FullshardError, first_line
+from fullshard.base.parent_death import die_with_parent
 from fullshard.data import seeding
 from fullshard.data.thread_loader import in_thread
 from fullshard.on_torch.tensors.batch_tree import map_tensors
@@ -120,7 +121,9 @@ def _failure(error: Exception) -> _Failure:
 
 
 def _begin_worker(worker: int) -> None:
-    """A run ends at a step boundary after a signal: until then it needs its workers."""
+    """A run ends at a step boundary after a signal: until then it needs its workers. None of them survives its rank: the launcher
+    sees that a copy of its own has ended when nobody has the pipe of that copy any more, and a fork has it, too."""
+    die_with_parent()
     signal.set_wakeup_fd(-1)  # it is the rank's, which would count a second signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER))
