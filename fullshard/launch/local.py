@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from fullshard.base.errors import DIVERGED, REFUSED
 from fullshard.launch.rank_processes import die_with_parent, forked, may_fork, run_ranks, spawned
+from fullshard.plan.engine_traits import DEFAULT_ENGINE, TRAITS
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
@@ -42,7 +43,7 @@ def become_ranks(
     arguments: list[str],
     restarts: int = 0,
     *,
-    engine: str = "torch",
+    engine: str = DEFAULT_ENGINE,
     command: str = "",
     module: str = "fullshard.commands.cli",
     run: Callable[[], object] | None = None,
@@ -53,10 +54,11 @@ def become_ranks(
     The arguments travel in the environment, for the program that reads its own command line.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
-    what = f"{devices} {'device' if engine == 'jax' else 'rank'}{'s' if devices > 1 else ''}"
+    one_process = TRAITS[engine].one_process
+    what = f"{devices} {'device' if one_process else 'rank'}{'s' if devices > 1 else ''}"
     os.environ[LAUNCH] = json.dumps(asdict(Launch(what, time.time(), command)))
     print(f"starting {what} …", file=sys.stderr, flush=True)
-    if engine == "jax":
+    if one_process:
         start_jax(devices, ["-m", module], restarts)
     if run is not None and may_fork():
         _start_again(lambda asked: run_ranks(devices, forked(run), asked), restarts)

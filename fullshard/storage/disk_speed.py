@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
@@ -46,6 +47,13 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
         read = _rate(file, into, filled, seconds / 4, reading=True)[1]
         _forget(file)
         return Rates(read, write, _both(file, into, out, filled, seconds / 4))
+
+
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """The rates of the slowest of several ranks, in each direction."""
+    at_once = [both for _, _, both in rates if both is not None]
+    read, write = (min(found) for found in list(zip(*rates, strict=True))[:2])
+    return Rates(read, write, min(at_once) if len(at_once) == len(rates) else None)
 
 
 def _settle(file: DiskFile) -> None:

@@ -31,7 +31,7 @@ def write_profile(prepared: Prepared, directory: Path) -> str:
 def planned(prepared: Prepared) -> PlannedStep:
     """What the planner knows of a run."""
     recipe, wanted = prepared.recipe, prepared.recipe.data
-    workers = prepared.data.workers(prepared.engine.ranks_here()) if wanted.workers is None else wanted.workers
+    workers = prepared.data.workers(prepared.engine.ranks.ranks_here()) if wanted.workers is None else wanted.workers
     return PlannedStep(
         plan=prepared.plan,
         description=prepared.description,

@@ -19,7 +19,7 @@ from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_m
 from fullshard.checkpoint.shared_disks import find_whole
 from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.saving.process_agreement import ProcessAgreement
+from fullshard.on_jax.ranks.processes import own_agreement
 from fullshard.on_jax.saving.state_arrays import (
     RNG,
     array_types,
@@ -42,7 +42,7 @@ def load_checkpoint(
 
     `verified`: the caller has already compared the checksums.
     """
-    ranks = ProcessAgreement("load")
+    ranks = own_agreement("load")
     checkpoint = Checkpoint(find_whole(where, ranks, verified=verified))
     ranks.gather_results(lambda: _fill(checkpoint, state, allow_missing))
     return checkpoint.manifest
