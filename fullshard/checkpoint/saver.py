@@ -335,14 +335,6 @@ class CheckpointSaver(ABC):
         return None, damaged
 
 
-def no_room(needed: int, room: int) -> str:
-    """What a save says that has no host memory for its copies."""
-    return (
-        f"a copy of {bytes_text(needed)} does not fit into the {bytes_text(max(0, room))} of host memory that it may take: "
-        "training waits while a checkpoint is written"
-    )
-
-
 def another_state(target: Place) -> str:
     return (
         f"{target} holds another state already; let the steps be counted (state.optimizer = the one that you step), save to "

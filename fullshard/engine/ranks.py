@@ -22,9 +22,6 @@ class Ranks(Protocol):
     def all_devices(self) -> int:
         """How many devices the ranks have together: what a plan is for. One each on torch; a JAX process has several."""
 
-    def ranks_here(self) -> int:
-        """How many ranks run on this machine."""
-
     def rank_and_world(self) -> tuple[int, int]: ...
 
     def is_first(self) -> bool:

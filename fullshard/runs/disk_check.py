@@ -2,6 +2,7 @@
 
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.runs.prepare.describe_model import described_units
 from fullshard.runs.prepare.prepare import Prepared
 from fullshard.runs.prepare.recipe_plan import make_optimizer
@@ -20,7 +21,7 @@ def judge_disk(prepared: Prepared, directory: str) -> list[str]:
         return [line for line in (no_disk(directory),) if line]
     ranks, nbytes = prepared.engine.ranks, min(TRIAL, filed)
     rates = slowest(ranks.agreement().gather_results(lambda: disk_rates(directory, nbytes, SECONDS)))
-    here = ranks.ranks_here()
+    here = ranks_here()
     read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in away.disk_traffic())
     whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
     said = verdict((read, written), whole, prepared.rest_seconds)

@@ -14,7 +14,6 @@ from fullshard.on_jax.ranks.processes import (
     start,
 )
 from fullshard.on_jax.ranks.processes import main_agreement as agreement
-from fullshard.on_jax.ranks.processes import processes_here as ranks_here
 from fullshard.ranks.hang_reports import innermost_line, main_thread_frame, stack_of
 from fullshard.ranks.rank_protocols import Where
 
@@ -29,7 +28,6 @@ __all__ = [
     "messages",
     "position",
     "rank_and_world",
-    "ranks_here",
     "start",
     "versions",
 ]

@@ -18,6 +18,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.on_jax.private.jax_internals import coordination_client
 from fullshard.plan.plan import Mesh
 from fullshard.ranks.agreement import RankAgreement
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.ranks.messages import PolledMessages
 from fullshard.ranks.slurm import adopt_slurm
 
@@ -61,7 +62,7 @@ def _coordinator() -> str:
 def _own_devices() -> list[int] | None:
     """The devices of this process; None for all that it sees. Launchers start one process for each GPU of a machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and (visible is None or "," in visible)
+    several = ranks_here() > 1 and (visible is None or "," in visible)
     return [int(os.environ.get("LOCAL_RANK", 0))] if several else None
 
 
@@ -89,11 +90,6 @@ def is_first() -> bool:
 def rank_and_world() -> tuple[int, int]:
     """This process, and the number of processes."""
     return index(), count()
-
-
-def processes_here() -> int:
-    """The number of processes on this machine; 1 if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def data_share(mesh: Mesh) -> tuple[int, int]:

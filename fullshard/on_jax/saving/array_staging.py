@@ -14,16 +14,15 @@ import xxhash
 from fullshard.base.direct_io import aligned, aligned_size
 from fullshard.checkpoint import manifest
 from fullshard.checkpoint.background_writer import Background
+from fullshard.checkpoint.copy_room import refused_copies
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
 from fullshard.checkpoint.manifest_records import TensorTypes
-from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.checkpoint.saver import NotFiniteError
 from fullshard.checkpoint.shared_disks import Nodes
-from fullshard.on_jax.ranks.processes import processes_here
 from fullshard.on_jax.saving.state_arrays import Check, HostOrDevice, array_types
 from fullshard.on_jax.tensors.stacked_arrays import LayerSlice
 from fullshard.ranks.agreement import RankAgreement
-from fullshard.storage.memory_limits import host_limit
 
 AHEAD = 8  # copies from a device that are under way at once
 EXPONENTS = {
@@ -57,12 +56,16 @@ class ArrayStaging:
 
     def __init__(self, ranks: RankAgreement, nodes: Nodes, plan: dict[str, Any], *, room: int | None):
         self.ranks, self.nodes, self.plan, self.room = ranks, nodes, plan, room
-        self.in_place, self.in_place_reason = False, ""
+        self.in_place_reason = ""
         self.planned: TensorTypes | None = None  # the tensors that the layout is for
         self.worker = Background("checkpoint-checksum")
         self.image: memoryview | None = None  # the file's bytes
         self.sources: Sequence[HostOrDevice] = ()  # of the layout's items, in place
         self.checked: Mapping[str, Check] = {}
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.in_place_reason)
 
     # -- at each save ----------------------------------------------------------------------------------
 
@@ -152,24 +155,16 @@ class ArrayStaging:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Allocate the image on all processes, or set `in_place` on all if one has no room."""
-        needed = self.shards.layout.nbytes
-        rows = self.ranks.gather_integers(lambda: [needed, self._room()], 2)
-        short = [(wanted, room) for wanted, room in rows if wanted > room]
-        self.in_place, self.in_place_reason = bool(short), ""
-        if short:
-            self.in_place_reason = no_room(*short[0])
+        """Allocate the image on all processes, or on none if one has no room."""
+        needed, held = self.shards.layout.nbytes, len(self.image) if self.image is not None else 0
+        self.in_place_reason = refused_copies(self.ranks, needed, held, self.room)
+        if self.in_place:
             self.image = None
         elif self.image is None or len(self.image) != aligned_size(needed):
             self.image = None  # before the new one is allocated
             self.image = aligned(needed)
         if self.image is not None:
             self.image[: len(self.shards.layout.header)] = self.shards.layout.header
-
-    def _room(self) -> int:
-        """Bytes that this process's image may take; a sixteenth of the host's memory stays free."""
-        own = len(self.image) if self.image is not None else 0
-        return host_limit() * 15 // 16 // processes_here() + own if self.room is None else self.room
 
 
 def parts(array: HostOrDevice) -> dict[tuple[int, ...], HostOrDevice]:

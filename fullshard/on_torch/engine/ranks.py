@@ -10,7 +10,6 @@ from fullshard.on_torch.ranks.device_meshes import (
     finish,
     is_first,
     rank_and_world,
-    ranks_here,
     start,
 )
 from fullshard.on_torch.ranks.first_failure import lost_a_peer
@@ -29,7 +28,6 @@ __all__ = [
     "messages",
     "position",
     "rank_and_world",
-    "ranks_here",
     "start",
     "versions",
 ]

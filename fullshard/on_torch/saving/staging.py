@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fullshard.checkpoint.background_writer import Background, Priority
+from fullshard.checkpoint.copy_room import refused_copies
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileLayout, SaveLayout
-from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.checkpoint.saver import NotFiniteError
 from fullshard.checkpoint.shared_disks import Nodes
 from fullshard.on_torch.model.changing_buffers import STATISTICS
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.private.torch_internals import addresses
-from fullshard.on_torch.ranks.device_meshes import ranks_here
 from fullshard.on_torch.ranks.rank_agreement import GroupAgreement, decide, gather_results
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.file_image import FileImage, ImageBuffer, flattened
@@ -40,7 +40,6 @@ from fullshard.on_torch.saving.write_items import (
     without_empty_items,
 )
 from fullshard.on_torch.tensors.streams import DeviceStream, StreamEvent
-from fullshard.storage.memory_limits import host_limit
 
 
 class Staging:
@@ -55,7 +54,7 @@ class Staging:
 
     def __init__(self, state: State, ranks: GroupAgreement, nodes: Nodes, *, overlap: bool, room: int | None):
         self.state, self.ranks, self.nodes, self.overlap = state, ranks, nodes, overlap and may_overlap(state)
-        self.room, self.in_place, self.in_place_reason = room, False, ""
+        self.room, self.in_place_reason = room, ""
         self.buffer = ImageBuffer(pinned=state.device.type == "cuda")
         priority: Priority = "idle" if state.device.type == "cpu" else "nice"
         self.worker = Background("checkpoint-copies", priority=priority if overlap else "normal")
@@ -64,6 +63,10 @@ class Staging:
         self.last_addresses: list[int] = []
         self.sources: list[ItemSource] = []  # of the layout's items
         self.copies: PendingCopies | None = None
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.in_place_reason)
 
     @property
     def layout(self) -> FileLayout:
@@ -199,21 +202,13 @@ class Staging:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Allocate the image on all ranks, or set `in_place` on all if one has no room."""
-        rows = self.ranks.gather_integers(lambda: [self.layout.nbytes, self._room()], 2)
-        short = [(needed, room) for needed, room in rows if needed > room]
-        self.in_place = bool(short)
+        """Allocate the image on all ranks, or on none if one has no room."""
+        self.in_place_reason = refused_copies(self.ranks, self.layout.nbytes, self.buffer.arena.nbytes, self.room)
         self._drop_image()
-        if short:
-            self.in_place_reason = no_room(*short[0])
+        if self.in_place:
             self.buffer.close()
         else:
             self.ranks.gather_integers(self._make_image, 0)
-
-    def _room(self) -> int:
-        """Bytes that this rank's image may take; a sixteenth of the host's memory stays free."""
-        own = self.buffer.arena.nbytes
-        return host_limit() * 15 // 16 // ranks_here() + own if self.room is None else self.room
 
     def _make_image(self) -> list[int]:
         self.image = FileImage(self.layout, self.items, self.buffer)

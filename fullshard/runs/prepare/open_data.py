@@ -32,6 +32,7 @@ from fullshard.data.training_data import SampleData, Share, TokenData, TrainingD
 from fullshard.engine.engine import Engine
 from fullshard.engine.model import ModelFacts
 from fullshard.plan.plan import Plan
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.runs.recipe.recipe import Recipe
 from fullshard.runs.recipe.recipe_sections import COLUMNS, changed
 
@@ -313,7 +314,7 @@ def batches(
     `share`: its number, and of how many; a share may hold the rows of several devices.
     """
     wanted = recipe.data
-    workers = data.workers(engine.ranks.ranks_here()) if wanted.workers is None else wanted.workers
+    workers = data.workers(ranks_here()) if wanted.workers is None else wanted.workers
     loader = engine.trainer.loader(workers, wanted.prefetch, seed=recipe.train.seed, threads=data.threads)
     rank, ranks = share
     rows = plan.batch.micro_batch * plan.mesh.data // ranks
