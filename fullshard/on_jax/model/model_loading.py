@@ -15,9 +15,10 @@ from typing import Any
 from flax import nnx
 
 from fullshard.base.callables import load_callable
-from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.engine.model import ModelFacts, ParameterFacts
+from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS, GPTSize, LlamaSize
 from fullshard.on_jax.model.built_in import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
 from fullshard.on_jax.model.describe import Factory, abstract
@@ -94,8 +95,7 @@ def _maker(name: str) -> Factory:
         raise FullshardError(
             f"{name} is a Python file; write {name}:callable, the name of a function of nnx.Rngs that returns a flax.nnx.Module"
         )
-    known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
-    raise FullshardError(f"unknown model {name!r}; write {known}{nearest(name, list(PRESETS))}")
+    raise unknown_model(name)
 
 
 def _exists(path: str) -> bool:
@@ -103,10 +103,7 @@ def _exists(path: str) -> bool:
 
 
 def _hugging_face(path: Path) -> Factory:
-    config = path / "config.json" if is_directory(path) else path
-    if not is_plain_file(config):
-        raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
-    return _of_size(read_size(config))
+    return _of_size(read_size(config_file(path)))
 
 
 def _of_size(size: LlamaSize | GPTSize | NnxGPT2Size) -> Factory:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from fullshard.base.callables import load_callable
-from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.engine.model import ModelFacts
+from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS
 from fullshard.on_torch.model import built_in
 from fullshard.on_torch.model.factory import Factory
@@ -62,8 +63,7 @@ def _builder(spec: str) -> Callable[[], object]:
         )
     if _exists(spec):
         return _hugging_face(Path(spec))
-    known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
-    raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
+    raise unknown_model(spec)
 
 
 def _build(spec: str, build: Callable[[], object]) -> nn.Module:
@@ -85,9 +85,7 @@ def _exists(path: str) -> bool:
 
 
 def _hugging_face(path: Path) -> Callable[[], object]:
-    config_path = path / "config.json" if is_directory(path) else path
-    if not is_plain_file(config_path):
-        raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
+    config_path = config_file(path)
     try:
         return model_builder(config_path)
     except FullshardError:
