@@ -61,6 +61,7 @@ class JaxCheckpointer(CheckpointSaver):
         copied.set_result(None)  # the checksum is computed while the disk writes
         if staging.in_place:
             self.write(saving, fields, copied)
+            staging.forget_sources()
         else:
             self.write_in_background(saving, fields, copied)
         return saving

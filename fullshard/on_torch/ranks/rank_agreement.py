@@ -54,13 +54,9 @@ def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     return unwrap(result)[0]
 
 
-def gather_results(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
-    """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""
-    return unwrap(gather(group, attempt(make)))
-
-
 def gather_integers(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
-    """As `gather_results`, for `count` 64-bit integers.
+    """Call `make` on every rank and return all results on all ranks: `count` 64-bit integers each. If one fails, all raise its
+    error.
 
     If all ranks succeed, this is one small collective, which costs a tenth of gathering objects. Error sentences are
     gathered only after a failure.
