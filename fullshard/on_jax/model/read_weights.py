@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.checkpoint.weight_files import refuse_dtype, refuse_extra, refuse_missing, refuse_shape
 from fullshard.on_jax.tensors.dtypes import FILE_DTYPES, Shape
+from fullshard.on_jax.tensors.read_boxes import read_boxes
 
 BASES = ("model.", "transformer.")  # files of a model without its head lack this part of the names
 
@@ -38,18 +38,8 @@ class WeightFiles:
     def array(self, name: str, shape: Shape, sharding: jax.sharding.NamedSharding, dtype: Any) -> jax.Array:
         """A parameter, each device's part read by itself."""
         file = self.stored[name]
-        parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # read once, although several devices have it
-
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            box = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-            if box not in parts:
-                found = np.empty([b - a for a, b in box], FILE_DTYPES[self.files.entries[file].dtype])
-                self.files.read(file, box, found.reshape(-1).view(np.uint8).data)
-                parts[box] = found.astype(dtype)
-            return parts[box]
-
-        return jax.make_array_from_callback(shape, sharding, read)
+        stored = FILE_DTYPES[self.files.entries[file].dtype]
+        return read_boxes(shape, sharding, stored, lambda box, memory: self.files.read(file, box, memory), dtype)
 
 
 def _file_names(name: str, taken: Collection[str]) -> list[str]:

@@ -15,8 +15,8 @@ import numpy as np
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.shared_disks import find_whole
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
+from fullshard.checkpoint.restoring import restorable, restore
 from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.ranks.processes import own_agreement
@@ -32,6 +32,7 @@ from fullshard.on_jax.saving.state_arrays import (
     variables,
 )
 from fullshard.on_jax.tensors.dtypes import FILE_DTYPES
+from fullshard.on_jax.tensors.read_boxes import read_boxes
 from fullshard.on_jax.tensors.stacked_arrays import layer_sharding, stacked_array
 
 
@@ -42,18 +43,12 @@ def load_checkpoint(
 
     `verified`: the caller has already compared the checksums.
     """
-    ranks = own_agreement("load")
-    checkpoint = Checkpoint(find_whole(where, ranks, verified=verified))
-    ranks.gather_results(lambda: _fill(checkpoint, state, allow_missing))
-    return checkpoint.manifest
+    return restore(where, own_agreement("load"), lambda found: _fill(found, state, allow_missing), verified=verified)
 
 
 def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str]) -> None:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    refuse_bad_numbers(saved)
-    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
-    if state.optimizer is None:  # to evaluate or export, the weights are enough
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
+    tensors = restorable(manifest, optimizer=state.optimizer is not None)
     expected = expected_types(state, saved.get("without_slots", []))
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     count = _count(checkpoint, state, tensors)
@@ -163,15 +158,6 @@ def _reseeded(old: jax.Array, step: int) -> jax.Array:
 
 
 def read_array(checkpoint: Checkpoint, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A tensor of a checkpoint as an array. Of parts that several devices of this process hold, the bytes are read once."""
-    record, known = checkpoint.manifest.tensors[name], dict[Any, np.ndarray]()
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        box = tuple(s.indices(size)[:2] for s, size in zip(index, record.shape, strict=True))
-        if box not in known:
-            known[box] = np.empty([b - a for a, b in box], FILE_DTYPES[record.dtype])
-            checkpoint.read(name, box, known[box].reshape(-1).view(np.uint8).data)
-        return known[box]
-
-    return jax.make_array_from_callback(record.shape, sharding, read)
+    """A tensor of a checkpoint as an array."""
+    record = checkpoint.manifest.tensors[name]
+    return read_boxes(record.shape, sharding, FILE_DTYPES[record.dtype], lambda box, memory: checkpoint.read(name, box, memory))

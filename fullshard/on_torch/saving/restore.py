@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.shared_disks import find_whole
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
+from fullshard.checkpoint.restoring import restorable, restore
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
@@ -33,18 +33,12 @@ def load_checkpoint(
 
     `verified`: the caller has already compared the checksums.
     """
-    ranks = GroupAgreement()
-    try:
-        place = find_whole(where, ranks, verified=verified)
-        return ranks.gather_results(lambda: _fill(Checkpoint(place), state, allow_missing))[ranks.rank]
-    finally:
-        ranks.close()
+    return restore(where, GroupAgreement(), lambda found: _fill(found, state, allow_missing), verified=verified)
 
 
-def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> Manifest:
+def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> None:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    refuse_bad_numbers(saved)
-    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
+    tensors = restorable(manifest, optimizer=state.optimizer is not None)
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
     state.step, state.checks, state.drawn, state.copies.torn = manifest.step, True, {}, ""
@@ -53,7 +47,6 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)
-    return manifest
 
 
 def _fill_tensors(
@@ -68,8 +61,6 @@ def _fill_tensors(
     expected = state_tensors.shapes_and_dtypes(targets)
     slots = state_tensors.expected_slots(state, saved.get("without_slots", []))
     expected |= {n: (tuple(shape), _slot_dtype(dtype, tensors.get(n))) for n, (shape, dtype) in slots.items()}
-    if state.optimizer is None:  # to evaluate or export, the weights are enough
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     new_slots = state_tensors.make_slots(state, tensors, slots)
     coded = state_tensors.coded_moments(state)
