@@ -27,6 +27,7 @@ from benchmarks.step_overhead import about, bare_model, undisturbed
 from fullshard import on_torch
 from fullshard.data import Order
 from fullshard.data.pack_tokens import pack
+from fullshard.engine.ranks import watched_ranks
 from fullshard.launch.local import inside_ranks, start_ranks
 from fullshard.runs.checkpointing import Checkpoints
 from fullshard.runs.metrics import open_metrics
@@ -108,7 +109,7 @@ def through_fullshard(args: argparse.Namespace, recipe: Recipe, directory: Path)
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
     metrics = open_metrics(directory if on_torch.is_first() else None, recipe)
     bar = Bar(recipe.steps, visible=False)
-    watchdog = Watchdog(directory, recipe.train.hang_seconds, on_torch.engine.watched_ranks())
+    watchdog = Watchdog(directory, recipe.train.hang_seconds, watched_ranks(prepared.engine.ranks))
     checkpoints = Checkpoints(prepared, state, directory, metrics, bar)
     profiling = Profiling(prepared, state, directory, bar.say)
     run = Run(prepared, state, metrics, bar, Signals(), checkpoints, watchdog, profiling)

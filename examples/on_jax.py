@@ -68,7 +68,7 @@ def main() -> None:
     print(f"open {args.profile} in TensorBoard or xprof; operations carry the names of their units")
 
 
-def show_sharding(state: on_jax.JaxState) -> None:
+def show_sharding(state: on_jax.State) -> None:
     """The first block's parameters: their shapes, how they lie, and the part of one device."""
     rows = []
     for name, p in state.params.items():
@@ -78,7 +78,7 @@ def show_sharding(state: on_jax.JaxState) -> None:
     print("\n".join(state.notes))
 
 
-def analyze_memory(state: on_jax.JaxState, described: fs.Description, devices: int) -> None:
+def analyze_memory(state: on_jax.State, described: fs.Description, devices: int) -> None:
     """Bytes of parameters, gradients and Adam's two moments in fp32: whole on every device, and sharded."""
     whole, held = 16 * described.numel, state.held_bytes()
     sharded = held["params"] + held["params"] + held["optimizer"]  # a gradient is as large as its parameter

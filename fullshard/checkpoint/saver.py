@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fullshard.base.errors import FullshardError, attempt
 from fullshard.base.text import bytes_text
@@ -123,8 +123,18 @@ class CheckpointSaver(ABC):
         """The size of a checkpoint of this state, without headers and manifest."""
 
     @abstractmethod
-    def save(self) -> Saving:
-        """Stage the state as it is now, and start to write it."""
+    def save(
+        self,
+        *,
+        cursor: int | None = None,
+        recipe: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        overwrite: bool = True,
+        prune: bool = True,
+    ) -> Saving:
+        """Stage the state as it is now, and start to write it. `overwrite`: replace another state of the same step. `prune`: let
+        retention delete older checkpoints afterwards."""
 
     def wait(self) -> None:
         """Wait until no save is in flight. Raises nothing: see the `Saving` for the outcome."""
@@ -324,14 +334,6 @@ class CheckpointSaver(ABC):
                 return place, damaged
             damaged.append(found[0])
         return None, damaged
-
-
-def no_room(needed: int, room: int) -> str:
-    """What a save says that has no host memory for its copies."""
-    return (
-        f"a copy of {bytes_text(needed)} does not fit into the {bytes_text(max(0, room))} of host memory that it may take: "
-        "training waits while a checkpoint is written"
-    )
 
 
 def another_state(target: Place) -> str:

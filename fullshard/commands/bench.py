@@ -14,8 +14,8 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.status import shown
 from fullshard.base.text import counted, parse_bytes, seconds_text
 from fullshard.commands.common import AsJson, EngineName, print_json
-from fullshard.engine.protocols import refuse_engine
 from fullshard.launch.local import inside_ranks
+from fullshard.plan.engine_traits import refuse_engine
 
 if TYPE_CHECKING:
     from fullshard.observe.bench.matrix import Matrix, Wanted

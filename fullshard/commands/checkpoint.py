@@ -238,7 +238,7 @@ def can_resume(
     ] = None,
 ) -> None:
     """Say whether a run can go on with N ranks, without starting any. Exits with 1 if it cannot."""
-    from fullshard.engine.protocols import load_engine
+    from fullshard.engine.engine import load_engine
     from fullshard.runs.resuming import resumable
     from fullshard.runs.run_directory import engine_of_run
 

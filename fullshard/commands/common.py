@@ -11,10 +11,11 @@ from fullshard.base.callables import is_callable_name
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import is_directory, is_plain_file
 from fullshard.base.status import say, shown
-from fullshard.engine.protocols import ENGINES, Engine, load_engine
+from fullshard.engine.engine import Engine, load_engine
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
+from fullshard.plan.engine_traits import DEFAULT_ENGINE, ENGINES
 from fullshard.plan.plan import DType
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face directory, or file.py:callable.")]
@@ -35,7 +36,7 @@ def describe_model(
     min_params: int,
     experts: bool = False,
     *,
-    engine: str = "torch",
+    engine: str = DEFAULT_ENGINE,
 ) -> Description:
     """The units of MODEL: from a preset's size where that is enough, else from the module itself."""
     if model in presets.PRESETS and not (classes or names or min_params or experts):
@@ -43,7 +44,7 @@ def describe_model(
     with shown(f"reading {model}"):
         used, found = _load(model, repr(model), engine=engine)
         rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
-        return used.describe(found, **rules, title=model)  # type: ignore[arg-type]
+        return used.model.describe(found, **rules, title=model)  # type: ignore[arg-type]
 
 
 def describe_costs(
@@ -64,7 +65,8 @@ def describe_costs(
 
     def trace() -> Description:
         engine, found = _load(model, f"tensor = {tensor}" if tensor > 1 else repr(model), call)
-        return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
+        assert engine.model.trace_costs is not None
+        return engine.model.trace_costs(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
 
     with shown(f"reading {model}"):
         if call is not None:
@@ -72,7 +74,7 @@ def describe_costs(
         return cached_description(model, sequence=sequence, compute=compute, tensor=axes, make=trace, fresh=fresh)
 
 
-def _load(model: str, why: str, call: str | None = None, engine: str = "torch") -> tuple[Engine[Any, Any], Any]:
+def _load(model: str, why: str, call: str | None = None, engine: str = DEFAULT_ENGINE) -> tuple[Engine[Any, Any], Any]:
     """The engine and the model. Nothing that importing and building make is garbage, so Python does not look for it: that takes
     a seventh of the time."""
     collects = gc.isenabled()
@@ -80,7 +82,7 @@ def _load(model: str, why: str, call: str | None = None, engine: str = "torch") 
     try:
         used = _engine(model, why, engine)
         say(f"building {model}")
-        return used, used.load_model(model, call=call)
+        return used, used.model.load(model, call=call)
     finally:
         if collects:
             gc.enable()

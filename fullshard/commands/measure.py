@@ -8,7 +8,7 @@ import typer
 
 from fullshard.base.errors import FullshardError
 from fullshard.commands.common import AsJson, EngineName
-from fullshard.engine.protocols import load_engine
+from fullshard.engine.engine import load_engine
 
 
 def measure(
@@ -32,9 +32,9 @@ def measure(
     timing = load_engine(engine)
     if not output.parent.is_dir():
         raise FullshardError(f"{output.parent} is no directory; write the cluster into one that exists")
-    found = timing.measure(disk, quick, progress=_say if sys.stderr.isatty() else lambda part: None)
+    found = timing.machine.measure(disk, quick, _say if sys.stderr.isatty() else lambda part: None)
     try:
-        first = timing.is_first()
+        first = timing.ranks.is_first()
     except (RuntimeError, ValueError):  # no ranks: this process alone
         first = True
     if first:

@@ -11,8 +11,8 @@ from fullshard.commands.common import AsJson, Classes, EngineName, MinParams, Mo
 from fullshard.commands.option_groups import grouped
 from fullshard.commands.search_plan import SearchOptions, search, show_found
 from fullshard.commands.strategy_plan import PANEL, GivenChoices, UnitOptions, refuse_beside_cluster, strategy_plan
-from fullshard.engine.protocols import ENGINES, refuse_engine
 from fullshard.model import presets
+from fullshard.plan.engine_traits import ENGINES, refuse_engine
 from fullshard.plan.plan import Plan
 
 

@@ -11,6 +11,7 @@ import typer
 from fullshard.base.callables import is_callable_name
 from fullshard.base.errors import FullshardError
 from fullshard.commands.common import describe_costs, print_json
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.planner.checkpoint_interval import SaveCost, parse_mtbf, save_cost
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def search(
     from fullshard.planner.search.search import find_plan
 
     assert options.cluster is not None
-    if engine == "jax" and is_callable_name(model):
+    if engine is not None and not TRAITS[engine].traces and is_callable_name(model):
         raise FullshardError(
             f"what a step of {model} costs is known of presets and Hugging Face directories alone; name a strategy: "
-            "fullshard plan MODEL --devices N --strategy zero3 --engine jax"
+            f"fullshard plan MODEL --devices N --strategy zero3 --engine {engine}"
         )
     failing = parse_mtbf(options.mtbf) if options.mtbf else None
     where, fixed = _priced(options.cluster, options.price), dict(_pin(text) for text in options.fix or [])

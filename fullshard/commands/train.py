@@ -15,9 +15,11 @@ import typer
 from fullshard.base.errors import FullshardError
 from fullshard.base.status import phases, say, tell, unsaid
 from fullshard.commands.common import EngineName
-from fullshard.engine.protocols import load_engine
+from fullshard.engine.engine import load_engine
+from fullshard.engine.ranks import watched_ranks
 from fullshard.launch.local import inside_ranks, launched
 from fullshard.launch.rank_processes import stay_forkable
+from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.ranks.slurm import adopt_slurm
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ class Given:
     def resuming(self) -> str:
         """The command that resumes the run."""
         options = ["--ranks", str(self.ranks)] if self.ranks else []
-        options += ["--engine", self.engine] if self.engine != "torch" else []
+        options += ["--engine", self.engine] if self.engine != DEFAULT_ENGINE else []
         options += ["--max-restarts", str(self.max_restarts)] if self.max_restarts else []
         run = ["--run", str(self.run), *options, "--resume", "auto"]
         return shlex.join(["fullshard", "train", str(self.recipe), *self.overrides, *run])
@@ -140,7 +142,7 @@ def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
     with phases(first, seconds, announced=launch is not None) if os.environ.get("RANK") == "0" else nullcontext():
         with unsaid() if launch else nullcontext(), Watchdog(given.run, HANG_SECONDS) as watchdog:
             prepared = _prepare_together(given, watchdog, prepared)
-        if launch is None and prepared.engine.is_first():
+        if launch is None and prepared.engine.ranks.is_first():
             from fullshard.runs.announcement import announcement
 
             tell(announcement(prepared, given.run, given.resume))
@@ -149,8 +151,8 @@ def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
 
         again = launch.command if launch else None
         execute(prepared, given.run, given.resume, accept=given.accept, again=again, reporter=write_profile)
-    is_first = prepared.engine.is_first()
-    prepared.engine.finish()
+    is_first = prepared.engine.ranks.is_first()
+    prepared.engine.ranks.finish()
     return is_first
 
 
@@ -180,7 +182,7 @@ def _prepare(given: Given, watchdog: "Watchdog") -> "Prepared":
     from fullshard.runs.prepare.prepare import prepare
     from fullshard.runs.resuming import kept_of
 
-    here = engine.local_devices()  # asked in any case: from then on this process takes none of them
+    here = engine.machine.local_devices()  # asked in any case: from then on this process takes none of them
     ranks = here if given.ranks is None else given.ranks
     prepared = prepare(recipe, ranks, engine, kept_of(recipe, given.run, given.resume))
     _refuse_run(given, prepared)
@@ -195,18 +197,18 @@ def _prepare_together(given: Given, watchdog: "Watchdog", prepared: "Prepared | 
     from fullshard.runs.resuming import kept_of
 
     say("joining the other ranks")
-    engine.start()
-    watchdog.ranks = engine.watched_ranks()
+    engine.ranks.start()
+    watchdog.ranks = watched_ranks(engine.ranks)
     for option, value in (("ranks", given.ranks), ("dry-run", given.dry), ("max-restarts", given.max_restarts)):
         if value:
             raise FullshardError(f"--{option} has no effect under torchrun or srun, whose ranks this joins; leave it out")
     if prepared is not None:
         watchdog.seconds = prepared.recipe.train.hang_seconds
-        return engine.all_or_none(partial(reopen_data, prepared))
-    recipe = engine.all_or_none(lambda: _read(given, watchdog))
+        return engine.ranks.agreement().all_or_none(partial(reopen_data, prepared))
+    recipe = engine.ranks.agreement().all_or_none(lambda: _read(given, watchdog))
     told = {"--run": str(given.run), "--resume": given.resume}
     prepared = prepare_together(recipe, engine, lambda: kept_of(recipe, given.run, given.resume), told)
-    engine.all_or_none(lambda: _refuse_run(given, prepared))
+    engine.ranks.agreement().all_or_none(lambda: _refuse_run(given, prepared))
     return prepared
 
 

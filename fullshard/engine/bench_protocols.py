@@ -1,16 +1,16 @@
-"""What a benchmark asks of an engine besides `fullshard.engine.protocols.Engine`, as Protocols. Knows no engine.
+"""What a benchmark asks of an engine besides `fullshard.engine.engine.Engine`, as Protocols. Knows no engine.
 
 An engine's module for this is `fullshard.on_NAME.bench_engine`. A measured program is a `Contestant`: a state of fullshard,
 or a peer, which is the same model trained by another system. Both are timed by the same code.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from fullshard.base.errors import FullshardError, nearest
-from fullshard.engine.protocols import refuse_engine
+from fullshard.plan.engine_traits import refuse_engine
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
 
@@ -72,8 +72,9 @@ class BenchEngine(Protocol):
         """Of a token in a training step, and the most that this rank's device does in a second of training by its maker; None
         if unknown."""
 
-    def limit_memory(self, nbytes: int | None) -> None:
-        """Let this rank's device have no more than `nbytes`; None lifts the limit."""
+    @property
+    def limit_memory(self) -> Callable[[int | None], None] | None:
+        """Let this rank's device have no more than so many bytes; None lifts the limit. None where an engine cannot."""
 
     def hardware(self) -> str:
         """This rank's device, by name."""

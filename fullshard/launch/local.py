@@ -14,6 +14,7 @@ from typing import NoReturn
 from fullshard.base.errors import DIVERGED, REFUSED
 from fullshard.base.parent_death import die_with_parent
 from fullshard.launch.rank_processes import may_fork, run_alone, run_ranks
+from fullshard.plan.engine_traits import DEFAULT_ENGINE, TRAITS
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
@@ -43,7 +44,7 @@ def become_ranks(
     arguments: list[str],
     restarts: int = 0,
     *,
-    engine: str = "torch",
+    engine: str = DEFAULT_ENGINE,
     command: str = "",
     module: str = "fullshard.commands.cli",
     run: Callable[[], object] | None = None,
@@ -54,10 +55,11 @@ def become_ranks(
     The arguments travel in the environment, for the program that reads its own command line.
     """
     os.environ[ARGUMENTS] = json.dumps(arguments)
-    what = f"{devices} {'device' if engine == 'jax' else 'rank'}{'s' if devices > 1 else ''}"
+    one_process = TRAITS[engine].one_process
+    what = f"{devices} {'device' if one_process else 'rank'}{'s' if devices > 1 else ''}"
     os.environ[LAUNCH] = json.dumps(asdict(Launch(what, time.time(), command)))
     print(f"starting {what} …", file=sys.stderr, flush=True)
-    if engine == "jax":
+    if one_process:
         start_jax(devices, ["-m", module], restarts)
     start_ranks(devices, run if run and may_fork() else ["-m", module], restarts)
 

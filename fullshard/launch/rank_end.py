@@ -7,10 +7,12 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fullshard.base.errors import LOST, FullshardError
-from fullshard.engine.protocols import Engine, load_engine
+from fullshard.engine.engine import load_engine
+from fullshard.engine.ranks import Ranks
+from fullshard.plan.engine_traits import ENGINES
 from fullshard.ranks.hang_reports import call_with_timeout
 from fullshard.ranks.rank_protocols import Messages
 
@@ -32,35 +34,33 @@ class Failure:
 
 def end_rank(error: Exception) -> NoReturn:
     """Print the error if it is the first of the run, and exit without destructors, which would wait for ranks that are gone."""
-    engine = _met_engine()
-    if engine is None:
+    ranks = _met_ranks()
+    if ranks is None:
         rank = int(os.environ.get("RANK", 0))
         time.sleep(ALONE if rank else 0.0)
         _say(error, rank)
         leave(_code(error))
-    rank, world = engine.rank_and_world()
-    if engine.lost_a_peer(error):
-        found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(engine.messages(), CAUSE))
+    rank, world = ranks.rank_and_world()
+    if ranks.lost_a_peer(error):
+        found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(ranks.messages(), CAUSE))
         if found is None:  # it was killed; where a launcher watches, this process has been ended by now
             print(f"error: rank {rank} lost its connection to another rank: {_line(error)}", file=sys.stderr)
         leave(found.code if found else LOST)
     if isinstance(error, FullshardError) and rank:
         time.sleep(FIRST_SPEAKS)
     mine = Failure(rank, _line(error), _code(error))
-    first = call_with_timeout(STORE_TIMEOUT, lambda: _publish(engine.messages(), mine)) or mine
+    first = call_with_timeout(STORE_TIMEOUT, lambda: _publish(ranks.messages(), mine)) or mine
     if first == mine:
         _say(error, rank)
     if isinstance(error, FullshardError) and not rank:
-        call_with_timeout(2 * OTHERS, lambda: engine.messages().collect("failed", range(1, world), OTHERS))
+        call_with_timeout(2 * OTHERS, lambda: ranks.messages().collect("failed", range(1, world), OTHERS))
     leave(first.code)
 
 
-def _met_engine() -> Engine[Any, Any] | None:
-    """The engine whose ranks this one has met."""
-    distributed, processes = sys.modules.get("torch.distributed"), sys.modules.get("fullshard.on_jax.ranks.processes")
-    if distributed is not None and distributed.is_initialized():
-        return load_engine("torch")
-    return load_engine("jax") if processes is not None and processes.count() > 1 else None
+def _met_ranks() -> Ranks | None:
+    """The ranks that this one has met, on an engine of this process."""
+    loaded = [load_engine(name).ranks for name in ENGINES if f"fullshard.on_{name}.engine" in sys.modules]
+    return next((ranks for ranks in loaded if ranks.have_met()), None)
 
 
 def _publish(messages: Messages, own: Failure) -> Failure:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from fullshard.base.errors import FullshardError
 from fullshard.engine.bench_protocols import CountedCollective, PeerRequest, refuse_peer
 from fullshard.on_jax.communication.hlo_collectives import collectives_of
 from fullshard.on_jax.loss.losses import LossFunction
@@ -105,9 +104,7 @@ def flops(model: Factory, sequence: int) -> tuple[float, float | None]:
     return flops_per_token(built(model), sequence), known.peak.training if known else None
 
 
-def limit_memory(nbytes: int | None) -> None:
-    if nbytes is not None:
-        raise FullshardError("--limit: JAX reserves a device's memory when it starts; set XLA_PYTHON_CLIENT_MEM_FRACTION instead")
+limit_memory = None  # JAX reserves a device's memory when it starts
 
 
 def hardware() -> str:

@@ -13,29 +13,15 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from fullshard.base.errors import FullshardError, nearest
 from fullshard.base.reading import LARGEST_INTEGER
+from fullshard.plan.engine_traits import EngineLimit
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-ENGINE_WORDS = {"torch": "torch", "jax": "JAX"}
 # Says why the value of a choice has no effect, as the end of a sentence; empty if it has one.
 Idle = Callable[[Any], str]
 
 
 class PlanError(FullshardError):
     """A plan, or a field of one, that makes no sense."""
-
-
-@dataclass(frozen=True)
-class EngineLimit:
-    """Why an engine cannot do what a choice says. `refused`: which values; by default all but the choice's default. `idle`: the
-    value would have no effect there, which the sentence says."""
-
-    why: str
-    fix: str = "leave it out"
-    refused: Callable[[Any], bool] | None = None
-    idle: bool = True
-
-    def sentence(self, spelled: str, engine: str) -> str:
-        return f"{spelled}{f' has no effect on {ENGINE_WORDS[engine]}' if self.idle else ''}: {self.why}; {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ A new choice is a field with `choice(…)`; see `choice.py` for what follows fro
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fullshard.plan.choice import EngineLimit, Part, PlanError, check_choices, choice
+from fullshard.plan.choice import Part, PlanError, check_choices, choice
+from fullshard.plan.engine_traits import EngineLimit
 
 DType = Literal["fp32", "bf16", "fp16"]
 Float8 = Literal["tensorwise", "rowwise"]  # how many elements share a scale

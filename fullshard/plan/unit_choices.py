@@ -5,8 +5,9 @@ axis splits modules. Standard library only.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from fullshard.plan.choice import EngineLimit, Part, PlanError, check_choices, check_word, choice
+from fullshard.plan.choice import Part, PlanError, check_choices, check_word, choice
 from fullshard.plan.choices import GATHERS_OF_XLA
+from fullshard.plan.engine_traits import EngineLimit
 
 HomeName = Literal["device", "host", "disk"]
 Layout = Literal["replicated", "optimizer", "sharded", "experts"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from fullshard.base.text import bytes_text, count_text, seconds_text, table
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.planner.comparison import ComparedPlan, Comparison
 from fullshard.planner.search.search import ON_JAX
 
@@ -102,6 +103,6 @@ def _notes(found: Comparison) -> str:
         lines.append(f"The fastest that fits: {', '.join(alike)}. Bottleneck: {best.estimate.bottleneck}.")
     if not found.plans[0].estimate.calibrated_for_device:
         lines.append("This device has no calibration of its own, so step times can be further off.")
-    if found.engine == "jax":
+    if not TRAITS[found.engine].predicted:
         lines.append(f"These plans are {ON_JAX}.")
     return "\n".join([*lines, *[f"note: {note}" for note in found.plans[0].estimate.notes]])

@@ -1,10 +1,10 @@
-"""Agreement between the ranks that write one checkpoint. Knows no engine: each brings its own way to exchange values."""
+"""Agreement between ranks. Knows no engine: each brings its own way to exchange values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from fullshard.base.errors import attempt, unwrap
+from fullshard.base.errors import FullshardError, attempt, unwrap
 
 T = TypeVar("T")
 
@@ -30,6 +30,26 @@ class RankAgreement(ABC):
         """Call `make` on rank 0 and return its result on all ranks. If it fails, all ranks raise its error."""
         found: T = unwrap(self.gather(attempt(make) if self.rank == 0 else None)[:1])[0]
         return found
+
+    def first_decides(self, make: Callable[[], Any]) -> None:
+        """Call `make` on rank 0 only. If it fails, all ranks raise its error."""
+
+        def made() -> None:
+            make()
+
+        self.decide(made)
+
+    def all_or_none(self, make: Callable[[], T]) -> T:
+        """Call `make` on every rank; return this rank's result if all succeed. If one fails, all ranks raise its error, with
+        its rank."""
+        succeeded, result = attempt(make)
+        outcomes = self.gather([succeeded, None if succeeded else result])
+        failures = {rank: sentence for rank, (good, sentence) in enumerate(outcomes) if not good}
+        if not failures:
+            made: T = result
+            return made
+        rank, sentence = min(failures.items())
+        raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
 
     def gather_results(self, make: Callable[[], T]) -> list[T]:
         """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""

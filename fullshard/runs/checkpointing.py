@@ -17,8 +17,10 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.other_formats.export import export
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
+from fullshard.checkpoint.saver import Saving
 from fullshard.checkpoint.verified_load import DamagedError, Verify
-from fullshard.engine.protocols import PendingSave, RunState
+from fullshard.engine.trainer import RunState
+from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.runs.metrics import Metrics
 from fullshard.runs.outcome import exportable
 from fullshard.runs.prepare.prepare import Prepared, checkpoint_dir_of
@@ -39,13 +41,15 @@ class Checkpoints:
         kept = Retention(w.keep, w.keep_every, w.best, w.metric if w.best else None, w.highest, w.keep_hours)
         checkpoint_dir = str(checkpoint_dir_of(prepared.recipe, directory))
         self.own = None if w.path else directory / "checkpoints"  # a directory that the user named stays, empty or not
-        self.writer = prepared.engine.checkpointer(checkpoint_dir, state, keep=kept, overlap=w.background, run=str(directory))
+        self.writer = prepared.engine.saver.checkpointer(
+            checkpoint_dir, state, keep=kept, overlap=w.background, run=str(directory)
+        )
         self.since, self.saved = time.monotonic(), -1  # the last one: when, and of which step
-        self.saving: PendingSave | None = None
+        self.saving: Saving | None = None
         self.cursor = 0  # of the save in flight, or of the one that failed last
         self.failures, self.again = 0, math.inf  # saves that failed in a row, and the step after which to try again
         self.postponed = False  # whether one fell due after a step that was not finite
-        self.poisoned = self.lost = False  # what became of the last one: see `PendingSave`
+        self.poisoned = self.lost = False  # what became of the last one: see `Saving`
         self.why, self.failed = "", -1  # the last one that failed: why, and of which step
         self.origin: Place | None = None  # the checkpoint of another checkpoint directory that was resumed from
         self.noted = ""  # what was said of a save; once is enough
@@ -111,7 +115,7 @@ class Checkpoints:
         say(f"loading {place}")
         checkpoint.load(place, self.state, verify=verify)
         self.bar.say(f"resumed at step {manifest.step} from {place}")
-        if manifest.state.get("engine", "torch") != self.state.engine:
+        if manifest.state.get("engine", DEFAULT_ENGINE) != self.state.engine:
             self.bar.say("another engine saved it, whose random generators cannot be carried over: they are seeded anew")
         return manifest
 

@@ -2,10 +2,11 @@
 
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.runs.prepare.describe_model import described_units
 from fullshard.runs.prepare.prepare import Prepared
 from fullshard.runs.prepare.recipe_plan import make_optimizer
-from fullshard.storage.disk_speed import Rates, no_disk, verdict
+from fullshard.storage.disk_speed import Rates, disk_rates, no_disk, slowest, verdict
 
 TRIAL = 1 << 30  # bytes a rank, at most
 SECONDS = 1.5
@@ -18,8 +19,9 @@ def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     activations = _activations(prepared)
     if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations
         return [line for line in (no_disk(directory),) if line]
-    rates = prepared.engine.disk_rates(directory, min(TRIAL, filed), SECONDS)
-    here = prepared.engine.ranks_here()
+    ranks, nbytes = prepared.engine.ranks, min(TRIAL, filed)
+    rates = slowest(ranks.agreement().gather_results(lambda: disk_rates(directory, nbytes, SECONDS)))
+    here = ranks_here()
     read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in away.disk_traffic())
     whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
     said = verdict((read, written), whole, prepared.rest_seconds)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.model.presets import PRESETS, LlamaSize
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.runs.recipe.recipe import Recipe
 
 LABEL = 12  # columns
@@ -40,8 +41,8 @@ def outcome_lines(
 
 
 def _export_command(checkpoint: str, recipe: Recipe, run: Path, engine: str) -> str:
-    """For a model without a Hugging Face config: its weights for the engine's own programs."""
-    form = "peft" if recipe.lora else "hf" if exportable(recipe) else "orbax" if engine == "jax" else "torch"
+    """For a model without a Hugging Face config: its weights for programs on the same framework."""
+    form = "peft" if recipe.lora else "hf" if exportable(recipe) else TRAITS[engine].weights_format
     where = checkpoint if recipe.checkpoint.path else str(run)
     options = ["-o", "model.pt" if form == "torch" else "model", *(["--format", form] if form != "hf" else [])]
     return shlex.join(["fullshard", "checkpoint", "export", where, *options])

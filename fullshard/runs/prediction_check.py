@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fullshard.base.text import bytes_text, seconds_text
-from fullshard.engine.protocols import RunState
+from fullshard.engine.trainer import RunState
 from fullshard.planner.estimate import Estimate
 from fullshard.planner.remedies import advice
 from fullshard.runs.prepare.prepare import Prepared
@@ -37,11 +37,11 @@ class IssuingHost(Protocol):
 
 
 class Verdict:
-    """Collects a few steps, then says once how good the prediction was. `of_torch`: False if another engine trains than the one
-    whose kernels and allocator are predicted."""
+    """Collects a few steps, then says once how good the prediction was. `own_kernels`: False if another engine trains than
+    the one whose kernels and allocator are predicted."""
 
-    def __init__(self, expected: Estimate, host: IssuingHost, *, of_torch: bool = True):
-        self.expected, self.host, self.of_torch = expected, host, of_torch
+    def __init__(self, expected: Estimate, host: IssuingHost, *, own_kernels: bool = True):
+        self.expected, self.host, self.own_kernels = expected, host, own_kernels
         self.seconds: list[float] = []
         self.shares: list[float] = []
         self.peak = 0
@@ -76,7 +76,7 @@ class Verdict:
             large = abs(e.device.allocated_bytes / self.peak - 1) > MEMORY
         if not slow and not large:
             return words
-        if not self.of_torch:
+        if not self.own_kernels:
             return f"{words}: the prediction is of torch's kernels and allocator, and XLA has its own"
         return f"{words}: {self._advice(slow=slow, large=large)}"
 
@@ -105,8 +105,8 @@ class ThisHost:
         return self.prepared.cluster.measured is not None
 
     def look(self) -> float:
-        cluster = self.prepared.cluster
-        return self.prepared.engine.host_share(self.state, cluster.of("issued"), cluster.of("quiet"), looks=LOOKS)
+        cluster, share = self.prepared.cluster, self.prepared.engine.machine.host_share
+        return share(self.state, cluster.of("issued"), cluster.of("quiet"), LOOKS) if share else 1.0
 
     def step(self, share: float) -> float:
         p = self.prepared

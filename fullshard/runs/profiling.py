@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fullshard.base.errors import FullshardError
-from fullshard.engine.protocols import RunState, StepProfiler
+from fullshard.engine.machine import StepProfiler
+from fullshard.engine.trainer import RunState
 from fullshard.runs.prepare.prepare import Prepared
 
 Reporter = Callable[[Prepared, Path], str]  # writes a profile's report from the files of all ranks; the end of a sentence
@@ -33,7 +34,7 @@ class Profiling:
     def begin(self, step: int) -> None:
         """A step begins: its data is asked for."""
         if step == self.first and not self.done:
-            self.profiler = self.prepared.engine.profiler(self.state)
+            self.profiler = self.prepared.engine.machine.profiler(self.state)
         if self.profiler:
             self.profiler.begin(step)
 
@@ -53,8 +54,8 @@ class Profiling:
             return
         self.profiler, self.done = None, True
         try:
-            self.prepared.engine.all_or_none(lambda: profiler.write(self.directory))
-            self.prepared.engine.first_decides(self._report)
+            self.prepared.engine.ranks.agreement().all_or_none(lambda: profiler.write(self.directory))
+            self.prepared.engine.ranks.agreement().first_decides(self._report)
         except (FullshardError, OSError) as error:
             self.say(f"the profile of step {self.first} was not written: {error}")
 

@@ -16,7 +16,7 @@ from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
 from fullshard.checkpoint.verify import problems
-from fullshard.engine.protocols import load_engine
+from fullshard.engine.engine import load_engine
 from fullshard.plan.plan import Plan, Precision, Wire
 from fullshard.runs.prepare.plan_choices import kept_choices
 from fullshard.runs.prepare.prepare import Prepared, checkpoint_dir_of, prepare
@@ -158,7 +158,7 @@ def resumable(directory: Path, ranks: int | None) -> str:
     prepared = prepare(recipe, ranks, engine, kept_choices(manifest.plan))
     refuse_other_data(manifest, prepared)
     weights = {n: t for n, t in manifest.tensors.items() if n.startswith("model.")}
-    refuse_mismatch(str(checkpoint_dir.child(whole)), weights, prepared.engine.weights_of(prepared.model, prepared.plan))
+    refuse_mismatch(str(checkpoint_dir.child(whole)), weights, prepared.engine.saver.weights_of(prepared.model, prepared.plan))
     left, devices = prepared.recipe.steps - manifest.step, prepared.plan.mesh.devices
     on = "1 rank" if devices == 1 else f"{devices} ranks ({prepared.plan.mesh})"
     return f"{checkpoint_dir.child(whole)} on {on}, {f'{left} steps to go' if left > 0 else 'and all its steps are done'}"

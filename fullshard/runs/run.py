@@ -13,7 +13,8 @@ from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.sample_batches import StreamBatches
 from fullshard.data.step_batches import close
-from fullshard.engine.protocols import RunState, Step
+from fullshard.engine.ranks import watched_ranks
+from fullshard.engine.trainer import RunState, Step
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
 from fullshard.runs.disk_check import judge_disk
 from fullshard.runs.heartbeat import Heartbeat
@@ -51,11 +52,11 @@ def execute(
     run, for the user. `reporter`: reports on a profile.
     """
     engine = prepared.engine
-    engine.start()
-    with Watchdog(directory, prepared.recipe.train.hang_seconds, engine.watched_ranks()) as watchdog, ExitStack() as held:
-        engine.first_decides(lambda: _take(directory, prepared, held))
+    engine.ranks.start()
+    with Watchdog(directory, prepared.recipe.train.hang_seconds, watched_ranks(engine.ranks)) as watchdog, ExitStack() as held:
+        engine.ranks.agreement().first_decides(lambda: _take(directory, prepared, held))
         outcome = _execute(prepared, directory, resume, accept, reporter, watchdog)
-        if engine.is_first():
+        if engine.ranks.is_first():
             exported = export_end(prepared.recipe, directory) if outcome.step == prepared.recipe.steps else None
             lines = outcome_lines(outcome, prepared.recipe, directory, engine=engine.name, exported=exported, again=again)
             tell("\n".join(lines))
@@ -72,7 +73,7 @@ def _execute(
     prepared: Prepared, directory: Path, resume: str | None, accept: bool, reporter: Reporter | None, watchdog: Watchdog
 ) -> Outcome:
     """Train, and return how the run ended. Raises if it failed."""
-    engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.is_first()
+    engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.ranks.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
     weights = (
         None if resume and (resume != "auto" or commit.committed(checkpoint_dir_of(recipe, directory))) else prepared.weights
@@ -84,20 +85,19 @@ def _execute(
         if first:
             tell(line)
     say(f"sharding the model, with weights from {weights}" if weights else "sharding the model")
-    state = engine.shard(
+    state = engine.trainer.shard(
         prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed, weights=weights, disk=disk
     )
-    engine.seed_dropout(state, recipe.train.seed)
     for line in state.notes if first else ():
         tell(line)
     metrics = open_metrics(None, recipe)
-    watchdog.compiles, watchdog.heartbeat = state.compiles, Heartbeat(directory / "ranks", *engine.rank_and_world())
+    watchdog.compiles, watchdog.heartbeat = state.compiles, Heartbeat(directory / "ranks", *engine.ranks.rank_and_world())
     with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
             found = checkpoints.start(resume)
             opened: list[tuple[Metrics, float | None]] = []  # not before: a recipe that is refused must not replace the run's own
-            engine.first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
+            engine.ranks.agreement().first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
             metrics, expected = opened[0] if first else (metrics, None)
             metrics.say, checkpoints.metrics = bar.say, metrics
             profiling = Profiling(prepared, state, directory, bar.say, reporter)
@@ -183,17 +183,17 @@ class Run:
     ):
         self.prepared, self.engine, self.recipe, self.state = prepared, prepared.engine, prepared.recipe, state
         self.metrics, self.bar, self.signals, self.checkpoints, self.watchdog = metrics, bar, signals, checkpoints, watchdog
-        self.profiling, self.share = profiling, self.engine.data_share(state.plan.mesh)
+        self.profiling, self.share = profiling, self.engine.ranks.data_share(state.plan.mesh)
         self.source = batches(self.recipe, state.plan, prepared.data, self.share, self.engine)
         if isinstance(self.source, StreamBatches):
             self.source.say = bar.say
         self.steps: Iterator[Any] = iter(())
         self.told = state.notes
-        self.loss = self.engine.named_loss(run_loss(self.recipe))
-        self.flops = self.engine.flops_per_token(state.model, self.recipe.sequence)
-        self.peak = self.engine.peak_flops(state) if self.recipe.unit == "tokens" else None
+        self.loss = self.engine.trainer.named_loss(run_loss(self.recipe))
+        self.flops = self.engine.machine.flops_per_token(state.model, self.recipe.sequence)
+        self.peak = self.engine.machine.peak_flops(state) if self.recipe.unit == "tokens" else None
         self.verdict = (
-            Verdict(prepared.estimate, ThisHost(prepared, state), of_torch=self.engine.name == "torch")
+            Verdict(prepared.estimate, ThisHost(prepared, state), own_kernels=self.engine.traits.predicted)
             if prepared.estimate
             else None
         )
@@ -240,7 +240,7 @@ class Run:
 
     def tell_notes(self) -> None:
         """Print what the first step has found out about the state."""
-        for line in self.state.notes if self.engine.is_first() else ():
+        for line in self.state.notes if self.engine.ranks.is_first() else ():
             if line not in self.told:
                 self.bar.say(line)
 
@@ -251,7 +251,7 @@ class Run:
                 if why := self.why_stop():
                     return why
         except Exception as error:
-            if not self.engine.out_of_memory(error):
+            if not self.engine.machine.out_of_memory(error):
                 raise
             raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
         return None
@@ -304,7 +304,7 @@ class Run:
         return self.recipe.optim.lr * factor(index, self.recipe.steps, **self.recipe.schedule.model_dump())
 
     def _flags(self) -> Flags:
-        return Flags(self.signals.asked, self.engine.is_first() and self.checkpoints.due(), self.checkpoints.troubled())
+        return Flags(self.signals.asked, self.engine.ranks.is_first() and self.checkpoints.due(), self.checkpoints.troubled())
 
     def _record(self, result: Step, numbers: StepNumbers) -> None:
         """Write the step's line."""
@@ -315,7 +315,7 @@ class Run:
         seconds = time.perf_counter() - self.began
         self.asked = numbers.flags.asked
         self.counts.step(numbers)
-        memory = self.engine.memory(self.state) | resident_bytes()
+        memory = self.engine.machine.memory(self.state) | resident_bytes()
         self.metrics.write(
             step=result.index,
             loss=numbers.loss,
@@ -349,7 +349,7 @@ class Run:
         assert valid is not None
         held_out = batches(recipe, plan, valid, self.share, self.engine, held_out=True)
         given = self.watchdog.each((s[0] for s in held_out), f"the evaluation after step {step}")
-        means = self.engine.evaluate(self.state, given, loss=self.loss)
+        means = self.engine.trainer.evaluate(self.state, given, loss=self.loss)
         self.counts.evaluated(means["loss"], recipe.eval.min_delta)
         self.checkpoints.numbers["eval_loss"] = means["loss"]
         self.metrics.write(step=step, **{f"eval_{name}": mean for name, mean in means.items()})

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import is_directory, is_plain_file, parse_json, read_text
+from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.runs.prepare.prepare import Prepared
 from fullshard.runs.prepare.rank_identity import versions_of
 
@@ -60,7 +61,7 @@ def engine_of_run(directory: Path) -> str:
     """The engine that a run was last trained with."""
     path = directory / "run.json"
     found = parse_json(read_text(path, "run"), str(path)) if is_plain_file(path) else {}
-    return str(found.get("engine", "torch")) if isinstance(found, dict) else "torch"
+    return str(found.get("engine", DEFAULT_ENGINE)) if isinstance(found, dict) else DEFAULT_ENGINE
 
 
 def _plan_text(prepared: Prepared) -> str:
@@ -70,7 +71,7 @@ def _plan_text(prepared: Prepared) -> str:
 
 def write_run(directory: Path, prepared: Prepared) -> None:
     engine = prepared.engine
-    about = {"engine": engine.name, "devices": prepared.plan.mesh.devices, "versions": versions_of(engine)}
+    about = {"engine": engine.name, "devices": prepared.plan.mesh.devices, "versions": versions_of(engine.ranks)}
     texts = {"recipe.json": prepared.recipe.model_dump_json(indent=1) + "\n", "plan.json": _plan_text(prepared)}
     texts["run.json"] = json.dumps(about, indent=1) + "\n"
     if classes := prepared.data.about().get("classes"):

@@ -11,7 +11,7 @@ def continuations(prepared: Prepared, model: Any, prompts: Iterable[str], seed: 
     tokenizer, wanted = prepared.tokenizer, prepared.recipe.sample
     assert tokenizer is not None
     for prompt in prompts:
-        tokens = prepared.engine.generate(
+        tokens = prepared.engine.trainer.generate(
             model,
             tokenizer.prompt(prompt),
             max_new_tokens=wanted.tokens,

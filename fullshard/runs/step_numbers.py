@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.engine.protocols import Step
+from fullshard.engine.trainer import Step
 
 
 class Flags(NamedTuple):

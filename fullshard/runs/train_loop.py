@@ -5,7 +5,7 @@ from typing import Any
 
 from fullshard.base.errors import FullshardError, checked_call
 from fullshard.checkpoint.engine_state import EngineState
-from fullshard.engine.protocols import engine_of
+from fullshard.engine.engine import engine_of
 
 CALL = "fullshard.train(state, batches, steps=1000), where batches gives a list of micro-batches a step"
 
@@ -41,7 +41,7 @@ def _steps(
     lr: Callable[[int], float] | None,
     flags: Callable[[], Sequence[bool]] | None,
 ) -> Iterator[Any]:
-    step, source = engine_of(state).train_step, iter(batches)
+    step, source = engine_of(state).trainer.train_step, iter(batches)
     for index in range(steps):
         micro_batches = next(source, None)
         if micro_batches is None:

@@ -1,11 +1,13 @@
 """Measures a disk, and tells whether it is fast enough for a step, before the run starts."""
 
 import os
+import shutil
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.base.direct_io import ALIGNMENT, aligned, aligned_size
 from fullshard.base.text import bytes_text, rate_text, seconds_text
@@ -46,6 +48,21 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
         read = _rate(file, into, filled, seconds / 4, reading=True)[1]
         _forget(file)
         return Rates(read, write, _both(file, into, out, filled, seconds / 4))
+
+
+def measured_disk(directory: Path, nbytes: int, sharing: int) -> dict[str, Any]:
+    """The numbers of a disk in a measured cluster, and `notes`. `sharing`: how many ranks share what is free."""
+    rates, note = disk_rates(directory, nbytes), no_disk(directory)
+    free = shutil.disk_usage(directory).free // sharing
+    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both, "disk": free or None}
+    return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
+
+
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """The rates of the slowest of several ranks, in each direction."""
+    at_once = [both for _, _, both in rates if both is not None]
+    read, write = (min(found) for found in list(zip(*rates, strict=True))[:2])
+    return Rates(read, write, min(at_once) if len(at_once) == len(rates) else None)
 
 
 def _settle(file: DiskFile) -> None:

@@ -173,16 +173,16 @@ def _rank(attempt: Attempt, rank: int, meeting: str) -> None:
 
 def _note_rows(path: str) -> None:
     """Write down, before each step, which rows it trains on; one write, which the kernel keeps when we die."""
-    from fullshard.on_torch import engine
+    from fullshard.on_torch.engine import trainer
 
-    file, write, train_step = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.write, engine.train_step
+    file, write, train_step = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.write, trainer.train_step
 
     def noted(state: Any, micro_batches: list[dict], **options: Any) -> Any:
         rows = [row_digest(i, t) for m in micro_batches for i, t in zip(m["input_ids"], m["labels"], strict=True)]
         write(file, (json.dumps([state.step + 1, rows]) + "\n").encode())
         return train_step(state, micro_batches, **options)
 
-    engine.train_step = noted
+    trainer.train_step = noted
 
 
 def row_digest(inputs: Any, labels: Any) -> str:

@@ -1,7 +1,7 @@
 """What runs inside ranks for test_ends.py."""
 
 from fullshard.base.errors import FullshardError
-from fullshard.on_torch.ranks.rank_agreement import all_or_none
+from fullshard.on_torch.engine.ranks import agreement
 from fullshard.runs.prepare.prepare import prepare
 from fullshard.runs.prepare.rank_identity import identity, refuse_disagreement
 from fullshard.runs.recipe.recipe import load_recipe
@@ -18,7 +18,7 @@ def compare(here: str, told: list[list[str]], options: list[tuple[str, str | Non
     prepared = prepare(load_recipe("recipe.toml", told[rank]), dist.get_world_size())
     try:
         told = {"--run": options[rank][0], "--resume": options[rank][1]}
-        refuse_disagreement(identity(prepared.recipe, prepared, prepared.engine) | told, prepared.engine)
+        refuse_disagreement(identity(prepared.recipe, prepared, prepared.engine) | told, prepared.engine.ranks)
     except FullshardError as error:
         return str(error)
     return "agreed"
@@ -32,7 +32,7 @@ def prepare_together(here: str, told: list[list[str]]) -> str:
 
     os.chdir(here)
     try:
-        all_or_none(lambda: prepare(load_recipe("recipe.toml", told[dist.get_rank()]), dist.get_world_size()))
+        agreement().all_or_none(lambda: prepare(load_recipe("recipe.toml", told[dist.get_rank()]), dist.get_world_size()))
     except FullshardError as error:
         return str(error)
     return "prepared"
@@ -44,7 +44,7 @@ def dies_while_comparing() -> bool:
 
     import torch.distributed as dist
 
-    from fullshard.engine.protocols import load_engine
+    from fullshard.engine.engine import load_engine
     from fullshard.on_torch.ranks.first_failure import lost_a_peer
     from fullshard.on_torch.ranks.store_messages import StoreClient
 
@@ -52,7 +52,7 @@ def dies_while_comparing() -> bool:
     if rank == 1:
         StoreClient.get = lambda self, key: os._exit(9)
     try:
-        refuse_disagreement({"train.seed": rank}, load_engine("torch"))
+        refuse_disagreement({"train.seed": rank}, load_engine("torch").ranks)
     except Exception as error:
         return lost_a_peer(error)
     return False

@@ -15,9 +15,10 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.commands.train import Given, _prepare_together
 from fullshard.observe.profile.profile_files import write_profile
-from fullshard.on_torch import engine
+from fullshard.on_torch.engine import trainer
 from fullshard.on_torch.loss.losses import summed_loss
 from fullshard.on_torch.optimizers import cpu_adam
+from fullshard.on_torch.ranks.device_meshes import data_share
 from fullshard.runs.prepare.open_data import batches as make_batches
 from fullshard.runs.prepare.prepare import prepare
 from fullshard.runs.prepare.recipe_plan import make_optimizer
@@ -147,7 +148,7 @@ def ended(directory: str, overrides: list[str], name: str, resume: str | None = 
 
 def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed: int | None = None) -> tuple[int, str]:
     """As `ended`, of a run whose disk is filled after its first step, and freed after step `freed`."""
-    train_step = engine.train_step
+    train_step = trainer.train_step
     ballast = Path(disk) / "ballast"
 
     def counted(state, *args, **kwargs):
@@ -161,11 +162,11 @@ def ended_full(directory: str, overrides: list[str], name: str, disk: str, freed
         dist.barrier()
         return result
 
-    engine.train_step = counted
+    trainer.train_step = counted
     try:
         return ended(directory, overrides, name)
     finally:
-        engine.train_step = train_step
+        trainer.train_step = train_step
 
 
 def skipping(directory: str, overrides: list[str], after: int, steps: int) -> list[float]:
@@ -174,7 +175,7 @@ def skipping(directory: str, overrides: list[str], after: int, steps: int) -> li
     prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
     recipe = prepared.recipe
     state = on_torch.shard(prepared.model, prepared.plan, make_optimizer(recipe), seed=recipe.train.seed)
-    source = make_batches(recipe, prepared.plan, prepared.data, engine.data_share(prepared.plan.mesh), prepared.engine)
+    source = make_batches(recipe, prepared.plan, prepared.data, data_share(prepared.plan.mesh), prepared.engine)
     taken = list(islice(source, recipe.steps + steps))
     found = []
     for batch in taken[:after] + taken[after + steps :]:

@@ -6,7 +6,7 @@ import fullshard as fs
 from fullshard import on_torch
 from fullshard.engine.bench_protocols import PeerRequest
 from fullshard.on_torch import bench_engine
-from fullshard.on_torch.engine import named_loss
+from fullshard.on_torch.engine.trainer import named_loss
 from fullshard.on_torch.ranks.device_meshes import rank_and_world
 
 STEPS, ACCUMULATE = 4, 2

@@ -55,7 +55,7 @@ def everywhere(blocks, x):
     return x
 
 
-def network(how) -> on_jax.JaxState:
+def network(how) -> on_jax.State:
     return sharded(lambda rngs: Network(rngs, how))
 
 
@@ -122,6 +122,6 @@ def test_parameters_that_lie_whole_are_refused():
 
 def test_a_run_prints_what_its_first_step_notes():
     said = []
-    first, bar = SimpleNamespace(is_first=lambda: True), SimpleNamespace(say=said.append)
+    first, bar = SimpleNamespace(ranks=SimpleNamespace(is_first=lambda: True)), SimpleNamespace(say=said.append)
     Run.tell_notes(SimpleNamespace(state=SimpleNamespace(notes=("known", "new")), told=("known",), engine=first, bar=bar))
     assert said == ["new"]

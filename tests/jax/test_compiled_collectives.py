@@ -13,7 +13,7 @@ from fullshard.planner.step.schedule import schedule
 from tests.jax.test_on_jax import LR, ROWS, STRATEGIES, batch, llama, make_plan
 
 
-def checked(strategy: str, accumulate: int = 1, **choices) -> tuple[on_jax.JaxState, on_jax.CollectiveCheck]:
+def checked(strategy: str, accumulate: int = 1, **choices) -> tuple[on_jax.State, on_jax.CollectiveCheck]:
     state = on_jax.shard(llama, make_plan(llama, strategy, accumulate, **choices), fs.AdamW(lr=LR))
     size = ROWS // accumulate
     parts = [{k: v[i * size : (i + 1) * size] for k, v in batch(0).items()} for i in range(accumulate)]

@@ -88,7 +88,7 @@ class Own(nnx.Module):
         return self.table.attend(x) if self.head is None else self.head(x)
 
 
-def sharded(make, compute="fp32", **common) -> on_jax.JaxState:
+def sharded(make, compute="fp32", **common) -> on_jax.State:
     precision = fs.Precision(compute=compute)
     plan = fs.zero3(on_jax.describe(make), devices=8, batch=fs.Batch(1, 8), precision=precision, **common)
     return on_jax.shard(make, plan, fs.AdamW(lr=LR, weight_decay=0.01, decay_all=True))

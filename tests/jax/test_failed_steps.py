@@ -10,7 +10,7 @@ from fullshard import FullshardError, on_jax
 from tests.jax.test_computed_as_planned import BATCH, LR, Stock
 
 
-def make_state() -> on_jax.JaxState:
+def make_state() -> on_jax.State:
     """On one device: simulated ones would wait for the one that failed."""
     plan = fs.zero3(on_jax.describe(Stock), devices=1, batch=fs.Batch(8, 8), precision=fs.Precision(compute="fp32"))
     return on_jax.shard(Stock, plan, fs.AdamW(lr=LR))

@@ -9,21 +9,21 @@ from fullshard import on_jax
 from fullshard.observe.profile.breakdown import break_down
 from fullshard.observe.profile.profile_summary import summarize
 from fullshard.observe.profile.trace_file import read_traces, trace_files
-from fullshard.on_jax import engine
+from fullshard.on_jax.engine.machine import profiler as start_profiler
 
 
 def test_the_devices_of_a_process_are_ranks_of_its_profile(tmp_path):
-    model = engine.load_model("llama-nano")
-    plan = fs.zero3(engine.describe(model), devices=2, batch=fs.Batch(2, 16))
+    model = on_jax.load_model("llama-nano")
+    plan = fs.zero3(on_jax.describe(model), devices=2, batch=fs.Batch(2, 16))
     state = on_jax.shard(model, plan, optimizer=fs.AdamW(lr=1e-3), seed=0)
     ids = np.random.default_rng(0).integers(0, 64, (4, 17))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    engine.train_step(state, [batch]).numbers()
-    profiler = engine.profiler(state)
+    on_jax.train_step(state, [batch]).numbers()
+    profiler = start_profiler(state)
     for step in (2, 3):
         profiler.begin(step)
         profiler.data_here()
-        engine.train_step(state, [batch]).numbers()
+        on_jax.train_step(state, [batch]).numbers()
         profiler.end()
     profiler.write(tmp_path)
     assert state.step == 3

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.data.pack_tokens import pack
-from fullshard.engine.protocols import load_engine
-from fullshard.on_jax import engine
+from fullshard.engine.engine import load_engine
 from fullshard.runs.prepare.prepare import prepare
 from fullshard.runs.recipe.recipe import load_recipe
 from tests.cpu.slurm import slurm  # noqa: F401 - a fixture
@@ -91,7 +90,7 @@ def here(tmp_path_factory) -> Path:
     pack(texts, path / "tokens", workers=1)
     pack(texts[:1], path / "valid", workers=1)
     (path / "weights").mkdir()
-    make = engine.load_model("llama-bytes")
+    make = on_jax.load_model("llama-bytes")
     drawn = on_jax.shard(make, fs.ddp(on_jax.describe(make), devices=1), seed=5)
     save_file({name: np.asarray(value) for name, value in drawn.params.items()}, path / "weights/model.safetensors")
     return path
@@ -277,14 +276,14 @@ def test_bad_input_is_a_sentence(here, monkeypatch):
         (["data.boundaries=attention", "model.name=model.py:make", "model.weights=draw", "train.loss=plain"], "position_ids"),
     ):
         with pytest.raises(FullshardError) as caught:
-            prepare(load_recipe("recipe.toml", changes), 4, engine)
+            prepare(load_recipe("recipe.toml", changes), 4, load_engine("jax"))
         assert sentence in str(caught.value), changes
     own = RECIPE.replace('path = "tokens"\nvalid = "valid"', 'source = "rows.py:Rows"\nworkers = 2')
     (here / "own.toml").write_text(own.replace("[eval]\nevery = 3\nbatches = 2\n", ""))
     with pytest.raises(
         FullshardError, match=r"data.workers = 2 has no effect on rows.py:Rows with --engine jax: its ranks must not"
     ):
-        prepare(load_recipe("own.toml", []), 4, engine)
+        prepare(load_recipe("own.toml", []), 4, load_engine("jax"))
     with pytest.raises(FullshardError, match=r"model\.scan = true: only the JAX engine"):
         prepare(load_recipe("recipe.toml", ["model.scan=true"]), 4, load_engine("torch"))
     refused = train(here, "bad", "plan.compute=fp16", "--ranks", "2")

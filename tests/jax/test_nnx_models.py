@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
+from fullshard.engine.model import ModelFacts
 from fullshard.model.presets import PRESETS
 from fullshard.on_jax.model import model_loading
 from fullshard.on_jax.model.built_in.nnx_attention import attend, document_numbers
@@ -115,13 +116,13 @@ def logits_of_documents(model) -> np.ndarray:
     return found
 
 
-def loaded(where: Path, strategy=fs.zero3, precision=FP32, **mesh) -> on_jax.JaxState:
+def loaded(where: Path, strategy=fs.zero3, precision=FP32, **mesh) -> on_jax.State:
     make = on_jax.load_model(str(where))
     plan = strategy(on_jax.describe(make), **(mesh or {"devices": 8}), batch=fs.Batch(1, 12), precision=precision)
     return on_jax.shard(make, plan, weights=where)
 
 
-def compute(state: on_jax.JaxState) -> list[np.ndarray]:
+def compute(state: on_jax.State) -> list[np.ndarray]:
     """Logits, logits with documents, and the summed loss of those, in one compilation."""
 
     @jax.jit
@@ -159,11 +160,10 @@ def test_names_and_shapes_are_those_of_transformers(saved, name):
     factory = on_jax.load_model(str(where))
     names = {n: tuple(p.shape) for n, p in model.state_dict().items()}
     assert {n for found in parameter_names(factory.model).values() for n in found} == set(names)
-    assert {n: shape for n, shape, *_ in model_loading.parameter_shapes(factory)} == {
-        n: names[n] for n, _ in model.named_parameters()
-    }
-    assert model_loading.limits(factory) == (factory.vocabulary, factory.longest) == (96, 64)
-    assert model_loading.takes_positions(factory)
+    assert {n: shape for n, shape, *_ in model_loading.parameters(factory)} == {n: names[n] for n, _ in model.named_parameters()}
+    facts = model_loading.model_facts(factory)
+    assert (facts.vocabulary, facts.longest) == (factory.vocabulary, factory.longest) == (96, 64)
+    assert facts.takes_positions
     layers = "transformer.h" if name == "gpt2" else "model.layers"
     blocks = [u.name for u in on_jax.describe(factory).units if u.kind == "block"]
     assert blocks == [f"{layers}.0", f"{layers}.1"]
@@ -470,7 +470,7 @@ def test_old_and_new_spellings_of_a_config(tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_the_names_of_its_description(name):
     described = fs.presets.describe(name)
-    found = {n: shape for n, shape, *_ in model_loading.parameter_shapes(on_jax.load_model(name))}
+    found = {n: shape for n, shape, *_ in model_loading.parameters(on_jax.load_model(name))}
     assert found == {t.name: t.shape for u in described.units for t in u.parameters}
 
 
@@ -549,9 +549,8 @@ def test_a_call_that_returns_a_loss(file):
 
 def test_plain_functions_are_models():
     make = lambda rngs: nnx.Linear(3, 4, rngs=rngs)
-    assert model_loading.limits(make) == model_loading.classes_and_image_size(make) == (None, None)
-    assert not model_loading.takes_positions(make)
-    assert [n for n, *_ in model_loading.parameter_shapes(make)] == ["kernel", "bias"]
+    assert model_loading.model_facts(make) == ModelFacts(None, None, None, None, takes_positions=False)
+    assert [n for n, *_ in model_loading.parameters(make)] == ["kernel", "bias"]
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------

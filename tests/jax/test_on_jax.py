@@ -97,7 +97,7 @@ def make_plan(make, strategy: str, accumulate: int = 1, **common) -> fs.Plan:
     return fs.strategy(strategy, described, **arguments, batch=shape, **common)
 
 
-def train(make, plan: fs.Plan, loss=on_jax.summed_loss, steps: int = STEPS) -> tuple[list[float], on_jax.JaxState]:
+def train(make, plan: fs.Plan, loss=on_jax.summed_loss, steps: int = STEPS) -> tuple[list[float], on_jax.State]:
     state = on_jax.shard(make, plan, fs.AdamW(lr=LR, weight_decay=0.01, decay_all=True))
     found, size = [], ROWS // plan.batch.accumulate
     for index in range(steps):

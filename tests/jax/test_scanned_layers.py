@@ -41,7 +41,7 @@ def make_plan(make, strategy: str, remat: str) -> fs.Plan:
     return fs.strategy(name, on_jax.describe(make), **arguments, batch=shape, precision=FP32, remat=remat)
 
 
-def losses(state: on_jax.JaxState, first: int = 0, steps: int = 4) -> list[float]:
+def losses(state: on_jax.State, first: int = 0, steps: int = 4) -> list[float]:
     return [float(on_jax.train_step(state, [batch(i)], clip=CLIP).loss) for i in range(first, first + steps)]
 
 

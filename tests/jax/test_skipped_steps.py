@@ -27,7 +27,7 @@ class Dropping(nnx.Module):
         return self.out(self.dropout(self.norm(x)))
 
 
-def arrays(state: on_jax.JaxState) -> list[np.ndarray]:
+def arrays(state: on_jax.State) -> list[np.ndarray]:
     return [np.asarray(plain(x)) for x in jax.tree.leaves((state.params, state.moments, state.rest))]
 
 

@@ -237,7 +237,7 @@ ALLOWED = [
     ("fullshard.planner.search.search", "from fullshard.planner import schedule\nfrom fullshard.cluster.topology import Cluster"),
     ("fullshard.on_torch.parallelize.shard", "import torch\nfrom fullshard.planner import schedule\nfrom . import describe"),
     ("fullshard.on_jax.parallelize.shard", "import jax, optax"),
-    ("fullshard.runs.metrics", "from fullshard.engine.protocols import load_engine\ndef f():\n    import torch"),
+    ("fullshard.runs.metrics", "from fullshard.engine.engine import load_engine\ndef f():\n    import torch"),
     ("fullshard.runs.train_loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     ("fullshard.commands.cli", "import typer, fullshard\ndef f():\n    from fullshard.runs import train_loop"),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import is_directory, is_plain_file, parse_toml, read_text
 from fullshard.base.status import say
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
 from fullshard.model import presets
 from fullshard.observe.bench.axes import UNUSED, Axis, Choices
 from fullshard.runs.recipe.recipe import MOST_BYTES
@@ -41,18 +41,18 @@ def load_base(target: str, axes: list[Axis], ranks: int, engine: Engine[Any, Any
     if not (target in presets.PRESETS or ":" in target or is_directory(target) or is_plain_file(target)):
         presets.preset(target)
     say(f"building {target}")
-    vocab, longest = engine.limits(engine.load_model(target))
-    if vocab is None:
+    facts = engine.model.facts(engine.model.load(target))
+    if (vocab := facts.vocabulary) is None:
         raise FullshardError(f"{target} does not tell its vocabulary, so no random tokens fit it; write a recipe with its data")
     rows = math.lcm(*next((a.values for a in axes if a.key == "train.micro_batch"), (1,)))
     return Base(
         target,
         {
             "model": {"name": target, "weights": "draw"},
-            "data": {"path": "", "sequence": min(SEQUENCE, longest or SEQUENCE)},
+            "data": {"path": "", "sequence": min(SEQUENCE, facts.longest or SEQUENCE)},
             "optim": {"lr": 1e-4},
             "train": {"steps": 1, "global_batch": ranks * rows, "micro_batch": 1},
-            "plan": {"strategy": "zero3", "compute": engine.local_cluster(ranks).device.peak.fastest},
+            "plan": {"strategy": "zero3", "compute": engine.machine.local_cluster(ranks).device.peak.fastest},
         },
         vocab,
     )

@@ -17,7 +17,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.parent_death import die_with_parent
 from fullshard.data.step_batches import close
 from fullshard.engine.bench_protocols import BenchEngine, Contestant, PeerRequest, load_bench_engine
-from fullshard.engine.protocols import Engine, load_engine
+from fullshard.engine.engine import Engine, load_engine
 from fullshard.launch.local import become_ranks, given_arguments
 from fullshard.launch.rank_end import end_rank
 from fullshard.observe.bench.resident_memory import Resident
@@ -65,25 +65,26 @@ def main() -> None:
     try:
         found: dict[str, Any] = {"outcome": "ok", **measure(spec, engine)}
     except Exception as error:
-        load_bench_engine(spec.engine).limit_memory(None)  # what follows needs some
-        memory = engine.out_of_memory(error) or OUT_OF_MEMORY.search(str(error))
+        if spec.limit is not None:
+            _limit_memory(load_bench_engine(spec.engine), None)  # what follows needs some
+        memory = engine.machine.out_of_memory(error) or OUT_OF_MEMORY.search(str(error))
         _write(path, {"outcome": "out of memory" if memory else "failed", "why": _sentence(error), "time": time.time()})
         end_rank(error)
     _write(path, found)
-    engine.finish()
+    engine.ranks.finish()
 
 
 def measure(spec: Spec, engine: Engine[Any, Any]) -> dict[str, Any]:
     """What this rank measures of the case. Collective."""
-    engine.start()
+    engine.ranks.start()
     recipe = make_recipe(spec.recipe, "the case")
-    prepared = engine.all_or_none(lambda: prepare(recipe, engine.all_devices(), engine))
+    prepared = engine.ranks.agreement().all_or_none(lambda: prepare(recipe, engine.ranks.all_devices(), engine))
     bench = load_bench_engine(spec.engine)
     resident = Resident.begin()
     if spec.limit is not None:
-        bench.limit_memory(spec.limit)
+        _limit_memory(bench, spec.limit)
     flops, peak = bench.flops(prepared.model, recipe.sequence)
-    steps = iter(batches(recipe, prepared.plan, prepared.data, engine.data_share(prepared.plan.mesh), engine))
+    steps = iter(batches(recipe, prepared.plan, prepared.data, engine.ranks.data_share(prepared.plan.mesh), engine))
     began = time.perf_counter()
     try:
         contestant = _contestant(spec, prepared, bench)
@@ -92,9 +93,15 @@ def measure(spec: Spec, engine: Engine[Any, Any]) -> dict[str, Any]:
     finally:
         close(steps)
     about = {"ready_seconds": ready, "hardware": bench.hardware()}
-    about |= {"rank": engine.rank_and_world()[0], "devices_here": max(1, engine.all_devices() // engine.rank_and_world()[1])}
+    rank, world = engine.ranks.rank_and_world()
+    about |= {"rank": rank, "devices_here": max(1, engine.ranks.all_devices() // world)}
     counts = recipe.unit == "tokens"
     return about | found | {"flops_per_token": flops if counts else None, "peak_flops": peak if counts else None}
+
+
+def _limit_memory(bench: BenchEngine, nbytes: int | None) -> None:
+    assert bench.limit_memory is not None  # refused before ranks start
+    bench.limit_memory(nbytes)
 
 
 def _contestant(spec: Spec, prepared: Prepared, bench: BenchEngine) -> Contestant:
@@ -103,9 +110,8 @@ def _contestant(spec: Spec, prepared: Prepared, bench: BenchEngine) -> Contestan
     if spec.peer is not None:
         return bench.make_peer(spec.peer, PeerRequest(prepared.model, plan, optimizer, clip, seed))
     disk = disk_of(recipe, plan)
-    state = engine.shard(prepared.model, plan, optimizer, seed=seed, weights=prepared.weights, disk=disk)
-    engine.seed_dropout(state, seed)
-    return bench.make_contestant(state, engine.named_loss(run_loss(recipe)), clip)
+    state = engine.trainer.shard(prepared.model, plan, optimizer, seed=seed, weights=prepared.weights, disk=disk)
+    return bench.make_contestant(state, engine.trainer.named_loss(run_loss(recipe)), clip)
 
 
 def _timed(contestant: Contestant, data: Iterator[Any], spec: Spec, resident: Resident) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.base.errors import FullshardError
 from fullshard.base.status import say, unsaid
 from fullshard.engine.bench_protocols import BenchEngine
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
 from fullshard.observe.bench.axes import Axis, Choices, product
 from fullshard.observe.bench.base_recipe import Base, Tree, with_choices
 from fullshard.observe.bench.case_process import Spec
@@ -157,7 +157,7 @@ def _peer_refusal(tree: Tree) -> str | None:
 def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
     """The planner's numbers; None for a model whose costs are not known."""
     recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
-    if found is None and engine.name == "torch" and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
+    if found is None and engine.model.trace_costs is not None and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
         description = describe_costs(recipe, prepared.model, engine, plan.precision.compute)
         found = expected_of(recipe, plan, description, prepared.cluster)
     if found is None or description is None:

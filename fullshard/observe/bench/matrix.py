@@ -11,13 +11,14 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.status import say
 from fullshard.base.text import bytes_text, seconds_text, table
 from fullshard.engine.bench_protocols import BenchEngine, load_bench_engine, refuse_peer
-from fullshard.engine.protocols import load_engine
+from fullshard.engine.engine import load_engine
 from fullshard.observe.bench import pareto_plot
 from fullshard.observe.bench.axes import Axis, parse_axes, product
 from fullshard.observe.bench.base_recipe import Base, load_base, with_choices, write_tokens
 from fullshard.observe.bench.cases import Case, Settings, checked, make_cases
 from fullshard.observe.bench.report import Bench, markdown, to_dict
 from fullshard.observe.bench.run_cases import CaseFiles, Result, known_result, run_all
+from fullshard.plan.engine_traits import refuse_unoffered
 from fullshard.runs.recipe.recipe import load_recipe, make_recipe
 
 
@@ -56,15 +57,15 @@ def make_matrix(wanted: Wanted, version: str, directory: Path) -> Matrix:
         load_recipe(wanted.target, [])  # a wrong one is told before the seconds that imports take
     say(f"importing {wanted.engine}")
     engine, bench = load_engine(wanted.engine), load_bench_engine(wanted.engine)
-    here = engine.local_devices()  # asked in any case: from then on this process takes none of them
+    here = engine.machine.local_devices()  # asked in any case: from then on this process takes none of them
     ranks = here if wanted.ranks is None else wanted.ranks
-    if wanted.limit is not None and wanted.engine == "jax":
-        raise FullshardError("--limit is of the torch engine; for JAX set XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if wanted.limit is not None and bench.limit_memory is None:
+        refuse_unoffered(wanted.engine, "--limit")
     peers = _peers(wanted, bench)
     base = load_base(wanted.target, axes, ranks, engine)
     if base.vocab is not None:
         base.tree["data"]["path"] = str(_tokens(base, axes, directory))
-    versions = {"fullshard": version, **engine.versions()}
+    versions = {"fullshard": version, **engine.ranks.versions()}
     settings = Settings(wanted.engine, ranks, wanted.steps, wanted.warmup, wanted.limit, versions)
     disk = directory / "disk"
     made = make_cases(base, axes, peers, settings, disk)

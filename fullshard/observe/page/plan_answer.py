@@ -9,6 +9,7 @@ from fullshard.base.text import bytes_text
 from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.observe.page.plan_request import PlanQuestion, refuse_cluster, refuse_model
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.plan import Plan
 from fullshard.planner.estimate import COMPUTE_WORDS, WAIT_WORDS, Estimate
 from fullshard.planner.search.alternatives import NothingFitsError, Shortage
@@ -126,4 +127,4 @@ def _time(e: Estimate) -> list[tuple[str, float, str]]:
 def _notes(found: SearchResult) -> list[str]:
     e = found.estimate
     other = [] if e.calibrated_for_device else ["this device has no calibration of its own, so step times can be further off"]
-    return [*e.notes, *other, *([ON_JAX] if found.engine == "jax" else [])]
+    return [*e.notes, *other, *([] if TRAITS[found.engine].predicted else [ON_JAX])]

@@ -11,6 +11,7 @@ from fullshard.observe.profile.profile_report import recommendation_text, report
 from fullshard.observe.profile.profile_summary import VERSION, summarize
 from fullshard.observe.profile.recommend import PlannedStep, predicted_lanes, recommend
 from fullshard.observe.profile.trace_file import AGAIN, read_traces, trace_files
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.runs.prepare.prepare import Prepared
 from fullshard.runs.prepare.recipe_plan import make_optimizer
 
@@ -31,7 +32,7 @@ def write_profile(prepared: Prepared, directory: Path) -> str:
 def planned(prepared: Prepared) -> PlannedStep:
     """What the planner knows of a run."""
     recipe, wanted = prepared.recipe, prepared.recipe.data
-    workers = prepared.data.workers(prepared.engine.ranks_here()) if wanted.workers is None else wanted.workers
+    workers = prepared.data.workers(ranks_here()) if wanted.workers is None else wanted.workers
     return PlannedStep(
         plan=prepared.plan,
         description=prepared.description,

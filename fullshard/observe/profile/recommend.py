@@ -8,6 +8,7 @@ from typing import Any, Literal
 from fullshard.base.errors import FullshardError
 from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan, Prefetch, Remat
 from fullshard.planner.estimate import Estimate, available, cores_share, host_available
@@ -94,7 +95,7 @@ def _other_plans(found: dict[str, Any], step: PlannedStep) -> Iterator[dict[str,
     plan, description, cluster = step.plan, step.description, step.cluster
     assert description is not None
     assert step.estimate is not None
-    for change, why, other in _changes(plan, compiled=found["engine"] == "jax"):
+    for change, why, other in _changes(plan, compiled=TRAITS[found["engine"]].one_program):
         common: dict[str, Any] = {"loss": step.loss, "optimizer": step.optimizer, "clip": step.clip}
         common["cpu_share"] = cores_share(other, cluster, step.optimizer)
         try:

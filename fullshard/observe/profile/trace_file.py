@@ -10,8 +10,10 @@ from fullshard.base.errors import FullshardError
 from fullshard.observe.profile.jax_trace import read_jax
 from fullshard.observe.profile.rank_trace import RankTrace
 from fullshard.observe.profile.torch_trace import STEP, read_torch
+from fullshard.plan.engine_traits import DEFAULT_ENGINE
 
 NAME = "rank-{:05d}.trace.json.gz"
+READERS = {"torch": lambda document: [read_torch(document)], "jax": read_jax}  # by engine
 AGAIN = "profile again with `fullshard profile RECIPE`"
 
 
@@ -29,7 +31,7 @@ def read_trace(path: Path) -> list[RankTrace]:
     if not any(STEP.fullmatch(str(e.get("name"))) for e in events):
         raise FullshardError(f"{path} is a trace without a step of fullshard; {AGAIN}")
     try:
-        return read_jax(document) if document.get("fullshard", {}).get("engine") == "jax" else [read_torch(document)]
+        return READERS[document.get("fullshard", {}).get("engine", DEFAULT_ENGINE)](document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FullshardError(f"{path} is damaged: {type(error).__name__} in its events ({error}); {AGAIN}") from None
 

@@ -6,7 +6,6 @@ Each number is that of the slowest process.
 
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,8 @@ from fullshard.on_jax.model.built_in.nnx_attention import attend
 from fullshard.on_jax.offload.memory_kinds import DEVICE, HOST
 from fullshard.on_jax.ranks import processes
 from fullshard.on_jax.ranks.jax_devices import preset_of
-from fullshard.storage.disk_speed import disk_rates, no_disk
+from fullshard.ranks.local_ranks import ranks_here
+from fullshard.storage.disk_speed import measured_disk
 from fullshard.storage.memory_limits import limits
 
 LARGE, QUICK = 1 << 28, 1 << 25  # bytes of a copy
@@ -68,7 +68,7 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Callab
     machine = f"{os.cpu_count()} {platform.machine()} cores, by JAX" if on_cpu else f"{device.device_kind}, by JAX"
     measured = Measured(machine=machine, dtype="fp32" if on_cpu else "bf16", **_slowest(found))
     nominal = Cluster.named(f"{jax.device_count()}x{preset}")
-    local = jax.local_device_count() * processes.processes_here()
+    local = jax.local_device_count() * ranks_here()
     contradicts = jax.device_count() > local or local > nominal.node.devices
     node = replace(nominal.node, devices=local) if contradicts else nominal.node
     return replace(nominal, node=node, measured=measured)
@@ -86,7 +86,7 @@ def _parts(device: jax.Device, directory: Path, quick: bool) -> dict[str, Callab
     if device.platform != "cpu":
         parts["host to device and back"] = lambda: _host_copies(device, nbytes // 4, budget)
     parts["host memory bandwidth"] = lambda: {"dram": _dram(nbytes, budget)}
-    parts["disk"] = lambda: _disk(directory, nbytes // 2)
+    parts["disk"] = lambda: measured_disk(directory, nbytes // 2, ranks_here())
     if jax.device_count() > 1:
         parts["collectives"] = lambda: _collectives(quick)
     return parts
@@ -121,7 +121,7 @@ def _dtype(device: jax.Device) -> Any:
 
 
 def _memory(device: jax.Device) -> dict[str, Any]:
-    host = min(limit.total for limit in limits()) // processes.processes_here()
+    host = min(limit.total for limit in limits()) // ranks_here()
     stats = device.memory_stats() if device.platform != "cpu" else None
     found = {"host_memory": host}
     if device.platform == "cpu":
@@ -193,13 +193,6 @@ def _dram(nbytes: int, budget: float) -> float:
     return 2 * nbytes / _seconds(lambda: np.copyto(target, source), budget)
 
 
-def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
-    rates, note = disk_rates(directory, nbytes), no_disk(directory)
-    free = shutil.disk_usage(directory).free // processes.processes_here()
-    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both, "disk": free or None}
-    return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
-
-
 def _collectives(quick: bool) -> dict[str, Any]:
     """Over all devices of all processes. XLA's broadcast is not timed."""
     on_cpu = jax.default_backend() == "cpu"
@@ -212,7 +205,7 @@ def _collectives(quick: bool) -> dict[str, Any]:
 def _line(kind: CollectiveKind, sizes: list[int], mesh: jax.sharding.Mesh, budget: float) -> MeasuredCollective:
     """The latency and bandwidth of one collective, from its times at several sizes."""
     world = mesh.size
-    nodes = -(-world // (jax.local_device_count() * processes.processes_here()))
+    nodes = -(-world // (jax.local_device_count() * ranks_here()))
     share = 2 * (world - 1) / world if kind == "all_reduce" else (world - 1) / world
     points = [(share * size, _collective(kind, size, mesh, budget)) for size in sizes]
     wire, times = [nbytes for nbytes, _ in points], [seconds for _, seconds in points]

@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fullshard.base.errors import FullshardError, nearest
-from fullshard.base.reading import parse_json, read_text
+from fullshard.model.hf_directory import REFUSED_KEYS, parse_config
 from fullshard.on_jax.model.built_in.layers import ACTIVATIONS
 from fullshard.on_jax.model.built_in.nnx_gpt2 import NnxGPT2Size
 from fullshard.on_jax.model.built_in.nnx_llama import NnxLlamaSize
 from fullshard.on_jax.model.built_in.rope import ROPE_KINDS, RopeScaling, yarn_cos_sin_factor
 
-MAX_BYTES = 16 << 20
 MOST = 2**31 - 1
 MOST_LAYERS = 10_000
 TORCH = "the JAX engine does not build it; use the torch engine, which does"
 # What no model here has, and the values with which a field asks for nothing.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "auto_map": ("names code in the model's directory, which is not run; remove the key", (None, {})),
-    "quantization_config": ("asks for quantised weights, which cannot be trained; use the unquantised directory", (None, {})),
+    **{key: (why, (None, {})) for key, why in REFUSED_KEYS.items()},
     "per_layer_config": (TORCH, (None, {})),
     "is_encoder_decoder": (TORCH, (None, False)),
     "add_cross_attention": (TORCH, (None, False)),
@@ -85,7 +83,7 @@ class ConfigFields:
 
 def read_size(path: Path) -> Size:
     """The size of the model that a config.json describes."""
-    given = _parse(path)
+    given = parse_config(path)
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise FullshardError(f"{path} has no model_type; write the config.json that save_pretrained wrote")
@@ -103,18 +101,6 @@ def read_size(path: Path) -> Size:
         if given.get(key) not in neutral:
             fields.refuse(key, why)
     return family.read(fields)
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_text(path, "config", MAX_BYTES))
-    except FullshardError as error:
-        if str(path) in str(error):
-            raise
-        raise FullshardError(f"{path} is not a Hugging Face config: {error}") from None
-    if not isinstance(found, dict):
-        raise FullshardError(f"{path} is not a Hugging Face config: it is a JSON {type(found).__name__}, not an object")
-    return found
 
 
 def _is_number(value: Any) -> bool:

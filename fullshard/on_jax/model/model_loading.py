@@ -7,7 +7,7 @@ The name is a preset (`llama3-8b`), a Hugging Face `config.json` or its director
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 from flax import nnx
 
 from fullshard.base.callables import load_callable
-from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.base.reading import is_directory, is_plain_file
+from fullshard.engine.model import ModelFacts, ParameterFacts
+from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS, GPTSize, LlamaSize
 from fullshard.on_jax.model.built_in import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
 from fullshard.on_jax.model.describe import Factory, abstract
@@ -61,12 +63,12 @@ class NnxFactory:
 
     @property
     def vocabulary(self) -> int | None:
-        return limits(self)[0]
+        return model_facts(self).vocabulary
 
     @property
     def longest(self) -> int | None:
         """The longest sequence that it was made for."""
-        return limits(self)[1]
+        return model_facts(self).longest
 
 
 def load_model(name: str, *, init: str = "factory", call: str | None = None, scan: bool = False) -> NnxFactory:
@@ -77,11 +79,9 @@ def load_model(name: str, *, init: str = "factory", call: str | None = None, sca
             f"model.init = {init!r}: on JAX the model's own code sets its initial values, shard by shard; leave init out"
         )
     own = None if call is None else load_callable(call, "logits, from a model and a batch")
-    found = NnxFactory(_maker(name), name, own, scan)
-    made = found.model  # a model that cannot be built is refused here
-    if scan:
-        find_stacks(made)
-    return found
+    found = NnxFactory(_maker(name), name, own)
+    found.model  # noqa: B018 - a model that cannot be built is refused here
+    return scanned(found) if scan else found
 
 
 def _maker(name: str) -> Factory:
@@ -95,8 +95,7 @@ def _maker(name: str) -> Factory:
         raise FullshardError(
             f"{name} is a Python file; write {name}:callable, the name of a function of nnx.Rngs that returns a flax.nnx.Module"
         )
-    known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
-    raise FullshardError(f"unknown model {name!r}; write {known}{nearest(name, list(PRESETS))}")
+    raise unknown_model(name)
 
 
 def _exists(path: str) -> bool:
@@ -104,10 +103,7 @@ def _exists(path: str) -> bool:
 
 
 def _hugging_face(path: Path) -> Factory:
-    config = path / "config.json" if is_directory(path) else path
-    if not is_plain_file(config):
-        raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
-    return _of_size(read_size(config))
+    return _of_size(read_size(config_file(path)))
 
 
 def _of_size(size: LlamaSize | GPTSize | NnxGPT2Size) -> Factory:
@@ -120,28 +116,18 @@ def _of_size(size: LlamaSize | GPTSize | NnxGPT2Size) -> Factory:
 # -- what a run asks of a model ------------------------------------------------------------------------------------
 
 
-def limits(model: Factory) -> tuple[int | None, int | None]:
-    """(vocabulary, longest sequence), as far as the model's `size` or `config` says."""
+def model_facts(model: Factory) -> ModelFacts:
+    """What the model's `size` or `config` says. No model that JAX loads by name is a classifier."""
     made: Any = built(model)
     size = getattr(made, "config", None) or getattr(made, "size", None)
     count = lambda keys: next((n for key in keys if type(n := getattr(size, key, None)) is int), None)
-    return count(("vocab_size", "vocab")), count(LENGTHS)
+    return ModelFacts(count(("vocab_size", "vocab")), count(LENGTHS), takes_positions=accepts(made, "position_ids"))
 
 
-def classes_and_image_size(model: Factory) -> tuple[int | None, int | None]:
-    """Nothing: no model that JAX loads by name is a classifier."""
-    return None, None
-
-
-def takes_positions(model: Factory) -> bool:
-    """Whether the model takes `position_ids`, which keep attention inside documents."""
-    return accepts(built(model), "position_ids")
-
-
-def parameter_shapes(model: Factory) -> list[tuple[str, tuple[int, ...], str, bool]]:
-    """Name, shape, dtype and whether it is trained, of every parameter."""
+def parameters(model: Factory) -> list[ParameterFacts]:
+    """All of them are trained."""
     named = named_parameters(built(model))
-    return [(name, tuple(p.shape), plan_dtype_name(name, p.dtype), True) for name, p in named.items()]
+    return [ParameterFacts(name, tuple(p.shape), plan_dtype_name(name, p.dtype), True) for name, p in named.items()]
 
 
 def check_weights(model: Factory, directory: str | Path) -> None:
@@ -163,6 +149,15 @@ def called(model: Factory) -> nnx.Module:
     made = abstract(model)
     stack_blocks(made, find_stacks(made))
     return made
+
+
+def scanned(model: Factory) -> NnxFactory:
+    """The same model, of which `shard` makes equal blocks a loop. Raises where it has none."""
+    made = built(model)
+    find_stacks(made)
+    found = replace(model, scan=True) if isinstance(model, NnxFactory) else NnxFactory(model, scan=True)
+    vars(found)["model"] = made  # known already
+    return found
 
 
 def scans(model: Factory) -> bool:

@@ -4,27 +4,29 @@ A process has one or several devices. Agreement goes through the key-value store
 so that a background thread may agree on something while the devices compute. Alone, a process agrees with itself.
 """
 
+import itertools
 import json
 import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from fullshard.base.errors import FullshardError, attempt
+from fullshard.base.errors import FullshardError
 from fullshard.on_jax.private.jax_internals import coordination_client
 from fullshard.plan.plan import Mesh
+from fullshard.ranks.agreement import RankAgreement
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.ranks.messages import PolledMessages
 from fullshard.ranks.slurm import adopt_slurm
 
-T = TypeVar("T")
 TIMEOUT = 2 * 3600.0  # seconds: a process may have to wait for a slow disk
 PROCESS_LOST = re.compile(r"unavailable|closed by peer|connection (was )?reset|heartbeat|coordination service", re.I)
 START = 600  # seconds for processes that start late
 _rounds: Counter[str] = Counter()  # calls of `gather` so far, by topic
+_numbers = itertools.count()  # of agreements with a topic of their own
 _alone: dict[str, str] = {}  # the store of a process without others
 
 
@@ -60,7 +62,7 @@ def _coordinator() -> str:
 def _own_devices() -> list[int] | None:
     """The devices of this process; None for all that it sees. Launchers start one process for each GPU of a machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and (visible is None or "," in visible)
+    several = ranks_here() > 1 and (visible is None or "," in visible)
     return [int(os.environ.get("LOCAL_RANK", 0))] if several else None
 
 
@@ -88,11 +90,6 @@ def is_first() -> bool:
 def rank_and_world() -> tuple[int, int]:
     """This process, and the number of processes."""
     return index(), count()
-
-
-def processes_here() -> int:
-    """The number of processes on this machine; 1 if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def data_share(mesh: Mesh) -> tuple[int, int]:
@@ -170,38 +167,22 @@ def gather(topic: str, value: Any) -> list[Any]:
     return found
 
 
-def gather_results(topic: str, make: Callable[[], T]) -> list[T]:
-    """Call `make` on every process and return all results on all. If one fails, all raise its error."""
-    outcomes = gather(topic, attempt(make))
-    for good, result in outcomes:
-        if not good:
-            raise FullshardError(result)
-    return [result for _, result in outcomes]
+class ProcessAgreement(RankAgreement):
+    """All processes, under a topic that belongs to one thread."""
+
+    def __init__(self, topic: str):
+        self.topic, self.rank, self.world = topic, index(), count()
+
+    def gather(self, value: Any) -> list[Any]:
+        return gather(self.topic, value)
 
 
-def decide(topic: str, make: Callable[[], T]) -> T:
-    """Call `make` on process 0 and return its result, as JSON, on all. If it fails, all raise its error."""
-    good, result = gather(topic, attempt(make) if is_first() else None)[0]
-    if not good:
-        raise FullshardError(result)
-    return result
+def own_agreement(what: str) -> ProcessAgreement:
+    """An agreement whose topic nobody else has. `what` begins its name. Every process makes these in the same order, so that
+    equal numbers belong together."""
+    return ProcessAgreement(f"{what}-{next(_numbers)}")
 
 
-def first_decides(make: Callable[[], Any]) -> None:
-    """Call `make` on process 0 only. If it fails, all raise its error."""
-
-    def made() -> None:
-        make()
-
-    decide("first", made)
-
-
-def all_or_none(make: Callable[[], T]) -> T:
-    """Call `make` on every process; return this one's result if all succeed. If one fails, all raise its error, with its rank."""
-    good, result = attempt(make)
-    outcomes = gather("all", [good, None if good else result])
-    failures = {rank: sentence for rank, (fine, sentence) in enumerate(outcomes) if not fine}
-    if not failures:
-        return result
-    rank, sentence = min(failures.items())
-    raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
+def main_agreement() -> ProcessAgreement:
+    """The agreement of main threads."""
+    return ProcessAgreement("main")

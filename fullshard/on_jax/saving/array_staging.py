@@ -3,27 +3,22 @@
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 
 from fullshard.base.direct_io import aligned, aligned_size
-from fullshard.checkpoint import manifest
 from fullshard.checkpoint.background_writer import Background
-from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileItem, SaveLayout, write_once
 from fullshard.checkpoint.manifest_records import TensorTypes
-from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.checkpoint.saver import NotFiniteError
 from fullshard.checkpoint.shared_disks import Nodes
-from fullshard.on_jax.ranks.processes import processes_here
+from fullshard.checkpoint.staged_file import StagedFile
 from fullshard.on_jax.saving.state_arrays import Check, HostOrDevice, array_types
 from fullshard.on_jax.tensors.stacked_arrays import LayerSlice
 from fullshard.ranks.agreement import RankAgreement
-from fullshard.storage.memory_limits import host_limit
 
 AHEAD = 8  # copies from a device that are under way at once
 EXPONENTS = {
@@ -35,6 +30,7 @@ EXPONENTS = {
 PIECE = 1 << 20  # elements that are looked at in one go
 
 Bytes = np.ndarray  # one-dimensional, of uint8
+NOTHING_READ: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))
 
 
 @dataclass
@@ -47,21 +43,16 @@ class CopiesMade:
         self.done.set()
 
 
-class ArrayStaging:
-    """Stages and writes this process's file of each save. The first save of a layout is collective.
-
-    `room` is the host memory in bytes that the copies may take; by default each process's share of what is free. If they do not
-    fit, `in_place` is set: the file is written from the arrays themselves, which must live until then. `in_place_reason` is then
-    a sentence that says why.
-    """
+class ArrayStaging(StagedFile):
+    """Stages and writes this process's file of each save. The first save of a layout is collective."""
 
     def __init__(self, ranks: RankAgreement, nodes: Nodes, plan: dict[str, Any], *, room: int | None):
-        self.ranks, self.nodes, self.plan, self.room = ranks, nodes, plan, room
-        self.in_place, self.in_place_reason = False, ""
+        super().__init__(ranks, Background("checkpoint-checksum"), room)
+        self.nodes, self.plan = nodes, plan
         self.planned: TensorTypes | None = None  # the tensors that the layout is for
-        self.worker = Background("checkpoint-checksum")
         self.image: memoryview | None = None  # the file's bytes
         self.sources: Sequence[HostOrDevice] = ()  # of the layout's items, in place
+        self.last = NOTHING_READ  # the item that was read last in place, and its bytes
         self.checked: Mapping[str, Check] = {}
 
     # -- at each save ----------------------------------------------------------------------------------
@@ -76,6 +67,7 @@ class ArrayStaging:
             self._agree(types, held)
             self.planned = types
         sources = [held[item.name, item.start] for item in self.shards.layout.items]
+        self.last = NOTHING_READ
         if self.in_place:
             self.sources = sources
         else:
@@ -92,38 +84,28 @@ class ArrayStaging:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def write(self, directory: Place, checksum: str | None) -> str:
-        """Write this process's file and return its checksum, which is computed while the disk writes."""
-        if self.in_place:
-            return self._write_in_place(directory)
+    def copied_bytes(self) -> memoryview:
         assert self.image is not None
-        layout, image = self.shards.layout, self.image
+        return self.image
+
+    def check_copies(self) -> None:
+        layout, image = self.shards.layout, self.copied_bytes()
         for item, at in zip(layout.items, layout.starts, strict=True):
             self._refuse_not_finite(item, np.frombuffer(image, np.uint8, item.nbytes, at))
-        computed: Future[str] = self.worker.submit(lambda: manifest.checksum(image[: layout.nbytes]))
-        directory.write(self.shards.file, image, layout.nbytes)
-        return computed.result()
 
-    def _write_in_place(self, directory: Place) -> str:
-        digest, layout = xxhash.xxh3_128(), self.shards.layout
-        last: tuple[int, Bytes] = (-1, np.empty(0, np.uint8))  # the item that was read last, and its bytes
+    def read_state(self, start: int, memory: memoryview) -> None:
+        layout = self.shards.layout
+        header = layout.header[start : start + len(memory)]
+        memory[: len(header)] = header
+        for i, low, high in layout.overlaps(start, start + len(memory)):
+            if i != self.last[0]:
+                self.last = i, as_bytes(_started(self.sources[i]))
+                self._refuse_not_finite(layout.items[i], self.last[1])
+            memory[low - start : high - start] = self.last[1][low - layout.starts[i] : high - layout.starts[i]].data
 
-        def make(start: int, memory: memoryview) -> None:
-            nonlocal last
-            header = layout.header[start : start + len(memory)]
-            memory[: len(header)] = header
-            for i, low, high in layout.overlaps(start, start + len(memory)):
-                if i != last[0]:
-                    last = i, as_bytes(_started(self.sources[i]))
-                    self._refuse_not_finite(layout.items[i], last[1])
-                memory[low - start : high - start] = last[1][low - layout.starts[i] : high - layout.starts[i]].data
-            digest.update(memory)
-
-        try:
-            directory.write_made(self.shards.file, layout.nbytes, make)
-        finally:
-            self.sources = ()
-        return digest.hexdigest()
+    def forget_sources(self) -> None:
+        """Drop references to the state's arrays."""
+        self.sources, self.last = (), NOTHING_READ
 
     def _refuse_not_finite(self, item: FileItem, data: Bytes) -> None:
         """Raise if an item holds what must not be saved."""
@@ -134,7 +116,8 @@ class ArrayStaging:
 
     def close(self) -> None:
         """Free the memory of the image and end the thread."""
-        self.image, self.planned, self.sources = None, None, ()
+        self.image, self.planned = None, None
+        self.forget_sources()
         self.worker.close()
 
     # -- once for a layout -----------------------------------------------------------------------------
@@ -152,24 +135,16 @@ class ArrayStaging:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Allocate the image on all processes, or set `in_place` on all if one has no room."""
-        needed = self.shards.layout.nbytes
-        rows = self.ranks.gather_integers(lambda: [needed, self._room()], 2)
-        short = [(wanted, room) for wanted, room in rows if wanted > room]
-        self.in_place, self.in_place_reason = bool(short), ""
-        if short:
-            self.in_place_reason = no_room(*short[0])
+        """Allocate the image on all processes, or on none if one has no room."""
+        needed, held = self.shards.layout.nbytes, len(self.image) if self.image is not None else 0
+        self.find_room(held)
+        if self.in_place:
             self.image = None
         elif self.image is None or len(self.image) != aligned_size(needed):
             self.image = None  # before the new one is allocated
             self.image = aligned(needed)
         if self.image is not None:
             self.image[: len(self.shards.layout.header)] = self.shards.layout.header
-
-    def _room(self) -> int:
-        """Bytes that this process's image may take; a sixteenth of the host's memory stays free."""
-        own = len(self.image) if self.image is not None else 0
-        return host_limit() * 15 // 16 // processes_here() + own if self.room is None else self.room
 
 
 def parts(array: HostOrDevice) -> dict[tuple[int, ...], HostOrDevice]:

@@ -16,11 +16,12 @@ import numpy as np
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.verified_load import Verify, fill_from
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
+from fullshard.checkpoint.restoring import restorable, restore
+from fullshard.checkpoint.verified_load import Verify
 from fullshard.on_jax.model.scanned_layers import is_stacked, layer_names
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.saving.process_agreement import ProcessAgreement
+from fullshard.on_jax.ranks.processes import own_agreement
 from fullshard.on_jax.saving.state_arrays import (
     RNG,
     array_types,
@@ -33,6 +34,7 @@ from fullshard.on_jax.saving.state_arrays import (
     variables,
 )
 from fullshard.on_jax.tensors.dtypes import FILE_DTYPES
+from fullshard.on_jax.tensors.read_boxes import read_boxes
 from fullshard.on_jax.tensors.stacked_arrays import layer_sharding, stacked_array
 
 
@@ -40,16 +42,12 @@ def load_checkpoint(
     where: str | Path | Place, state: JaxState, *, allow_missing: Sequence[str] = (), verify: Verify = "first"
 ) -> Manifest:
     """Fill the state in place from a checkpoint of any plan; return its manifest. Collective. `verify`: see `fill_from`."""
-    ranks = ProcessAgreement("load")
-    return fill_from(where, ranks, verify, lambda checkpoint: _fill(checkpoint, state, allow_missing))
+    return restore(where, own_agreement("load"), lambda found: _fill(found, state, allow_missing), verify)
 
 
 def _fill(checkpoint: Checkpoint, state: JaxState, allow_missing: Sequence[str]) -> None:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    refuse_bad_numbers(saved)
-    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
-    if state.optimizer is None:  # to evaluate or export, the weights are enough
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
+    tensors = restorable(manifest, optimizer=state.optimizer is not None)
     expected = expected_types(state, saved.get("without_slots", []))
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     count = _count(Checkpoint(checkpoint.place, manifest), state, tensors)  # out of the files' order
@@ -159,15 +157,6 @@ def _reseeded(old: jax.Array, step: int) -> jax.Array:
 
 
 def read_array(checkpoint: Checkpoint, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A tensor of a checkpoint as an array. Of parts that several devices of this process hold, the bytes are read once."""
-    record, known = checkpoint.manifest.tensors[name], dict[Any, np.ndarray]()
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        box = tuple(s.indices(size)[:2] for s, size in zip(index, record.shape, strict=True))
-        if box not in known:
-            known[box] = np.empty([b - a for a, b in box], FILE_DTYPES[record.dtype])
-            checkpoint.read(name, box, known[box].reshape(-1).view(np.uint8).data)
-        return known[box]
-
-    return jax.make_array_from_callback(record.shape, sharding, read)
+    """A tensor of a checkpoint as an array."""
+    record = checkpoint.manifest.tensors[name]
+    return read_boxes(record.shape, sharding, FILE_DTYPES[record.dtype], lambda box, memory: checkpoint.read(name, box, memory))

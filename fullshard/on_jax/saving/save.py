@@ -9,9 +9,8 @@ from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, CopiedChecksum, Saving
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.ranks.processes import is_first
+from fullshard.on_jax.ranks.processes import is_first, own_agreement
 from fullshard.on_jax.saving.array_staging import ArrayStaging
-from fullshard.on_jax.saving.process_agreement import ProcessAgreement
 from fullshard.on_jax.saving.state_arrays import checkpoint_bytes, checks, state_arrays, without_slots
 
 
@@ -36,7 +35,7 @@ class JaxCheckpointer(CheckpointSaver):
         room: int | None = None,
         run: str = "",
     ):
-        super().__init__(checkpoint_dir, ProcessAgreement("checkpoint"), keep=keep, run=run)
+        super().__init__(checkpoint_dir, own_agreement("checkpoint"), keep=keep, run=run)
         self.state, self.plan = state, state.plan.to_dict()
         self.staging: ArrayStaging = ArrayStaging(self.ranks, self.nodes, self.plan, room=room)
 
@@ -62,6 +61,7 @@ class JaxCheckpointer(CheckpointSaver):
         copied.set_result(None)  # the checksum is computed while the disk writes
         if staging.in_place:
             self.write(saving, fields, copied)
+            staging.forget_sources()
         else:
             self.write_in_background(saving, fields, copied)
         return saving

@@ -7,7 +7,6 @@ for it.
 
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +24,8 @@ from fullshard.on_torch.offload.updates.cpu_share import at_once
 from fullshard.on_torch.optimizers.adam_update import rule_of
 from fullshard.on_torch.ranks.device_meshes import local_world_size, start, world_size
 from fullshard.on_torch.ranks.device_presets import measured_cluster
-from fullshard.on_torch.ranks.rank_agreement import acquire_group, gather_results, release_group
 from fullshard.plan.optimizer import AdamW
-from fullshard.storage.disk_speed import Rates, disk_rates, no_disk
+from fullshard.storage.disk_speed import measured_disk
 from fullshard.storage.memory_limits import limits
 
 Progress = Callable[[str], None]
@@ -126,7 +124,7 @@ def _parts(device: torch.device, directory: Path, quick: bool) -> dict[str, Call
     parts |= {
         "host memory bandwidth": lambda: {"dram": timings.copy_rate(nbytes, torch.device("cpu"), budget)},
         "CPU AdamW": lambda: {"adamw": timings.adamw(nbytes // 16, budget)},
-        "disk": lambda: _disk(directory, nbytes // 2),
+        "disk": lambda: measured_disk(directory, nbytes // 2, local_world_size()),
     }
     if device.type == "cuda":
         parts["PCIe beside CPU AdamW"] = lambda: _beside(device)
@@ -175,25 +173,6 @@ def _pointwise(device: torch.device, budget: float) -> float:
     if device.type == "cuda":
         return timings.pointwise(16384, device, _dtype(device), budget)
     return pointwise.rate(4 * budget)
-
-
-def _disk(directory: Path, nbytes: int) -> dict[str, Any]:
-    rates, note = disk_rates(directory, nbytes), no_disk(directory)
-    free = shutil.disk_usage(directory).free // local_world_size()
-    found = {"disk_read": rates.read, "disk_write": rates.write, "disk_both": rates.both, "disk": free or None}
-    return {name: rate for name, rate in found.items() if rate is not None} | {"notes": [note] if note else []}
-
-
-def disk_rates_together(directory: str | Path, nbytes: int, seconds: float) -> Rates:
-    """The disk rates of the slowest rank while all ranks use the disk. Collective."""
-    group = acquire_group()
-    try:
-        found = gather_results(group, lambda: disk_rates(directory, nbytes, seconds))
-    finally:
-        release_group(group)
-    at_once = [r.both for r in found if r.both is not None]
-    both = min(at_once) if len(at_once) == len(found) else None
-    return Rates(min(r.read for r in found), min(r.write for r in found), both)
 
 
 def _collectives(device: torch.device, quick: bool) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from fullshard.base.errors import FullshardError, nearest
-from fullshard.base.reading import parse_json, read_text
+from fullshard.model.hf_directory import REFUSED_KEYS, parse_config
 from fullshard.on_torch.model.model_head import sees_whole_text
 
-MAX_BYTES = 16 << 20
 MAX_MODULES = 200_000
 MAX_INTEGER = 2**31 - 1  # meta tensors take no memory, but torch cannot represent larger sizes
 # Limits for keys that contain one of these words: the model's constructor loops over such counts.
@@ -26,9 +25,7 @@ ATTENTION_KEYS = ("_attn_implementation", "attn_implementation", "_attn_implemen
 EXPERT_KEYS = ("_experts_implementation", "experts_implementation", "_experts_implementation_internal")
 ATTENTION_KERNELS, EXPERT_KERNELS = {"eager", "sdpa", "flex_attention"}, {"eager", "grouped_mm", "batched_mm"}
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-REFUSED_KEYS = {
-    "auto_map": "names code in the model's directory, which is not run; remove the key to use transformers' own model",
-    "quantization_config": "asks for quantised weights, which cannot be trained; use the model's unquantised directory",
+REFUSED_HERE = REFUSED_KEYS | {
     "use_kernels": "asks for kernels from the hub, which are not fetched; remove the key",
     "kernel_config": "asks for kernels from the hub, which are not fetched; remove the key",
     "use_pretrained_backbone": "asks for pretrained weights from the hub, which are not fetched; write false",
@@ -37,13 +34,7 @@ REFUSED_KEYS = {
 
 def read_config(path: Path) -> dict[str, Any]:
     """Parse a config.json. Raises if it is not a JSON object, or has a key that is refused."""
-    text = read_text(path, "config", MAX_BYTES)
-    try:
-        found = parse_json(text)
-    except FullshardError as error:
-        raise FullshardError(f"{path} is not a Hugging Face config: {error}") from None
-    if not isinstance(found, dict):
-        raise FullshardError(f"{path} is not a Hugging Face config: it is a JSON {type(found).__name__}, not an object")
+    found = parse_config(path)
     for key, value in _pairs(found):
         if why := _objection(key, value):
             shown = key if isinstance(value, dict | list) else f"{key} = {value!r}"
@@ -68,8 +59,8 @@ def _objection(key: str, value: Any) -> str | None:
     """Why a key with this value is refused; None if it is accepted."""
     if not value:
         return None
-    if key in REFUSED_KEYS:
-        return REFUSED_KEYS[key]
+    if key in REFUSED_HERE:
+        return REFUSED_HERE[key]
     if key in ATTENTION_KEYS:
         flash = {name for name, package in FLASH_PACKAGES.items() if find_spec(package) is not None}
         return _other_kernel(value, ATTENTION_KERNELS | flash)

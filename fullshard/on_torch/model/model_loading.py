@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from fullshard.base.callables import load_callable
-from fullshard.base.errors import FullshardError, first_line, nearest
+from fullshard.base.errors import FullshardError, first_line
 from fullshard.base.reading import is_directory, is_plain_file
+from fullshard.engine.model import ModelFacts
+from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS
 from fullshard.on_torch.model import built_in
 from fullshard.on_torch.model.factory import Factory
@@ -61,8 +63,7 @@ def _builder(spec: str) -> Callable[[], object]:
         )
     if _exists(spec):
         return _hugging_face(Path(spec))
-    known = f"a preset ({', '.join(PRESETS)}), a directory with a config.json, or file.py:callable"
-    raise FullshardError(f"unknown model {spec!r}; write {known}{nearest(spec, list(PRESETS))}")
+    raise unknown_model(spec)
 
 
 def _build(spec: str, build: Callable[[], object]) -> nn.Module:
@@ -84,9 +85,7 @@ def _exists(path: str) -> bool:
 
 
 def _hugging_face(path: Path) -> Callable[[], object]:
-    config_path = path / "config.json" if is_directory(path) else path
-    if not is_plain_file(config_path):
-        raise FullshardError(f"{path} has no config.json; write the directory of a Hugging Face model")
+    config_path = config_file(path)
     try:
         return model_builder(config_path)
     except FullshardError:
@@ -95,22 +94,17 @@ def _hugging_face(path: Path) -> Callable[[], object]:
         raise FullshardError(f"{config_path} is not a Hugging Face config: {first_line(error)}") from error
 
 
-def limits(model: nn.Module) -> tuple[int | None, int | None]:
-    """(vocabulary size, longest sequence) from the model's config; None for what it does not say."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        lengths = [n for key in LENGTHS if isinstance(n := getattr(config, key, None), int)]
-        return getattr(config, "vocab_size", None), next(iter(lengths), None)
-    size = getattr(model, "size", None)
-    return getattr(size, "vocab", None), getattr(size, "sequence", None)
-
-
-def classes_and_image_size(model: nn.Module) -> tuple[int | None, int | None]:
-    """(number of classes, pixels of an image's side) from the model's config; None for what it does not say."""
-    config = getattr(model, "config", None)
-    size = getattr(config, "image_size", None)
+def model_facts(model: nn.Module) -> ModelFacts:
+    """What the model's config says. A PEFT model has the config of the model that it wraps."""
+    config, takes = getattr(model, "config", None), takes_positions(model)
+    if config is None:
+        size = getattr(model, "size", None)
+        return ModelFacts(getattr(size, "vocab", None), getattr(size, "sequence", None), takes_positions=takes)
+    lengths = [n for key in LENGTHS if isinstance(n := getattr(config, key, None), int)]
     classes = getattr(config, "num_labels", None) if _classifies(model) else None
-    return classes, size[0] if isinstance(size, list | tuple) and size else size if isinstance(size, int) else None
+    size = getattr(config, "image_size", None)
+    side = size[0] if isinstance(size, list | tuple) and size else size if isinstance(size, int) else None
+    return ModelFacts(getattr(config, "vocab_size", None), next(iter(lengths), None), classes, side, takes)
 
 
 def _classifies(model: nn.Module) -> bool:

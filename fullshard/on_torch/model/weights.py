@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.file_rules import FilePiece, FileRule
 from fullshard.checkpoint.reader import intersection
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
+from fullshard.checkpoint.weight_files import FLOATS, refuse_dtype, refuse_extra, refuse_missing, refuse_shape
 from fullshard.on_torch.model.hf_files import bare_name, file_rules
 from fullshard.on_torch.model.scalars import as_vector
 from fullshard.on_torch.model.tied_parameters import parameter_names
 from fullshard.on_torch.tensors.dtypes import SAFETENSORS_DTYPES
 from fullshard.on_torch.tensors.shard_ranges import local_box, local_tensor
 
-LOADABLE = ("F64", "F32", "F16", "BF16", "I64")  # dtypes that a model's tensors can be read from
-COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # in old files; today's models compute these
+LOADABLE = (*FLOATS, "I64")  # dtypes that a model's tensors can be read from
 
 
 class Weights:
@@ -77,19 +77,14 @@ class Weights:
     def _refuse_rule(self, rule: FileRule, wanted: Mapping[str, Tensor]) -> None:
         names = rule.file_names()
         for name in names:
-            if (entry := self.files.entries[name]).dtype not in LOADABLE:
-                raise FullshardError(f"{entry.file}: {name} is {entry.dtype}; save it in bf16 or fp32 first")
+            refuse_dtype(self.files, name, LOADABLE)
         try:
             made = rule.shapes()
         except ValueError:  # tensors that do not fit together
             made = {rule.tensors[0]: rule.files[0][1]}
         for tensor, shape in made.items():
-            if shape != tuple(wanted[tensor].shape):
-                stored = ", ".join(pattern for pattern, _ in rule.files)
-                raise FullshardError(
-                    f"{self.files.entries[names[0]].file}: {stored} is {list(shape)}, the model's is "
-                    f"{list(wanted[tensor].shape)}: it holds another model"
-                )
+            made_of = ", ".join(pattern for pattern, _ in rule.files)
+            refuse_shape(self.files, names[0], shape, wanted[tensor].shape, made_of)
 
     def _pieces(self) -> dict[str, list[FilePiece]]:
         """The pieces of each of the model's tensors, by its bare name."""
@@ -103,25 +98,12 @@ class Weights:
 
     def _refuse_missing(self, model: nn.Module) -> None:
         wanted = dict(model.named_parameters())
-        missing = [n for n in wanted if n not in self.pieces and not _is_adapter(n)]
-        if missing:
-            known = list(self.files.entries)
-            first = bare_name(missing[0])
-            raise FullshardError(
-                f"{self.files.directory} has no tensor for {first}{_and_more(missing)}{nearest(first, known)} "
-                f"(it has {len(known)}, for example {known[0] if known else 'none'}): it holds another model"
-            )
+        refuse_missing(self.files, [bare_name(n) for n in wanted if n not in self.pieces and not _is_adapter(n)])
 
     def _refuse_extra(self, model: nn.Module) -> None:
         used = {name for rule in self.rules for name in rule.file_names()}
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
-        extra = [
-            n for n in self.files.entries if n not in used and not COMPUTED.search(n) and not any(p.search(n) for p in ignored)
-        ]
-        if extra:
-            raise FullshardError(
-                f"{self.files.directory} has {extra[0]}{_and_more(extra)}, which this model lacks: it holds another model"
-            )
+        refuse_extra(self.files, used | {n for n in self.files.entries if any(p.search(n) for p in ignored)})
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +119,3 @@ def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

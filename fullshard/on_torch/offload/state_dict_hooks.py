@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
 from fullshard.on_torch.offload.units.weak_hooks import gone
-from fullshard.on_torch.ranks.device_meshes import ranks_here
 from fullshard.on_torch.tensors.shard_ranges import local, part_of, shadow
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.storage.pinned_arena import refuse_more_than
 
 

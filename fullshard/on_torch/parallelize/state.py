@@ -54,7 +54,7 @@ class LossScale:
 class State:
     """A sharded model with its optimizer and the plan that shaped both. Made by `shard`."""
 
-    engine: ClassVar[str] = "torch"  # see `fullshard.engine.protocols`
+    engine: ClassVar[str] = "torch"  # see `fullshard.engine.engine`
     model: nn.Module
     plan: Plan
     meshes: Meshes

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.base.errors import FullshardError
 from fullshard.on_torch.ranks.rendezvous import launcher_has_store, start_store
 from fullshard.plan.plan import Layout, Mesh, Plan
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.ranks.slurm import adopt_slurm
 
 
@@ -119,12 +120,7 @@ def world_size() -> int:
 
 def local_world_size() -> int:
     """The number of ranks on this machine; all of them if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-
-
-def ranks_here() -> int:
-    """The number of ranks on this machine; 1 if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ranks_here(world_size())
 
 
 def rank_and_world() -> tuple[int, int]:

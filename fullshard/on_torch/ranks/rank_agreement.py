@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.base.errors import FullshardError, attempt, unwrap
+from fullshard.base.errors import attempt, unwrap
 from fullshard.ranks.agreement import RankAgreement
 
 T = TypeVar("T")
@@ -54,34 +54,9 @@ def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     return unwrap(result)[0]
 
 
-def first_decides(make: Callable[[], Any]) -> None:
-    """Call `make` on rank 0 only. If it fails, all ranks raise its error. Collective."""
-    group = dist.group.WORLD
-    assert group is not None
-    decide(group, make)
-
-
-def gather_results(group: dist.ProcessGroup, make: Callable[[], T]) -> list[T]:
-    """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""
-    return unwrap(gather(group, attempt(make)))
-
-
-def all_or_none(make: Callable[[], T]) -> T:
-    """Call `make` on every rank; return this rank's result if all succeed. If one fails, all ranks raise its error, with
-    its rank. Collective."""
-    group = dist.group.WORLD
-    assert group is not None
-    succeeded, result = attempt(make)
-    outcomes = gather(group, (succeeded, None if succeeded else result))
-    failures = {rank: sentence for rank, (good, sentence) in enumerate(outcomes) if not good}
-    if not failures:
-        return result
-    rank, sentence = min(failures.items())
-    raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
-
-
 def gather_integers(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
-    """As `gather_results`, for `count` 64-bit integers.
+    """Call `make` on every rank and return all results on all ranks: `count` 64-bit integers each. If one fails, all raise its
+    error.
 
     If all ranks succeed, this is one small collective, which costs a tenth of gathering objects. Error sentences are
     gathered only after a failure.
@@ -157,14 +132,17 @@ def _send_from_first(
 
 
 class GroupAgreement(RankAgreement):
-    """The ranks of torch's world group, on a gloo group of their own until `close`. The constructor is collective."""
+    """The ranks of torch's world group. `group`: the one they agree on; by default a gloo group of their own until `close`, which
+    makes the constructor collective."""
 
-    def __init__(self) -> None:
-        self.group = acquire_group()
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.own = group is None
+        self.group = group or acquire_group()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def close(self) -> None:
-        release_group(self.group)
+        if self.own:
+            release_group(self.group)
 
     def gather(self, value: Any) -> list[Any]:
         return gather(self.group, value)
@@ -183,3 +161,10 @@ class GroupAgreement(RankAgreement):
         finish: Callable[[list[list[int]]], None],
     ) -> None:
         gather_then_finish(self.group, leaders, make, count, finish)
+
+
+def main_agreement() -> GroupAgreement:
+    """The agreement of main threads, on the group that training uses."""
+    world = dist.group.WORLD
+    assert world is not None
+    return GroupAgreement(world)

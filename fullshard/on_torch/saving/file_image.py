@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fullshard.base.direct_io import aligned_size
 from fullshard.checkpoint.file_layout import FileLayout
-from fullshard.checkpoint.manifest import checksum
 from fullshard.on_torch.saving.write_items import ItemSource, dtype_of, item_bytes
 from fullshard.storage.pinned_arena import Arena, bytes_of
 
@@ -39,7 +38,7 @@ class ImageBuffer:
 class FileImage:
     """A file's bytes in memory. Created once for a layout and filled at each save.
 
-    `targets[i]` is the memory of item i. `groups` are slices of items that are copied gather_results, `group_targets` their
+    `targets[i]` is the memory of item i. `groups` are slices of items that are copied together, `group_targets` their
     memory, and `group_bytes` the same as bytes; the header belongs to the first group.
     """
 
@@ -89,10 +88,6 @@ class FileImage:
                 from_cpu.append((target.view(source.shape), source))
         if from_cpu:  # one call for all: with one call each, the calls themselves take half the time
             torch._foreach_copy_([target for target, _ in from_cpu], [source for _, source in from_cpu])
-
-    def checksum(self) -> str:
-        """The checksum of the filled file."""
-        return checksum(self.memory[: self.layout.nbytes])
 
 
 def flattened(source: ItemSource) -> ItemSource:

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fullshard.base.errors import FullshardError
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
-from fullshard.checkpoint.reader import Checkpoint, refuse_bad_numbers, refuse_mismatch
-from fullshard.checkpoint.verified_load import Verify, fill_from
+from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
+from fullshard.checkpoint.restoring import restorable, restore
+from fullshard.checkpoint.verified_load import Verify
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
@@ -31,17 +32,12 @@ def load_checkpoint(
     where: str | Path | Place, state: State, *, allow_missing: Sequence[str] = (), verify: Verify = "first"
 ) -> Manifest:
     """Fill the state in place from a checkpoint of any plan; return its manifest. Collective. `verify`: see `fill_from`."""
-    ranks = GroupAgreement()
-    try:
-        return fill_from(where, ranks, verify, lambda checkpoint: _fill(checkpoint, state, allow_missing))
-    finally:
-        ranks.close()
+    return restore(where, GroupAgreement(), lambda found: _fill(found, state, allow_missing), verify)
 
 
 def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) -> None:
     manifest, saved = checkpoint.manifest, checkpoint.manifest.state
-    refuse_bad_numbers(saved)
-    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rng.")}
+    tensors = restorable(manifest, optimizer=state.optimizer is not None)
     with state.values(changed=True) as values:
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
     state.step, state.checks, state.drawn, state.copies.torn = manifest.step, True, {}, ""
@@ -64,8 +60,6 @@ def _fill_tensors(
     expected = state_tensors.shapes_and_dtypes(targets)
     slots = state_tensors.expected_slots(state, saved.get("without_slots", []))
     expected |= {n: (tuple(shape), _slot_dtype(dtype, tensors.get(n))) for n, (shape, dtype) in slots.items()}
-    if state.optimizer is None:  # to evaluate or export, the weights are enough
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     refuse_mismatch(str(checkpoint.place), tensors, expected, allow_missing)
     new_slots = state_tensors.make_slots(state, tensors, slots)
     coded = state_tensors.coded_moments(state)

@@ -7,24 +7,21 @@ their offsets in the files, the manifest's text about them, and their addresses 
 import math
 import operator
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import cast
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from fullshard.checkpoint.background_writer import Background, Priority
-from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.file_layout import FileLayout, SaveLayout
-from fullshard.checkpoint.saver import NotFiniteError, no_room
+from fullshard.checkpoint.saver import NotFiniteError
 from fullshard.checkpoint.shared_disks import Nodes
+from fullshard.checkpoint.staged_file import StagedFile
 from fullshard.on_torch.model.changing_buffers import STATISTICS
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.private.torch_internals import addresses
-from fullshard.on_torch.ranks.device_meshes import ranks_here
-from fullshard.on_torch.ranks.rank_agreement import GroupAgreement, decide, gather_results
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving import state_tensors
 from fullshard.on_torch.saving.file_image import FileImage, ImageBuffer, flattened
 from fullshard.on_torch.saving.pending_copies import PendingCopies
@@ -40,25 +37,19 @@ from fullshard.on_torch.saving.write_items import (
     without_empty_items,
 )
 from fullshard.on_torch.tensors.streams import DeviceStream, StreamEvent
-from fullshard.storage.memory_limits import host_limit
 
 
-class Staging:
+class Staging(StagedFile):
     """Stages and writes this rank's file of each save. The first save of a layout is collective.
 
     With `overlap` the copies run during the next forward and backward.
-
-    `room` is the host memory in bytes that the copies may take; by default each rank's share of what is free. If they do
-    not fit, `in_place` is set: the file is written from the state itself, which must not change until then.
-    `in_place_reason` is then a sentence that says why.
     """
 
     def __init__(self, state: State, ranks: GroupAgreement, nodes: Nodes, *, overlap: bool, room: int | None):
-        self.state, self.ranks, self.nodes, self.overlap = state, ranks, nodes, overlap and may_overlap(state)
-        self.room, self.in_place, self.in_place_reason = room, False, ""
-        self.buffer = ImageBuffer(pinned=state.device.type == "cuda")
         priority: Priority = "idle" if state.device.type == "cpu" else "nice"
-        self.worker = Background("checkpoint-copies", priority=priority if overlap else "normal")
+        super().__init__(ranks, Background("checkpoint-copies", priority=priority if overlap else "normal"), room)
+        self.state, self.nodes, self.overlap = state, nodes, overlap and may_overlap(state)
+        self.buffer = ImageBuffer(pinned=state.device.type == "cuda")
         self.planned: list[tuple[str, torch.Size, torch.dtype]] | None = None  # the tensors that the layout is for
         self.last_tensors: list[Tensor] = []  # of the last save
         self.last_addresses: list[int] = []
@@ -145,32 +136,21 @@ class Staging:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def write(self, directory: Place, checksum: str | None) -> str:
-        """Write this rank's file and return its checksum. `checksum`: the file's, if the copies have computed it;
-        otherwise it is computed while the disk writes."""
-        if self.in_place:
-            return self._write_in_place(directory)
+    def copied_bytes(self) -> memoryview:
+        return self.image.memory
+
+    def check_copies(self) -> None:
         for i in self.weight_items | self.buffer_items:
             self._refuse_not_finite(i, self.image.targets[i])
-        computed = self.worker.submit(self.image.checksum) if checksum is None else None
-        directory.write(self.shards.file, self.image.memory, self.layout.nbytes)
-        return checksum or cast(Future[str], computed).result()
 
-    def _write_in_place(self, directory: Place) -> str:
-        digest = xxhash.xxh3_128()
-
-        def make(start: int, memory: memoryview) -> None:
-            with torch.no_grad():
-                piece = torch.frombuffer(memory, dtype=torch.uint8)
-                read_file(self.layout, self.sources, start, piece)
-                for i, low, high in self.layout.overlaps(start, start + len(memory)):
-                    if i in self.weight_items | self.buffer_items:
-                        values = piece[low - start : high - start].view(dtype_of(self.items[i]))
-                        self._refuse_not_finite(i, values)
-            digest.update(memory)
-
-        directory.write_made(self.shards.file, self.layout.nbytes, make)
-        return digest.hexdigest()
+    def read_state(self, start: int, memory: memoryview) -> None:
+        with torch.no_grad():
+            piece = torch.frombuffer(memory, dtype=torch.uint8)
+            read_file(self.layout, self.sources, start, piece)
+            for i, low, high in self.layout.overlaps(start, start + len(memory)):
+                if i in self.weight_items | self.buffer_items:
+                    values = piece[low - start : high - start].view(dtype_of(self.items[i]))
+                    self._refuse_not_finite(i, values)
 
     def _refuse_not_finite(self, i: int, values: Tensor) -> None:
         """Raise if one of these values of item i is not finite. `aminmax` propagates NaN. Masks are buffers with infinities."""
@@ -187,10 +167,10 @@ class Staging:
     def _plan(self, tensors: dict[str, Tensor]) -> None:
         """Let DCP's planner decide which rank writes which items. Replicated tensors are written once, by any holder."""
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        rank, group = self.ranks.rank, self.ranks.group
+        rank = self.ranks.rank
         self.planner.set_up_planner(tensors, None, rank == 0)
-        local = gather_results(group, lambda: without_empty_items(self.planner.create_local_plan()))
-        plans, metadata = decide(group, lambda: self.planner.create_global_plan(local))
+        local = self.ranks.gather_results(lambda: without_empty_items(self.planner.create_local_plan()))
+        plans, metadata = self.ranks.decide(lambda: self.planner.create_global_plan(local))
         if self.nodes.count > 1:  # each disk gets all that its ranks hold
             plans = once_per_node(local, self.nodes)
         self.items = wide_first(self.planner.finish_plan(plans[rank]).items)
@@ -199,21 +179,13 @@ class Staging:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Allocate the image on all ranks, or set `in_place` on all if one has no room."""
-        rows = self.ranks.gather_integers(lambda: [self.layout.nbytes, self._room()], 2)
-        short = [(needed, room) for needed, room in rows if needed > room]
-        self.in_place = bool(short)
+        """Allocate the image on all ranks, or on none if one has no room."""
+        self.find_room(self.buffer.arena.nbytes)
         self._drop_image()
-        if short:
-            self.in_place_reason = no_room(*short[0])
+        if self.in_place:
             self.buffer.close()
         else:
             self.ranks.gather_integers(self._make_image, 0)
-
-    def _room(self) -> int:
-        """Bytes that this rank's image may take; a sixteenth of the host's memory stays free."""
-        own = self.buffer.arena.nbytes
-        return host_limit() * 15 // 16 // ranks_here() + own if self.room is None else self.room
 
     def _make_image(self) -> list[int]:
         self.image = FileImage(self.layout, self.items, self.buffer)

@@ -6,7 +6,8 @@ from typing import Any
 from fullshard.base.errors import FullshardError
 from fullshard.base.status import say
 from fullshard.data.training_data import TrainingData
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
+from fullshard.engine.model import TraceCosts
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
@@ -35,7 +36,7 @@ def describe_model(asked: Asked, model: Any, data: TrainingData, engine: Engine[
 
 def described_units(recipe: Recipe, model: Any, engine: Engine[Any, Any], *, experts: bool = False) -> Description:
     """The model's units, as the recipe's rules group them. What they cost is not traced."""
-    return engine.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
+    return engine.model.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
 
 
 def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any], compute: DType) -> Description:
@@ -43,10 +44,21 @@ def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any], compute
     rules, name, sequence = recipe.plan.unit_rules, recipe.model.name, recipe.sequence
 
     def trace() -> Description:
-        return engine.describe(model, title=name, micro_batch=1, sequence=sequence, compute=compute, **rules)
+        return _tracer(engine, name)(model, title=name, micro_batch=1, sequence=sequence, compute=compute, **rules)
 
     own = recipe.lora or recipe.model.call or any(rules.values())
     return trace() if own else cached_description(name, sequence=sequence, compute=compute, make=trace)
+
+
+def _tracer(engine: Engine[Any, Any], title: str) -> TraceCosts[Any]:
+    """The engine's; raise where it has none."""
+    if engine.model.trace_costs is None:
+        raise FullshardError(
+            f"on {engine.traits.word} the costs of presets alone are known, not those of {title}; name a strategy, as in "
+            "plan.strategy = 'zero3'. A Hugging Face directory can be planned by `fullshard plan DIR --cluster C --engine "
+            f"{engine.name}`"
+        )
+    return engine.model.trace_costs
 
 
 def has_costs(description: Description, compute: str) -> bool:
@@ -82,8 +94,9 @@ def _traced_costs(asked: Asked, model: Any, data: TrainingData, engine: Engine[A
         if recipe.data.objective == "causal":
             return describe_costs(recipe, model, engine, asked.compute)
         say("tracing a batch of the data")
-        example, loss = largest_batch(recipe, data), engine.named_loss(recipe.loss)
-        return engine.describe(model, title=recipe.model.name, example=example, loss=loss, compute=asked.compute)
+        example, loss = largest_batch(recipe, data), engine.trainer.named_loss(recipe.loss)
+        trace = _tracer(engine, recipe.model.name)
+        return trace(model, title=recipe.model.name, example=example, loss=loss, compute=asked.compute)
     except FullshardError as error:
         if wanted.strategy == "auto":
             raise

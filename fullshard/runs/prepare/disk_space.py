@@ -1,6 +1,5 @@
 """Whether the disk of a run has room for what its plan puts there, before there are ranks."""
 
-import os
 import shutil
 
 from fullshard.base.errors import FullshardError
@@ -10,12 +9,13 @@ from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
 from fullshard.planner.step.unit_sizes import unit_sizes
+from fullshard.ranks.local_ranks import ranks_here
 
 
 def free_disk(directory: str, ranks: int) -> int:
     """Bytes that a rank may take of what is free on the disk of a directory; all ranks of this machine share it."""
     try:
-        return shutil.disk_usage(directory).free // _ranks_here(ranks)
+        return shutil.disk_usage(directory).free // ranks_here(ranks)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise FullshardError(f"disk.path = {directory!r} cannot be used: {why}; write a directory that exists") from None
@@ -28,15 +28,10 @@ def filed_bytes(plan: Plan, description: Description, optimizer: Optimizer) -> i
 
 def refuse_full_disk(directory: str, nbytes: int, ranks: int) -> None:
     """Say so if files of `nbytes` for each rank have no room."""
-    here, free = _ranks_here(ranks), free_disk(directory, ranks)
+    here, free = ranks_here(ranks), free_disk(directory, ranks)
     if nbytes > free:
         each = f" for each of {here} ranks" if here > 1 else ""
         raise FullshardError(
             f"the plan puts {bytes_text(nbytes)} on disk{each}, but {directory} has {bytes_text(free * here)} free; "
             "make room, use another disk, or keep more on the device or the host"
         )
-
-
-def _ranks_here(ranks: int) -> int:
-    """Ranks on this machine; without a launcher to say so, all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

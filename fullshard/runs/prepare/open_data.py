@@ -29,8 +29,10 @@ from fullshard.data.token_batches import IGNORED
 from fullshard.data.token_rows import TokenRows
 from fullshard.data.tokenizer import refuse_different, refuse_other_tokenizer, tokenizer_hash
 from fullshard.data.training_data import SampleData, Share, TokenData, TrainingData
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
+from fullshard.engine.model import ModelFacts
 from fullshard.plan.plan import Plan
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.runs.recipe.recipe import Recipe
 from fullshard.runs.recipe.recipe_sections import COLUMNS, changed
 
@@ -40,15 +42,15 @@ LOOKED_AT = 100_000  # labels and paths of images that are checked before ranks 
 
 def open_data(recipe: Recipe, model: Any, engine: Engine[Any, Any]) -> tuple[TrainingData, TrainingData | None]:
     """Open training and held-out data and check both against the model."""
-    vocab, longest = engine.limits(model)
-    if longest is not None and recipe.sequence > longest:
+    facts = engine.model.facts(model)
+    if (longest := facts.longest) is not None and recipe.sequence > longest:
         raise FullshardError(f"data.sequence = {recipe.sequence} is longer than the model's {longest}; shorten it")
     given, valid = Source.of(recipe.data.source or recipe.data.path or ""), recipe.data.valid
     if recipe.data.objective == "causal" and recipe.data.source is None and given.kind != "table":
-        return _open_tokens(recipe, model, engine, vocab)
+        return _open_tokens(recipe, facts)
     for key in sorted({"boundaries", "packing"} & changed(recipe.data)):
         raise FullshardError(f"data.{key} is for token files, not for {given.name}; leave it out")
-    opened = _Opening(recipe, model, engine)
+    opened = _Opening(recipe, facts, engine)
     found = opened.open(given, None)
     return found, opened.open(Source.of(valid), found) if valid else None
 
@@ -72,17 +74,17 @@ class Source:
         return cls(name, "file" if is_plain_file(name) else "nothing")
 
 
-def _open_tokens(recipe: Recipe, model: Any, engine: Engine[Any, Any], vocab: int | None) -> tuple[TokenData, TokenData | None]:
+def _open_tokens(recipe: Recipe, facts: ModelFacts) -> tuple[TokenData, TokenData | None]:
     wanted, directory = recipe.data, recipe.data.path or ""
     data, valid = TokenFile(directory), TokenFile(wanted.valid) if wanted.valid else None
     for key in ("columns", "collate"):
         if getattr(wanted, key):
             raise FullshardError(f"data.{key} has no effect with token files; leave it out")
-    if vocab is not None and data.vocab > vocab:
+    if (vocab := facts.vocabulary) is not None and data.vocab > vocab:
         raise FullshardError(
             f"{data.path} has a vocabulary of {data.vocab}, the model one of {vocab}; use the model's own tokenizer"
         )
-    if wanted.boundaries == "attention" and not engine.takes_positions(model):
+    if wanted.boundaries == "attention" and not facts.takes_positions:
         raise FullshardError(
             f"data.boundaries = 'attention' needs a model whose forward takes position_ids; {recipe.model.name}'s does not: "
             "write 'labels'"
@@ -103,7 +105,7 @@ class _Opening:
     """Opens data sets of one recipe."""
 
     recipe: Recipe
-    model: Any
+    facts: ModelFacts
     engine: Engine[Any, Any]
 
     def open(self, given: Source, trained: SampleData | None) -> SampleData:
@@ -140,7 +142,7 @@ class _Opening:
 
     def _called(self, given: Source) -> SampleData:
         spec = given.name
-        if (workers := self.recipe.data.workers) and not self.engine.forks:
+        if (workers := self.recipe.data.workers) and not self.engine.traits.forks:
             raise FullshardError(
                 f"data.workers = {workers} has no effect on {spec} with --engine {self.engine.name}: its ranks must not fork, "
                 "and a data set of your own may not be safe in threads; leave data.workers out, or use --engine torch"
@@ -158,7 +160,7 @@ class _Opening:
         data = make()
         encoder = self._encoder(given)
         own = self._make(given, (), encoder)
-        rules = SampleRules(spec, own, self._collate(own, encoder), self._remedy(), self.engine.seeded)
+        rules = SampleRules(spec, own, self._collate(own, encoder), self._remedy(), self.engine.trainer.seeded)
         if is_indexed(data, spec):
             return SampleData(rules, f"{spec.rpartition(':')[2]} {len(data)}{_encoding(encoder)}", data, threads=False)
         return SampleData(rules, f"{spec.rpartition(':')[2]}{_encoding(encoder)}", None, make, threads=False)
@@ -207,7 +209,7 @@ class _Opening:
         if isinstance(make, LabelImage | MaskTokens):
             return stack_rows
         if encoder is None:
-            return self.engine.collate
+            return self.engine.trainer.collate
         labels = {"masked": self.recipe.sequence, "seq2seq": wanted.target_sequence or self.recipe.sequence}
         fills = [("input_ids", encoder.pad_id, self.recipe.sequence), ("attention_mask", 0, self.recipe.sequence)]
         fills += [("labels", IGNORED, labels[wanted.objective])] if wanted.objective in labels else []
@@ -234,13 +236,13 @@ class _Opening:
             raise FullshardError(f"data.tokenizer = {wanted!r} is not the model's own, {near}; leave it out")
         if given.kind == "tokens" and found.identity != (tokens := TokenFile(given.name)).tokenizer:
             raise FullshardError(f"{tokens.path} was packed with another tokenizer than {wanted or near}; pack the text again")
-        vocab = self.engine.limits(self.model)[0]
+        vocab = self.facts.vocabulary
         if vocab is not None and found.vocab > vocab:
             raise FullshardError(f"{wanted or near} has {found.vocab} tokens, the model {vocab}; use the model's own tokenizer")
         return found
 
     def _class_count(self, classes: tuple[str, ...]) -> int | None:
-        count = self.engine.classes_and_image_size(self.model)[0]
+        count = self.facts.classes
         if count is not None and len(classes) > count:
             raise FullshardError(
                 f"the data has {len(classes)} classes ({', '.join(classes[:4])}, …), the model {count}; give the model as many"
@@ -248,7 +250,7 @@ class _Opening:
         return count
 
     def _decode(self, given: Source) -> Decode:
-        wanted, own = self.recipe.data, self.engine.classes_and_image_size(self.model)[1]
+        wanted, own = self.recipe.data, self.facts.image_size
         size, mean, std = processor_of(self.recipe.model.name)
         if wanted.image_size and own and wanted.image_size != own:
             raise FullshardError(f"data.image_size = {wanted.image_size}, but the model takes {own} × {own} pixels; leave it out")
@@ -312,8 +314,8 @@ def batches(
     `share`: its number, and of how many; a share may hold the rows of several devices.
     """
     wanted = recipe.data
-    workers = data.workers(engine.ranks_here()) if wanted.workers is None else wanted.workers
-    loader = engine.loader(workers, wanted.prefetch, seed=recipe.train.seed, threads=data.threads)
+    workers = data.workers(ranks_here()) if wanted.workers is None else wanted.workers
+    loader = engine.trainer.loader(workers, wanted.prefetch, seed=recipe.train.seed, threads=data.threads)
     rank, ranks = share
     rows = plan.batch.micro_batch * plan.mesh.data // ranks
     taken = Share(rows, plan.batch.accumulate, rank, ranks, loader=loader)

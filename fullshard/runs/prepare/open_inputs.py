@@ -9,7 +9,7 @@ from fullshard.base.reading import is_plain_file, parse_json, read_text
 from fullshard.base.status import say
 from fullshard.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_hash
 from fullshard.data.training_data import TokenData, TrainingData
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
 from fullshard.model.presets import PRESETS
 from fullshard.runs.prepare.open_data import open_data
 from fullshard.runs.recipe.recipe import Recipe
@@ -29,18 +29,20 @@ class Inputs:
 def open_inputs(recipe: Recipe, engine: Engine[Any, Any]) -> Inputs:
     """Open what the recipe names."""
     say("building the model")
-    model = engine.load_model(recipe.model.name, init=recipe.model.init, call=recipe.model.call, scan=recipe.model.scan)
-    engine.refuse_loss(model, recipe.loss)
+    model = engine.model.load(recipe.model.name, init=recipe.model.init, call=recipe.model.call)
+    if recipe.model.scan:
+        model = engine.offered(engine.model.scan, "model.scan", "model.scan = true")(model)
+    engine.trainer.refuse_loss(model, recipe.loss)
     weights = weights_of(recipe)
     if recipe.lora:
-        model = engine.add_adapters(model, **recipe.lora.model_dump())
+        model = engine.offered(engine.model.add_adapters, "lora")(model, **recipe.lora.model_dump())
     if recipe.lora and weights is None:
         raise FullshardError(
             f"lora trains adapters on weights that {recipe.model.name} has not: they would be drawn at random; write "
             "model.weights = 'path/to/weights'"
         )
     if weights:
-        engine.check_weights(model, weights)
+        engine.model.check_weights(model, weights)
     say("opening the data")
     data, valid = open_data(recipe, model, engine)
     return Inputs(model, weights, data, valid, tokenizer_of(recipe, data))

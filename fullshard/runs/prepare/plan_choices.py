@@ -69,7 +69,7 @@ def settle(recipe: Recipe, cluster: Cluster, kept: dict[str, Any] | None = None,
     rows = train.micro_batch or kept.get("micro_batch", 0)
     accumulate, rest = divmod(train.global_batch, cluster.devices // plan.tensor * rows or 1)
     cut_as_before = rows > 0 and not rest  # another number of ranks may not allow it
-    if cut_as_before and accumulate > 1 and plan.sync is None and "sync" in kept and engine == "torch":
+    if cut_as_before and accumulate > 1 and plan.sync is None and "sync" in kept and engine not in NAMED["sync"].limits:
         own["sync"] = kept["sync"]
     used, update = set(own), {"micro_batch": train.micro_batch}
     if train.micro_batch is None and cut_as_before:

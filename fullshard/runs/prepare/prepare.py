@@ -10,7 +10,8 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.status import say
 from fullshard.checkpoint.directories import Place, open_place
 from fullshard.cluster.topology import Cluster
-from fullshard.engine.protocols import Engine, load_engine
+from fullshard.engine.engine import Engine, load_engine
+from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_on_devices
 from fullshard.planner.estimate import refuse_idle_loss_kernel
@@ -37,8 +38,8 @@ def prepare(
 ) -> Prepared:
     """Check the recipe against its model, its data and this many ranks. `ranks`: by default all GPUs, or 2. `engine`: by
     default torch's. `kept`: what is left open as a checkpoint has it, see `kept_choices`."""
-    engine = engine or load_engine("torch")
-    asked = read(recipe, ranks if ranks is not None else engine.local_devices(), engine, kept)
+    engine = engine or load_engine(DEFAULT_ENGINE)
+    asked = read(recipe, ranks if ranks is not None else engine.machine.local_devices(), engine, kept)
     inputs = open_inputs(recipe, engine)
     say("planning")
     described = describe_model(asked, inputs.model, inputs.data, engine)
@@ -50,16 +51,16 @@ def prepare_together(
 ) -> Prepared:
     """As `prepare`, on all ranks: each opens what it reads, and the first one plans for all. `kept`: called on the first rank.
     `told`: what else the ranks were told. Collective."""
-    inputs = engine.all_or_none(lambda: open_inputs(recipe, engine))
-    refuse_disagreement(engine.all_or_none(lambda: identity(recipe, inputs, engine) | told), engine)
+    inputs = engine.ranks.agreement().all_or_none(lambda: open_inputs(recipe, engine))
+    refuse_disagreement(engine.ranks.agreement().all_or_none(lambda: identity(recipe, inputs, engine) | told), engine.ranks)
 
     def plan() -> RecipePlan:
-        asked = read(recipe, engine.all_devices(), engine, kept())
+        asked = read(recipe, engine.ranks.all_devices(), engine, kept())
         say("planning")
         return plan_recipe(asked, describe_model(asked, inputs.model, inputs.data, engine))
 
-    planned = from_first(plan, engine)
-    return engine.all_or_none(lambda: check(recipe, inputs, planned, engine))
+    planned = from_first(plan, engine.ranks)
+    return engine.ranks.agreement().all_or_none(lambda: check(recipe, inputs, planned, engine))
 
 
 def reopen_data(prepared: Prepared) -> Prepared:
@@ -72,7 +73,7 @@ def read(recipe: Recipe, ranks: int, engine: Engine[Any, Any], kept: dict[str, A
     """What the recipe asks of the cluster that it names, or of the devices that are there."""
     if ranks < 1:
         raise FullshardError(f"ranks must be at least 1, not {ranks}")
-    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else engine.local_cluster(ranks)
+    found = Cluster.load(recipe.plan.cluster) if recipe.plan.cluster else engine.machine.local_cluster(ranks)
     if found.devices != ranks:
         found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
     if recipe.disk.path is not None:
@@ -83,7 +84,7 @@ def read(recipe: Recipe, ranks: int, engine: Engine[Any, Any], kept: dict[str, A
 def check(recipe: Recipe, inputs: Inputs, planned: RecipePlan, engine: Engine[Any, Any]) -> Prepared:
     """Refuse what the engine, the devices, the disk or the model cannot do."""
     plan, model, directory = planned.plan, inputs.model, disk_of(recipe, planned.plan)
-    engine.refuse(model, plan, make_optimizer(recipe), directory)
+    engine.model.refuse(model, plan, make_optimizer(recipe), directory)
     refuse_on_devices(plan, planned.cluster)
     refuse_idle_loss_kernel(plan, recipe.loss)
     if directory:
@@ -95,7 +96,8 @@ def check(recipe: Recipe, inputs: Inputs, planned: RecipePlan, engine: Engine[An
         refuse_full_disk(directory, filed, plan.mesh.devices)
     for part in (inputs.data, *([inputs.valid] if inputs.valid else [])):
         batch = refuse_first_batch(recipe, plan, part)
-        engine.refuse_batch(model, engine.named_loss(run_loss(recipe)), batch)
+        if engine.trainer.refuse_batch:
+            engine.trainer.refuse_batch(model, engine.trainer.named_loss(run_loss(recipe)), batch)
     return Prepared(**vars(inputs), **vars(planned), recipe=recipe, engine=engine)
 
 

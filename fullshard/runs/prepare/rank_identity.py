@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import hash_ends
-from fullshard.engine.protocols import Engine
+from fullshard.engine.engine import Engine
+from fullshard.engine.model import Models
+from fullshard.engine.ranks import Ranks
 from fullshard.runs.prepare.open_inputs import Inputs
 from fullshard.runs.recipe.recipe import Recipe
 
@@ -32,15 +34,15 @@ _count = itertools.count()  # of messages: each has a key of its own
 def identity(recipe: Recipe, inputs: Inputs, engine: Engine[Any, Any]) -> dict[str, Any]:
     """Everything that must be the same on every rank, by key."""
     found = {key: value for key, value in flat(recipe.model_dump(mode="json")).items() if key not in PLACES}
-    found |= {f"the {recipe.unit} of data.path": inputs.data.identity, "the model": _shapes(inputs.model, engine)}
+    found |= {f"the {recipe.unit} of data.path": inputs.data.identity, "the model": _shapes(inputs.model, engine.model)}
     found |= {f"the {recipe.unit} of data.valid": inputs.valid.identity} if inputs.valid else {}
     found |= {"the files of model.weights": weights_identity(inputs.weights)} if inputs.weights else {}
-    return found | versions_of(engine)
+    return found | versions_of(engine.ranks)
 
 
-def versions_of(engine: Engine[Any, Any]) -> dict[str, str]:
+def versions_of(ranks: Ranks) -> dict[str, str]:
     """The versions of Python, fullshard and what the engine needs."""
-    return {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__, **engine.versions()}
+    return {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__, **ranks.versions()}
 
 
 def weights_identity(directory: Path) -> str:
@@ -51,9 +53,9 @@ def weights_identity(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _shapes(model: Any, engine: Engine[Any, Any]) -> str:
+def _shapes(model: Any, models: Models[Any]) -> str:
     """The names, shapes and dtypes of a model's parameters, as a short text."""
-    return hashlib.sha256(json.dumps(engine.parameter_shapes(model)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(models.parameters(model)).encode()).hexdigest()[:16]
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -65,17 +67,17 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: tree}
 
 
-def refuse_disagreement(mine: dict[str, Any], engine: Engine[Any, Any]) -> None:
+def refuse_disagreement(mine: dict[str, Any], ranks: Ranks) -> None:
     """Raise, on all ranks alike, where one was told something else than the first. Collective."""
     own = json.loads(json.dumps(mine))  # as others read it
-    first = from_first(lambda: own, engine)
-    engine.all_or_none(lambda: _refuse_other(own, first))
+    first = from_first(lambda: own, ranks)
+    ranks.agreement().all_or_none(lambda: _refuse_other(own, first))
 
 
-def from_first(make: Callable[[], T], engine: Engine[Any, Any]) -> T:
+def from_first(make: Callable[[], T], ranks: Ranks) -> T:
     """What `make` returns on the first rank, on all. If it raises there, all raise its sentence. Collective."""
-    board, key = engine.messages(), f"first-{next(_count)}"
-    engine.first_decides(lambda: board.put(key, b64encode(pickle.dumps(make())).decode()))
+    board, key = ranks.messages(), f"first-{next(_count)}"
+    ranks.agreement().first_decides(lambda: board.put(key, b64encode(pickle.dumps(make())).decode()))
     found: T = pickle.loads(b64decode(board.get(key)))  # by this program, on the first of its own ranks
     return found
 

@@ -11,6 +11,7 @@ from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan import optimizer
 from fullshard.plan.choice_table import NAMED, strategy_arguments
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.plan import Home, Plan
 from fullshard.planner.estimate import Estimate, estimate
 from fullshard.planner.search.alternatives import NothingFitsError
@@ -45,7 +46,7 @@ def plan_recipe(asked: Asked, described: Described) -> RecipePlan:
     """The plan that is asked for, with what the recipe leaves open chosen for the cluster's devices."""
     recipe, cluster, known = asked.recipe, asked.cluster, described.costs
     plan, strategy = (asked.plan, "file") if asked.plan else _choose(asked, described)
-    fused = asked.engine == "jax" and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
+    fused = TRAITS[asked.engine].one_program and cluster.device.kind != "cpu"  # whatever the plan says, XLA compiles
     expected = expected_of(recipe, replace(plan, compile=True) if fused else plan, known, cluster, asked.engine)
     if recipe.plan.cluster and expected is None:
         raise FullshardError(

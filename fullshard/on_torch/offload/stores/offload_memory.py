@@ -21,12 +21,12 @@ from fullshard.on_torch.optimizers.adam_update import Rule, rule_of
 from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
 from fullshard.on_torch.private.fsdp_groups import gather_group
 from fullshard.on_torch.private.torch_internals import hide_values
-from fullshard.on_torch.ranks.device_meshes import ranks_here
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from fullshard.on_torch.tensors.shard_ranges import local, shadow
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadSizes, pcie_traffic
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.storage.pinned_arena import Arena, refuse_more_than, room
 
 WHY = "the optimizer's state and parameters in host memory"

@@ -13,9 +13,9 @@ from fullshard.on_torch.offload.updates.cpu_lane import teams
 from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 from fullshard.on_torch.optimizers.adam_update import Rule
 from fullshard.on_torch.optimizers.cpu_adam import OnePass
-from fullshard.on_torch.ranks.device_meshes import ranks_here
 from fullshard.plan.plan import Precision
 from fullshard.plan.update_pieces import balanced, low_bit_seconds, update_cores
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.storage.pinned_arena import Arena
 
 ELEMENTS = 1 << 26  # of a trial: more than the caches hold
