@@ -18,6 +18,11 @@ Step = tuple[str, tuple[int, ...]]  # see `FileRule.steps`
 Shape = tuple[int, ...]
 
 
+def bare_name(name: str) -> str:
+    """The name of a tensor in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
 @dataclass(frozen=True)
 class FilePiece:
     """A box of a model's tensor that is stored as a box of a file's tensor. Dim i of the file's tensor is dim `dims[i]` of the

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.text import first_of
 from fullshard.checkpoint.commit import find, read_manifest
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Chunk, Manifest, TensorRecord
@@ -133,9 +134,9 @@ def refuse_mismatch(
     extra = [n for n in found if n not in expected]
     types = {n: (type_text(found[n].shape, found[n].dtype), type_text(*expected[n])) for n in expected if n in found}
     changed = [f"{n} ({has} instead of {wanted})" for n, (has, wanted) in types.items() if has != wanted]
-    parts = [f"it lacks {_first_five(missing)}"] if missing else []
-    parts += [f"it has {_first_five(extra)} besides"] if extra else []
-    parts += [f"it has {_first_five(changed)}"] if changed else []
+    parts = [f"it lacks {first_of(missing, 5)}"] if missing else []
+    parts += [f"it has {first_of(extra, 5)} besides"] if extra else []
+    parts += [f"it has {first_of(changed, 5)}"] if changed else []
     if parts:
         hint = nearest(missing[0], extra) if missing and extra else ""
         raise FullshardError(f"{where} is of another model or optimizer: {'; '.join(parts)}{hint}")
@@ -164,11 +165,6 @@ def _is_plain_number(value: Any) -> bool:
 def type_text(shape: Sequence[int], dtype: str) -> str:
     """`F32 [2, 3]`."""
     return f"{dtype} {list(shape)}"
-
-
-def _first_five(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def count_elements(records: Iterable[TensorRecord]) -> int:

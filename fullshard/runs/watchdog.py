@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from fullshard.base.errors import HUNG
+from fullshard.base.text import first_of
 from fullshard.ranks.hang_reports import OneRank, call_with_timeout
 from fullshard.ranks.rank_protocols import WatchedRanks, Where
 from fullshard.runs.disk_thread import DiskThread
@@ -234,5 +235,5 @@ def _grouped(waiting: dict[int, Where]) -> dict[str, list[int]]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = first_of(ranks, 8)
     return f"ranks {shown} wait" if len(ranks) > 1 else f"rank {shown} waits"

@@ -103,9 +103,9 @@ def no_disk(directory: str | Path) -> str:
         return "" if probe.direct else f"{directory} ({kind}) has no direct requests: every byte passes the page cache"
 
 
-def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | None, slowest: float = SLOWEST) -> str:
+def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | None) -> str:
     """A sentence on a step that reads and writes so much, and takes `step_seconds` without, if that is known. More than
-    `slowest` times that is warned of."""
+    SLOWEST times that is warned of."""
     seconds = rates.seconds(*bytes_a_step)
     (read, written), (in_, out) = map(bytes_text, bytes_a_step), (rate_text(r, "B/s") for r in rates[:2])
     at_once = "" if rates.both is None else f", {rate_text(rates.both, 'B/s')} both at once"
@@ -117,6 +117,6 @@ def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | N
         return f"{needs}, under the {rest} that the rest takes"
     slower = f"{needs}, {seconds / step_seconds:.1f} times the {rest} that the rest takes"
     helps = "keep more in host memory, take more micro-batches a step, or use a faster disk"
-    if seconds > slowest * step_seconds:
+    if seconds > SLOWEST * step_seconds:
         return f"warning: {slower}: the run will do little but wait for it; {helps}"
     return f"{slower}: the disk sets the pace; {helps}"

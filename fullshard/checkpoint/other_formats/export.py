@@ -22,7 +22,7 @@ from fullshard.base.reading import is_directory, parse_json
 from fullshard.base.untrusted_files import read_small, refusing_os_errors
 from fullshard.checkpoint.average import FLOATS, cast_floats
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.file_rules import FilePiece, FileRule, pieces_by_file, rules_from_json
+from fullshard.checkpoint.file_rules import FilePiece, FileRule, bare_name, pieces_by_file, rules_from_json
 from fullshard.checkpoint.other_formats.export_orbax import export_orbax
 from fullshard.checkpoint.other_formats.torch_pickles import state_dict_pickle
 from fullshard.checkpoint.reader import Checkpoint, as_numpy
@@ -82,7 +82,7 @@ def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None,
     names = [n.removeprefix("model.") for n in checkpoint.manifest.tensors if n.startswith("model.")]
     if not names:
         raise FullshardError(f"{checkpoint.place} holds no weights")
-    plain = {_plain(n): n for n in names if ".lora_" not in n}
+    plain = {bare_name(n): n for n in names if ".lora_" not in n}
     rules = _file_rules(checkpoint, plain) if as_files else []
     stored = {t for rule in rules for t in rule.tensors}
     sources: list[TensorSource] = []
@@ -96,10 +96,6 @@ def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None,
     if not sources or len({s.name for s in sources}) < len(sources) or len(plain) < sum(".lora_" not in n for n in names):
         raise FullshardError(f"{checkpoint.place} has no weights, or two of one name once wrappers are cut off; rename them")
     return sources
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _dtype(checkpoint: Checkpoint, name: str, original: str | None, dtype: str | None) -> str:

@@ -97,7 +97,7 @@ def run_case(case: Case, files: CaseFiles, limit: float) -> Result:
     with files.log(case).open("w") as log, _started(work / "spec.json", log) as process:
         code = _wait(process, limit)
     wall = time.monotonic() - began
-    outcome, why, measured = _judge(work, code, files.log(case), limit, case.spec.ranks)
+    outcome, why, measured = _judge(work, code, files.log(case), limit)
     result = Result(case.key, case.system, case.choices, outcome, why, measured, case.predicted, wall, limit)
     files.save(result)
     shutil.rmtree(work, ignore_errors=True)
@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _judge(work: Path, code: int | None, log: Path, limit: float, ranks: int) -> tuple[str, str, dict[str, Any]]:
+def _judge(work: Path, code: int | None, log: Path, limit: float) -> tuple[str, str, dict[str, Any]]:
     """(outcome, why, numbers) of a case that has ended."""
     files = [json.loads(path.read_text()) for path in sorted(work.glob("rank-*.json"))]
     failed = sorted((f for f in files if f["outcome"] != "ok"), key=lambda f: (f["outcome"] != "out of memory", f["time"]))

@@ -5,7 +5,7 @@ transfers, waiting for data, launch gaps, idle. So the lanes of a step add up to
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fullshard.observe.profile.intervals import Intervals, intersect, length, partition, subtract, union
@@ -45,13 +45,14 @@ def break_down(trace: RankTrace) -> RankBreakdown:
     return RankBreakdown(
         trace.rank,
         statistics.fmean(length([w.interval]) for w in trace.steps),
-        _mean([s.lanes for s in steps]),
-        _mean([s.busy for s in steps]),
-        {unit: _mean([s.units.get(unit, {}) for s in steps]) for unit in dict.fromkeys(u for s in steps for u in s.units)},
+        mean_of([s.lanes for s in steps]),
+        mean_of([s.busy for s in steps]),
+        {unit: mean_of([s.units.get(unit, {}) for s in steps]) for unit in dict.fromkeys(u for s in steps for u in s.units)},
     )
 
 
-def _mean(tables: list[dict[str, float]]) -> dict[str, float]:
+def mean_of(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each key. A table without it counts as 0."""
     keys = dict.fromkeys(k for t in tables for k in t)
     return {k: statistics.fmean(t.get(k, 0.0) for t in tables) for k in keys}
 

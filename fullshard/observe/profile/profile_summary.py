@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from fullshard.observe.profile.breakdown import LANES, RankBreakdown, break_down
+from fullshard.observe.profile.breakdown import LANES, RankBreakdown, break_down, mean_of
 from fullshard.observe.profile.memory_at_peak import memory_peak
 from fullshard.observe.profile.rank_trace import COLLECTIVES, RankTrace, WorkSpan
 
@@ -29,9 +29,9 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "world": first.world,
         "step_seconds": statistics.fmean(r.step_seconds for r in ranks),
         "lanes": {lane: statistics.fmean(r.lanes[lane] for r in ranks) for lane in LANES},
-        "busy": _mean_rows([r.busy for r in ranks]),
+        "busy": mean_of([r.busy for r in ranks]),
         "overlap": _overlap(ranks),
-        "ranks": [_rank(r, t) for r, t in zip(ranks, traces, strict=True)],
+        "ranks": [_rank(r) for r in ranks],
         "slowest": slowest(ranks),
         "units": _units(ranks),
         "collectives": _collectives(traces),
@@ -42,7 +42,7 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     }
 
 
-def _rank(found: RankBreakdown, trace: RankTrace) -> dict[str, Any]:
+def _rank(found: RankBreakdown) -> dict[str, Any]:
     return {
         "rank": found.rank,
         "step_seconds": found.step_seconds,
@@ -98,12 +98,7 @@ def _unit_behind(last: RankBreakdown, others: Sequence[RankBreakdown]) -> str | 
 
 def _units(ranks: Sequence[RankBreakdown]) -> list[dict[str, Any]]:
     names = dict.fromkeys(u for r in ranks for u in r.units)
-    return [{"unit": name} | _mean_rows([r.units.get(name, {}) for r in ranks]) for name in names]
-
-
-def _mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(k for row in rows for k in row)
-    return {k: statistics.fmean(row.get(k, 0.0) for row in rows) for k in keys}
+    return [{"unit": name} | mean_of([r.units.get(name, {}) for r in ranks]) for name in names]
 
 
 def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def _gpu_span(e: _Event) -> WorkSpan:
         return WorkSpan(e.begin, e.end, kind, e.name, nbytes=int(e.args.get("bytes", 0)))
     if e.cat == "kernel" and (e.name.startswith("nccl") or "Collective name" in e.args):
         kind = kind_of(str(e.args.get("Collective name", e.name)))
-        nbytes, ranks = kernel_size(kind, e.args)
+        nbytes, ranks = kernel_size(e.args)
         return WorkSpan(e.begin, e.end, kind, e.name, nbytes=nbytes, ranks=ranks)
     return WorkSpan(e.begin, e.end, "compute", e.name)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError, nearest
-from fullshard.checkpoint.file_rules import FilePiece, FileRule
+from fullshard.base.text import first_of
+from fullshard.checkpoint.file_rules import FilePiece, FileRule, bare_name
 from fullshard.checkpoint.reader import intersection
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
-from fullshard.on_torch.model.hf_files import bare_name, file_rules
+from fullshard.on_torch.model.hf_files import file_rules
 from fullshard.on_torch.model.scalars import as_vector
 from fullshard.on_torch.model.tied_parameters import parameter_names
 from fullshard.on_torch.tensors.dtypes import SAFETENSORS_DTYPES
@@ -103,12 +104,11 @@ class Weights:
 
     def _refuse_missing(self, model: nn.Module) -> None:
         wanted = dict(model.named_parameters())
-        missing = [n for n in wanted if n not in self.pieces and not _is_adapter(n)]
+        missing = [bare_name(n) for n in wanted if n not in self.pieces and not _is_adapter(n)]
         if missing:
             known = list(self.files.entries)
-            first = bare_name(missing[0])
             raise FullshardError(
-                f"{self.files.directory} has no tensor for {first}{_and_more(missing)}{nearest(first, known)} "
+                f"{self.files.directory} has no tensor for {first_of(missing)}{nearest(missing[0], known)} "
                 f"(it has {len(known)}, for example {known[0] if known else 'none'}): it holds another model"
             )
 
@@ -119,9 +119,7 @@ class Weights:
             n for n in self.files.entries if n not in used and not COMPUTED.search(n) and not any(p.search(n) for p in ignored)
         ]
         if extra:
-            raise FullshardError(
-                f"{self.files.directory} has {extra[0]}{_and_more(extra)}, which this model lacks: it holds another model"
-            )
+            raise FullshardError(f"{self.files.directory} has {first_of(extra)}, which this model lacks: it holds another model")
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +135,3 @@ def _with_all_names(model: nn.Module) -> list[tuple[str, Tensor, list[str]]]:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
-
-
-def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -113,11 +113,12 @@ def read_deepspeed(draft: Draft) -> None:
     draft.settle(IDLE, LOST)
 
 
-def carry_stage(draft: Draft, key: str = f"{ZERO}.stage") -> None:
+def carry_stage(draft: Draft) -> None:
     """The strategy of a ZeRO stage, which may be a number, its text, or absent (0)."""
     if ZERO in draft.leaves and isinstance(draft.get(ZERO), bool):  # an old spelling
         draft.carry(ZERO, "plan.strategy", "zero1" if draft.get(ZERO) else "ddp")
         return
+    key = f"{ZERO}.stage"
     stage = draft.whole(key)
     if stage is None:
         draft.default("plan.strategy", "ddp")

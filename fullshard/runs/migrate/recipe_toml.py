@@ -5,6 +5,7 @@ from typing import Any
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import parse_toml
+from fullshard.base.text import counted
 from fullshard.runs.migrate.recipe_draft import Draft, Entry, show
 from fullshard.runs.recipe.recipe import FILL_IN, Recipe, make_recipe, override
 
@@ -23,7 +24,7 @@ def recipe_toml(draft: Draft, name: str, overrides: list[str]) -> str:
 
 def report(draft: Draft, name: str) -> str:
     """What was carried over and what was not, in lines."""
-    lines = [f"{name}: {draft.system}, {_count(len(draft.leaves), 'key')}: {len(draft.carried)} carried over, "]
+    lines = [f"{name}: {draft.system}, {counted(len(draft.leaves), 'key')}: {len(draft.carried)} carried over, "]
     lines[0] += f"{len(draft.idle)} without effect here, {len(draft.lost)} not carried over"
     assumed = {key: entry for key, entry in draft.entries.items() if entry.assumed}
     missing = {key: entry for key, entry in assumed.items() if entry.value == FILL_IN}
@@ -118,7 +119,3 @@ def _listed(title: str, items: dict[str, str]) -> list[str]:
 def _one_line(text: str) -> str:
     """Text of a file without line breaks or control characters, which would end a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
