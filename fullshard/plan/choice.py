@@ -110,9 +110,9 @@ class Choice:
 
     def limit(self, engine: str, value: object) -> EngineLimit | None:
         """Why the engine cannot do this value; None if it can."""
-        found = self.limits.get(engine)
-        refused = found is not None and (found.refused(value) if found.refused else value != self.default)
-        return found if refused else None
+        limit = self.limits.get(engine)
+        refused = limit is not None and (limit.refused(value) if limit.refused else value != self.default)
+        return limit if refused else None
 
 
 def choice(default: Any, help: str, **about: Any) -> Any:
