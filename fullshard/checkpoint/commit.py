@@ -36,8 +36,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -179,10 +179,10 @@ def find_checkpoint_dir(where: str | Path) -> Place:
 
 def garbage(checkpoint_dir: Place) -> tuple[list[str], list[str]]:
     """Names of unfinished files and directories: those that killed writers left, and those that a live process has locked."""
-    found = [n for n in checkpoint_dir.directories() if _is_garbage(checkpoint_dir, n)]
-    found += [n for n in checkpoint_dir.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
-    locked = [n for n in found if isinstance(checkpoint_dir, Local) and is_locked(checkpoint_dir.path / n)]
-    return [n for n in found if n not in locked], locked
+    candidates = [n for n in checkpoint_dir.directories() if _is_garbage(checkpoint_dir, n)]
+    candidates += [n for n in checkpoint_dir.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
+    locked = [n for n in candidates if isinstance(checkpoint_dir, Local) and is_locked(checkpoint_dir.path / n)]
+    return [n for n in candidates if n not in locked], locked
 
 
 def _is_garbage(checkpoint_dir: Place, name: str) -> bool:

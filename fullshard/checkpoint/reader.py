@@ -102,9 +102,9 @@ class Checkpoint:
 
 def open_checkpoint(where: str | Path) -> Checkpoint:
     """Open the checkpoint at `where` (see `find`), and check the sizes of its files."""
-    found = Checkpoint(find(where))
-    found.refuse_wrong_sizes()
-    return found
+    checkpoint = Checkpoint(find(where))
+    checkpoint.refuse_wrong_sizes()
+    return checkpoint
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -126,13 +126,13 @@ def as_numpy(data: bytearray | memoryview | bytes, record: TensorRecord) -> NDAr
 
 
 def refuse_mismatch(
-    where: str, found: Mapping[str, TensorRecord], expected: ExpectedTensors, allow_missing: Sequence[str] = ()
+    where: str, records: Mapping[str, TensorRecord], expected: ExpectedTensors, allow_missing: Sequence[str] = ()
 ) -> None:
     """Raise if the tensors of a checkpoint are not the expected ones, and list the differences. `allow_missing`: patterns
     of names that need not be there."""
-    missing = [n for n in expected if n not in found and not any(fnmatchcase(n, p) for p in allow_missing)]
-    extra = [n for n in found if n not in expected]
-    types = {n: (type_text(found[n].shape, found[n].dtype), type_text(*expected[n])) for n in expected if n in found}
+    missing = [n for n in expected if n not in records and not any(fnmatchcase(n, p) for p in allow_missing)]
+    extra = [n for n in records if n not in expected]
+    types = {n: (type_text(records[n].shape, records[n].dtype), type_text(*expected[n])) for n in expected if n in records}
     changed = [f"{n} ({has} instead of {wanted})" for n, (has, wanted) in types.items() if has != wanted]
     parts = [f"it lacks {first_of(missing, 5)}"] if missing else []
     parts += [f"it has {first_of(extra, 5)} besides"] if extra else []

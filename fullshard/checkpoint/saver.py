@@ -258,8 +258,8 @@ class CheckpointSaver(ABC):
         """Delete the checkpoints that retention lets go, on each node's leader. An error here does not fail the save."""
         if not (self.keep and self.keep.last and self.nodes.is_leader):
             return
-        worked, found = attempt(lambda: self._prune_own(self.keep, fields))
-        saving.messages = found if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {found}"]
+        worked, result = attempt(lambda: self._prune_own(self.keep, fields))
+        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result}"]
 
     def _prune_own(self, keep: Retention | None, fields: ManifestFields) -> list[str]:
         """Returns sentences about damaged checkpoints that were found."""
@@ -313,15 +313,15 @@ class CheckpointSaver(ABC):
     def newest(self, below: float = math.inf) -> tuple[Place | None, list[str]]:
         """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer."""
         everywhere = self.ranks.gather(commit.committed(self.checkpoint_dir) if self.nodes.is_leader else None)
-        names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
+        names = [n for n in everywhere[0] if all(n in seen for seen in everywhere if seen is not None)]
         damaged: list[str] = []
         for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
             place = self.checkpoint_dir.child(name)
-            found = find_damage(place, self.ranks, self.nodes)
-            if not found:
+            wrong = find_damage(place, self.ranks, self.nodes)
+            if not wrong:
                 self.verified.add(name)
                 return place, damaged
-            damaged.append(found[0])
+            damaged.append(wrong[0])
         return None, damaged
 
 

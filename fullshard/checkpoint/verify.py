@@ -27,7 +27,7 @@ def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
     names = [n for n, f in manifest.files.items() if f.node not in absent][share[0] :: share[1]]
     with ThreadPoolExecutor(READERS) as pool:  # reading and hashing hold no lock of the interpreter
         each = pool.map(lambda n: file_problems(place, n, manifest.files[n], present), names)
-        wrong = [p for found in each for p in found]
+        wrong = [p for of_file in each for p in of_file]
     wrong = wrong or [p for n in names for p in header_problems(place, n, manifest)]
     extra = sorted(present.keys() - manifest.files.keys() - {MANIFEST})
     others = [*place.directories(), *(place.special_files() if isinstance(place, Local) else [])]
@@ -57,12 +57,12 @@ def file_problems(place: Place, name: str, record: FileRecord, present: dict[str
 
 
 def file_checksum(place: Place, name: str, nbytes: int) -> str:
-    found, memory = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, nbytes)))
+    checksum, memory = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, nbytes)))
     for start in range(0, nbytes, PIECE):
         piece = memory[: min(PIECE, nbytes - start)]
         place.read(name, [(start, piece)])
-        found.update(piece)
-    return found.hexdigest()
+        checksum.update(piece)
+    return checksum.hexdigest()
 
 
 def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
@@ -84,6 +84,6 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
 
 def refuse_damaged(place: Place) -> None:
     """Raise if anything is wrong with a checkpoint."""
-    if found := problems(place):
-        more = f" (and {len(found) - 1} more problems)" if len(found) > 1 else ""
-        raise FullshardError(f"{found[0]}{more}; use another checkpoint")
+    if wrong := problems(place):
+        more = f" (and {len(wrong) - 1} more problems)" if len(wrong) > 1 else ""
+        raise FullshardError(f"{wrong[0]}{more}; use another checkpoint")

@@ -180,13 +180,13 @@ def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
 
 def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], lora_a: str, lora_b: str) -> NDArray[np.float64]:
     """The weight `values` with its adapter added."""
-    lora, found = _lora(checkpoint), checkpoint.manifest.tensors
-    shapes = [found[n].shape for n in (f"model.{lora_b}", f"model.{lora_a}") if n in found]
+    lora, tensors = _lora(checkpoint), checkpoint.manifest.tensors
+    shapes = [tensors[n].shape for n in (f"model.{lora_b}", f"model.{lora_a}") if n in tensors]
     rank = shapes[-1][0] if shapes[-1] else 0
     if (
         values.ndim != 2
         or shapes != [(values.shape[0], rank), (rank, values.shape[1])]
-        or found[f"model.{name}"].dtype not in FLOATS
+        or tensors[f"model.{name}"].dtype not in FLOATS
     ):
         raise FullshardError(f"{checkpoint.place}: the adapter of {name} does not fit it; use another checkpoint")
     a = np.asarray(checkpoint.tensor(f"model.{lora_a}"), dtype=np.float64)
@@ -207,8 +207,8 @@ def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _table(recipe: dict[str, Any] | None, key: str) -> dict[str, Any]:
     """A table of the manifest's recipe; empty if it is missing or not a table."""
-    found = (recipe or {}).get(key)
-    return dict(found) if isinstance(found, dict) else {}
+    value = (recipe or {}).get(key)
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -46,11 +46,11 @@ def find_orbax(path: Path) -> Path | None:
 
 
 def _only_item(path: Path) -> Path | None:
-    found = sorted(p.parent for p in path.glob(f"*/{METADATA}"))
-    if len(found) > 1:
-        names = ", ".join(quoted(p.name)[1:-1] for p in found[:5])
+    items = sorted(p.parent for p in path.glob(f"*/{METADATA}"))
+    if len(items) > 1:
+        names = ", ".join(quoted(p.name)[1:-1] for p in items[:5])
         raise FullshardError(f"{path} holds several trees of Orbax ({names}); give one of them")
-    return found[0] if found else None
+    return items[0] if items else None
 
 
 def from_orbax(path: Path) -> ExternalCheckpoint:
@@ -100,8 +100,8 @@ def _open(path: Path, name: str, driver: str, *, ocdbt: bool) -> Any:
 
 def _read(path: Path, name: str, store: Any, dtype: str) -> memoryview:
     try:
-        found = np.ascontiguousarray(store.read().result())
+        array = np.ascontiguousarray(store.read().result())
     except (ValueError, OSError) as error:
         raise FullshardError(f"{path}: {name} cannot be read ({first_line(error)[:200]}); fetch it again") from None
-    assert found.dtype.itemsize == ITEM_BYTES[dtype]
-    return found.reshape(-1).view(np.uint8).data
+    assert array.dtype.itemsize == ITEM_BYTES[dtype]
+    return array.reshape(-1).view(np.uint8).data
