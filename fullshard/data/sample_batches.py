@@ -126,13 +126,13 @@ class StreamBatches(StepBatches):
         read, self.reading = self.loader.stream(lambda: self._read(cursor, state, at)), False
         try:
             while self.cursor == cursor and (self.last is None or cursor < self.last):
-                found = next(read, None)
-                if found is None and self.last is not None and cursor:
+                following = next(read, None)
+                if following is None and self.last is not None and cursor:
                     self.last = cursor  # held-out data may be short
                     return
-                if found is None:
+                if following is None:
                     raise FullshardError(self._ended(cursor))
-                step, self.state, line = found
+                step, self.state, line = following
                 if line:
                     self.say(line)
                 self.cursor = self.state_cursor = cursor = cursor + self.step_samples

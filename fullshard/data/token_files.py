@@ -136,12 +136,12 @@ class TokenWriter:
 def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:
     """The given integers as a one-dimensional array. Raises for other types: nothing is rounded."""
     try:
-        found = np.asarray(given if isinstance(given, np.ndarray) else list(given))
+        row = np.asarray(given if isinstance(given, np.ndarray) else list(given))
     except (TypeError, ValueError):
-        found = np.empty((), object)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
-        raise FullshardError(f"a document's {what} are a list of integers, not {type(given).__name__} of {found.dtype}")
-    return found
+        row = np.empty((), object)
+    if row.ndim != 1 or (row.size and row.dtype.kind not in "biu"):
+        raise FullshardError(f"a document's {what} are a list of integers, not {type(given).__name__} of {row.dtype}")
+    return row
 
 
 # -- reading ----------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ class TokenFile:
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """`length` tokens from `start` on, across shards."""
-        found = self._read(self.token_maps, start, length).astype(np.int64)
-        if found.size and (largest := int(found.max())) >= self.vocab:
+        tokens = self._read(self.token_maps, start, length).astype(np.int64)
+        if tokens.size and (largest := int(tokens.max())) >= self.vocab:
             raise FullshardError(self._outside(largest))
-        return found
+        return tokens
 
     def read_answers(self, start: int, length: int) -> NDArray[np.bool_]:
         """Whether each of these tokens is to be predicted. All are if no answers were marked."""
