@@ -132,10 +132,10 @@ def _split(path: Path) -> list[str]:
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def open_metrics(directory: Path | None, recipe: Recipe, step: int = 0) -> Metrics:

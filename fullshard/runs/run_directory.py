@@ -50,17 +50,17 @@ def holds_run(directory: Path) -> bool:
 
 def _before_first_step(line: bytes) -> bool:
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return False
-    return isinstance(found, dict) and found.get("event") in EARLY
+    return isinstance(event, dict) and event.get("event") in EARLY
 
 
 def engine_of_run(directory: Path) -> str:
     """The engine that a run was last trained with."""
     path = directory / "run.json"
-    found = parse_json(read_text(path, "run"), str(path)) if is_plain_file(path) else {}
-    return str(found.get("engine", "torch")) if isinstance(found, dict) else "torch"
+    about = parse_json(read_text(path, "run"), str(path)) if is_plain_file(path) else {}
+    return str(about.get("engine", "torch")) if isinstance(about, dict) else "torch"
 
 
 def _plan_text(prepared: Prepared) -> str:

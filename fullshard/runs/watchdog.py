@@ -227,11 +227,11 @@ def explain_hang(answers: dict[int, Where], absent: list[str], idle: float) -> s
 
 
 def _grouped(waiting: dict[int, Where]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_place: dict[str, list[int]] = {}
     for rank, a in sorted(waiting.items()):
         what = f"the {a['collective']}" if a["collective"] else a["line"]
-        found.setdefault(f"{what} of unit {a['unit']}" if a["unit"] else what, []).append(rank)
-    return found
+        by_place.setdefault(f"{what} of unit {a['unit']}" if a["unit"] else what, []).append(rank)
+    return by_place
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -210,8 +210,8 @@ def _carry_precision(draft: Draft) -> None:
 def _carry_wire(draft: Draft) -> None:
     """ZeRO++: quantised gathers (qwZ), quantised reductions (qgZ), and LoCo, which keeps what rounding took."""
     weights, gradients, feedback = (f"{ZERO}.{key}" for key in ("zero_quantized_weights", "zero_quantized_gradients", LOCO))
-    found = {key: entry.value for key, entry in draft.entries.items() if key in ("plan.strategy", "plan.compute")}
-    if found.get("plan.strategy") == "ddp" or found.get("plan.compute") == "fp16":
+    values = {key: entry.value for key, entry in draft.entries.items() if key in ("plan.strategy", "plan.compute")}
+    if values.get("plan.strategy") == "ddp" or values.get("plan.compute") == "fp16":
         return
     if draft.get(weights) is True:
         draft.carry(weights, "plan.wire_gather", "int8")
@@ -269,9 +269,9 @@ def _settle_options(draft: Draft, options: str) -> None:
 
 def carry_number(draft: Draft, source: str, key: str) -> None:
     """Carry a number as a float, if the file has one."""
-    found = draft.number(source)
-    if found is not None:
-        draft.carry(source, key, float(found))
+    number = draft.number(source)
+    if number is not None:
+        draft.carry(source, key, float(number))
 
 
 def _carry_schedule(draft: Draft) -> None:

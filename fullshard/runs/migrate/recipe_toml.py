@@ -61,19 +61,19 @@ def _missing(draft: Draft) -> list[str]:
 
 def _sections(draft: Draft) -> list[str]:
     """A table for each section, its keys in the order of the reference."""
-    found = []
+    texts = []
     for section, kind in Recipe.model_fields.items():
         keys = [key for key in draft.entries if key.partition(".")[0] == section]
         order = _fields(kind.annotation)
         keys.sort(key=lambda key: order.index(key.partition(".")[2]) if key.partition(".")[2] in order else len(order))
         if keys:
-            found.append("\n".join([f"[{section}]", *(_line(key.partition(".")[2], draft.entries[key]) for key in keys), ""]))
+            texts.append("\n".join([f"[{section}]", *(_line(key.partition(".")[2], draft.entries[key]) for key in keys), ""]))
     known = {key for key in draft.entries if key.partition(".")[0] in Recipe.model_fields}
     if unknown := sorted(draft.entries.keys() - known):
         raise FullshardError(
             f"a recipe has no section {unknown[0].partition('.')[0]!r}; its sections are {', '.join(Recipe.model_fields)}"
         )
-    return found
+    return texts
 
 
 def _fields(kind: Any) -> list[str]:
@@ -102,8 +102,8 @@ def _lists(draft: Draft) -> list[str]:
     return ["\n".join(f"# {line}".rstrip() for line in lines), ""] if lines else []
 
 
-def _with_values(draft: Draft, found: dict[str, str]) -> dict[str, str]:
-    return {f"{key} = {show(draft.leaves[key])}": why for key, why in found.items()}
+def _with_values(draft: Draft, reasons: dict[str, str]) -> dict[str, str]:
+    return {f"{key} = {show(draft.leaves[key])}": why for key, why in reasons.items()}
 
 
 def _listed(title: str, items: dict[str, str]) -> list[str]:

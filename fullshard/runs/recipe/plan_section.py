@@ -95,8 +95,8 @@ class PlanSection(_PlanKeys):
     @property
     def precision(self) -> Precision:
         given = {name: value for name, value in choices_of_section(self).items() if NAMED[name].owner == "precision"}
-        found: Precision = strategy_arguments(given, str)["precision"]
-        return found
+        precision: Precision = strategy_arguments(given, str)["precision"]
+        return precision
 
     @property
     def unit_rules(self) -> dict[str, Any]:
