@@ -41,9 +41,9 @@ def describe_model(
     if model in presets.PRESETS and not (classes or names or min_params or experts):
         return presets.describe(model)
     with shown(f"reading {model}"):
-        used, found = _load(model, repr(model), engine=engine)
+        used, built = _load(model, repr(model), engine=engine)
         rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
-        return used.describe(found, **rules, title=model)  # type: ignore[arg-type]
+        return used.describe(built, **rules, title=model)  # type: ignore[arg-type]
 
 
 def describe_costs(
@@ -63,8 +63,8 @@ def describe_costs(
     axes = (tensor,) if tensor > 1 else ()
 
     def trace() -> Description:
-        engine, found = _load(model, f"tensor = {tensor}" if tensor > 1 else repr(model), call)
-        return engine.describe(found, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
+        engine, built = _load(model, f"tensor = {tensor}" if tensor > 1 else repr(model), call)
+        return engine.describe(built, micro_batch=1, sequence=sequence, compute=compute, title=model, tensor=axes)
 
     with shown(f"reading {model}"):
         if call is not None:
