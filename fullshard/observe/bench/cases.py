@@ -100,10 +100,10 @@ class Settings:
 def make_cases(base: Base, axes: list[Axis], peers: Sequence[str], settings: Settings, disk: Path) -> list[Case]:
     """All cases, unchecked: fullshard's first, then each peer's. `disk`: for homes there, where the recipe names no directory."""
     shared = [axis for axis in axes if axis.key in PEER_KEYS]
-    found = [_case(OWN, base, choices, settings, disk) for choices in product(axes, base.choices())]
+    cases = [_case(OWN, base, choices, settings, disk) for choices in product(axes, base.choices())]
     for peer in peers:
-        found += [_case(peer, base, choices, settings, disk) for choices in product(shared, base.choices())]
-    return found
+        cases += [_case(peer, base, choices, settings, disk) for choices in product(shared, base.choices())]
+    return cases
 
 
 def _case(system: str, base: Base, choices: Choices, settings: Settings, disk: Path) -> Case:
@@ -156,11 +156,13 @@ def _peer_refusal(tree: Tree) -> str | None:
 
 def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
     """The planner's numbers; None for a model whose costs are not known."""
-    recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
-    if found is None and engine.name == "torch" and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
+    recipe, plan, description, estimate = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
+    if estimate is None and engine.name == "torch" and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
         description = describe_costs(recipe, prepared.model, engine, plan.precision.compute)
-        found = expected_of(recipe, plan, description, prepared.cluster)
-    if found is None or description is None:
+        estimate = expected_of(recipe, plan, description, prepared.cluster)
+    if estimate is None or description is None:
         return None
     sent = wire_bytes(plan, description, loss=planned_loss(recipe), clip=recipe.optim.clip is not None).total
-    return Predicted(found.device.allocated_bytes, found.device.reserved_bytes, found.step_seconds, sent, found.mfu, found.fits)
+    return Predicted(
+        estimate.device.allocated_bytes, estimate.device.reserved_bytes, estimate.step_seconds, sent, estimate.mfu, estimate.fits
+    )

@@ -71,10 +71,10 @@ class CaseFiles:
     def load(self, case: Case, limit: float) -> Result | None:
         """An earlier result. None if there is none, or if the time was up then and is longer now."""
         try:
-            found = Result.from_dict(json.loads((self.directory / f"{case.key}.json").read_text()))
+            result = Result.from_dict(json.loads((self.directory / f"{case.key}.json").read_text()))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return None if found.outcome == "timed out" and limit > found.limit_seconds else found
+        return None if result.outcome == "timed out" and limit > result.limit_seconds else result
 
     def save(self, result: Result) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -195,15 +195,15 @@ def run_all(
 ) -> list[Result]:
     """All cases in order. `tell` hears (number, case, None, False) before one runs and (number, case, result, was there already)
     after it."""
-    found = []
+    results = []
     for i, case in enumerate(cases, 1):
         earlier = None if again and case.refused is None else known_result(case, files, limit)
         if earlier is None:
             tell(i, case, None, False)
         result = earlier or run_case(case, files, limit)
         tell(i, case, result, earlier is not None and case.refused is None)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def known_result(case: Case, files: CaseFiles, limit: float) -> Result | None:

@@ -88,10 +88,10 @@ def _units(
     trace: RankTrace, window: StepWindow, here: list[WorkSpan], lanes: dict[str, Intervals]
 ) -> dict[str, dict[str, float]]:
     """Seconds of each unit: its compute by phase, its collectives and copies with their exposed parts, and idle time in it."""
-    found: dict[str, dict[str, float]] = {}
+    units: dict[str, dict[str, float]] = {}
     for unit in dict.fromkeys(s.unit for s in here if s.unit is not None):
         own = [s for s in here if s.unit == unit]
-        row = found[unit] = {}
+        row = units[unit] = {}
         for phase in PHASES:
             row[phase] = _length_in(window, (s for s in own if s.kind == "compute" and s.phase == phase))
         for cause, kinds in (("gather", ("gather",)), ("reduce", ("reduce", "all_reduce")), ("transfers", TRANSFERS)):
@@ -100,17 +100,17 @@ def _units(
             exposed = lanes["transfers" if kinds is TRANSFERS else "communication"]
             row[f"{cause}_exposed"] = length(intersect(exposed, parts))
     for unit, idle in idle_by_unit(trace.places, lanes["idle"]).items():
-        found.setdefault(unit, {})["idle"] = idle
-    return found
+        units.setdefault(unit, {})["idle"] = idle
+    return units
 
 
 def idle_by_unit(places: Iterable[HostPlace], idle: Intervals) -> dict[str, float]:
     """Idle seconds by the unit that the host was in, the innermost one."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     left = idle
     for place in sorted(places, key=lambda p: -p.begin):  # an inner place begins after the outer one
         inside = intersect(left, [(place.begin, place.end)])
         if inside and place.unit:
-            found[place.unit] = found.get(place.unit, 0.0) + length(inside)
+            seconds[place.unit] = seconds.get(place.unit, 0.0) + length(inside)
             left = subtract(left, [(place.begin, place.end)])
-    return found
+    return seconds

@@ -42,14 +42,14 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     }
 
 
-def _rank(found: RankBreakdown) -> dict[str, Any]:
+def _rank(breakdown: RankBreakdown) -> dict[str, Any]:
     return {
-        "rank": found.rank,
-        "step_seconds": found.step_seconds,
-        "own_seconds": found.own_seconds,
-        "lanes": found.lanes,
-        "busy": found.busy,
-        "overlap": found.overlap,
+        "rank": breakdown.rank,
+        "step_seconds": breakdown.step_seconds,
+        "own_seconds": breakdown.own_seconds,
+        "lanes": breakdown.lanes,
+        "busy": breakdown.busy,
+        "overlap": breakdown.overlap,
     }
 
 
@@ -109,11 +109,11 @@ def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     for same in zip(*own, strict=False) if len({len(o) for o in own}) == 1 else [(s,) for o in own for s in o]:
         span: WorkSpan = same[0]
         groups.setdefault((span.kind, span.nbytes, span.ranks), []).append(min(s.end - s.begin for s in same))
-    found = []
+    rows = []
     for (kind, nbytes, ranks), seconds in sorted(groups.items(), key=lambda item: (item[0][0], -item[0][1])):
         usual = statistics.median(seconds)
         moved = nbytes * _moves(kind, ranks)
-        found.append(
+        rows.append(
             {
                 "kind": kind,
                 "bytes": nbytes,
@@ -123,7 +123,7 @@ def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
                 "bytes_per_second": moved / usual if usual > 0 and moved else None,
             }
         )
-    return found
+    return rows
 
 
 def _moves(kind: str, ranks: int) -> float:
@@ -140,14 +140,14 @@ def _kernels(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def _memory(trace: RankTrace) -> dict[str, Any]:
-    found = memory_peak(trace)
+    peak = memory_peak(trace)
     return {
         "rank": trace.rank,
-        "bytes": found.nbytes,
+        "bytes": peak.nbytes,
         "allocator_bytes": trace.about.get("peak_bytes"),
-        "kinds": dict(sorted(found.kinds.items(), key=lambda item: -item[1])),
-        "units": {unit: row for unit, row in found.units.items() if any(row.values())},
-        "phases": [{"phase": phase, "before": before, "after": after} for phase, before, after in found.phases],
+        "kinds": dict(sorted(peak.kinds.items(), key=lambda item: -item[1])),
+        "units": {unit: row for unit, row in peak.units.items() if any(row.values())},
+        "phases": [{"phase": phase, "before": before, "after": after} for phase, before, after in peak.phases],
         "estimated_bytes": None,
         "estimated_kinds": None,
     }
