@@ -57,13 +57,13 @@ def checked_fixes(fix: Mapping[str, Any]) -> dict[str, Any]:
 
 def _both_depths(given: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """`prefetch` as the depth of each direction that has none of its own."""
-    own = ("prefetch_forward", "prefetch_backward")
+    depths = ("prefetch_forward", "prefetch_backward")
     if "prefetch" not in given:
         return given
-    if all(name in given for name in own):
-        raise PlanError(f"{spell('prefetch')} has no effect beside {spell(own[0])} and {spell(own[1])}; leave it out")
+    if all(name in given for name in depths):
+        raise PlanError(f"{spell('prefetch')} has no effect beside {spell(depths[0])} and {spell(depths[1])}; leave it out")
     both = given.pop("prefetch")
-    return dict.fromkeys(own, both) | given
+    return dict.fromkeys(depths, both) | given
 
 
 def renamed(sentence: str) -> str:
