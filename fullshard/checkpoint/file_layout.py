@@ -77,12 +77,12 @@ class SaveLayout:
         layout, file = FileLayout(items), shard_name(ranks.rank, ranks.world)
         trees = ranks.gather_results(lambda: layout.shard_file(file).to_json())
         files, node = [ShardFile.from_json(tree) for tree in trees], nodes.of_rank[ranks.rank]
-        own = sum(f.nbytes for f, n in zip(files, nodes.of_rank, strict=True) if n == node)
+        nbytes = sum(f.nbytes for f, n in zip(files, nodes.of_rank, strict=True) if n == node)
         if not nodes.is_leader:
-            return cls(layout, file, files, own)
+            return cls(layout, file, files, nbytes)
         records = tensor_records(types, files, nodes.of_file, node)
         texts = {"tensors": tensors_text(records), "plan": field_text("plan", plan)}
-        return cls(layout, file, files, own, records, texts)
+        return cls(layout, file, files, nbytes, records, texts)
 
 
 def write_once(held: Sequence[Sequence[tuple[Hashable, int]]], nodes: Nodes) -> list[set[Hashable]]:

@@ -37,8 +37,8 @@ def problems(place: Place, share: tuple[int, int] = (0, 1)) -> list[str]:
 def absent_nodes(manifest: Manifest, present: Iterable[str]) -> set[int | None]:
     """The nodes whose files, kept on their own disks, are all missing here."""
     nodes = {f.node for f in manifest.files.values()} - {None}
-    here = {manifest.files[n].node for n in present if n in manifest.files}
-    return nodes - here if here else set()
+    present_nodes = {manifest.files[n].node for n in present if n in manifest.files}
+    return nodes - present_nodes if present_nodes else set()
 
 
 def file_problems(place: Place, name: str, record: FileRecord, present: dict[str, int]) -> list[str]:
@@ -69,12 +69,12 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
     """Whether a file's own header, which other programs read, lists the same tensors as the manifest."""
     size = manifest.files[name].nbytes
     try:
-        own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
+        header = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
     except FullshardError as error:
         return [str(error)]
     except (FileNotFoundError, EOFError):
         return [f"{place}/{name} was truncated while it was read"]
-    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
+    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in header.items() if 0 not in e.shape}
     chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
     in_manifest = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
     # Without a shared disk, a node's file may also hold copies of chunks that the manifest names elsewhere.

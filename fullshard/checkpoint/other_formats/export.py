@@ -100,9 +100,9 @@ def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None,
 
 def _dtype(checkpoint: Checkpoint, name: str, original: str | None, dtype: str | None) -> str:
     """The dtype that a tensor is written in. Only floats are converted."""
-    own = checkpoint.manifest.tensors[f"model.{name}"].dtype
-    other = SAFETENSORS_DTYPE[dtype] if dtype else original or own
-    return other if own in FLOATS and other in FLOATS else own
+    saved = checkpoint.manifest.tensors[f"model.{name}"].dtype
+    other = SAFETENSORS_DTYPE[dtype] if dtype else original or saved
+    return other if saved in FLOATS and other in FLOATS else saved
 
 
 # -- tensors that files hold in another arrangement ---------------------------------------------------------

@@ -60,10 +60,10 @@ def from_orbax(path: Path) -> ExternalCheckpoint:
         entries = [as_table(entry) for entry in as_table(tree["tree_metadata"]).values()]
         keys = [[as_table(key)["key"] for key in e["key_metadata"]] for e in entries if _is_array(e)]
         driver = "zarr3" if tree.get("use_zarr3") else "zarr"
-        sources = [_source(path, own, driver, ocdbt=bool(tree.get("use_ocdbt"))) for own in keys]
+        sources = [_source(path, parts, driver, ocdbt=bool(tree.get("use_ocdbt"))) for parts in keys]
     if not sources:
         raise FullshardError(f"{path} holds no arrays")
-    nested = any(len(own) > 1 and own[0] == "params" for own in keys)
+    nested = any(len(parts) > 1 and parts[0] == "params" for parts in keys)
     files = frozenset(p for p in path.rglob("*") if p.is_file() and not p.is_symlink())
     return ExternalCheckpoint(sources, files, (path.name,), "params." if nested else "", COMPRESSED)
 
