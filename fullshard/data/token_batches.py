@@ -122,8 +122,8 @@ class Batches(IndexedBatches):
 
 def _position_ids(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The distance of each token from the last document start at or before it. The first token counts as one."""
-    here = np.arange(starts.size)
-    return here - np.maximum.accumulate(np.where(starts, here, 0))
+    positions = np.arange(starts.size)
+    return positions - np.maximum.accumulate(np.where(starts, positions, 0))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
