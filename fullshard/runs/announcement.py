@@ -55,9 +55,9 @@ def differences(recipe: Recipe) -> dict[str, dict[str, Any]]:
     changed = {}
     for name in type(recipe).model_fields:
         section = getattr(recipe, name)
-        own = _own_values(section) if section is not None else {}
-        if own:
-            changed[name] = own
+        values = _own_values(section) if section is not None else {}
+        if values:
+            changed[name] = values
     return changed
 
 

@@ -183,8 +183,8 @@ class Watchdog:
     def _end(self, code: int) -> None:
         """Find out who waits for whom, print it, and exit; the main thread cannot."""
         faulthandler.cancel_dump_traceback_later()
-        idle, own = self.progress.idle, self.ranks.where() | {"doing": self.progress.doing}
-        answers = self.ranks.exchange(own, ANSWERS)
+        idle, position = self.progress.idle, self.ranks.where() | {"doing": self.progress.doing}
+        answers = self.ranks.exchange(position, ANSWERS)
         left = self._leave_stacks()
         if self.ranks.rank == min(answers):
             absent = [self.ranks.absent(r) for r in range(self.ranks.world) if r not in answers]

@@ -104,8 +104,8 @@ class Script:
                     arguments[keyword.arg] = self.value(keyword.value, depth + 1)
                 else:
                     arguments |= self._unpacked(keyword.value, depth)
-        own = self.aliases.get(name, name) if isinstance(node.func, ast.Name) else name
-        return ScriptCall(own, arguments, node.lineno, ast.unparse(node.func))
+        called = self.aliases.get(name, name) if isinstance(node.func, ast.Name) else name
+        return ScriptCall(called, arguments, node.lineno, ast.unparse(node.func))
 
     def _unpacked(self, node: ast.expr, depth: int) -> dict[str, Any]:
         """The items of `**name`: of the dict that it was made as, and of later `name["key"] = value`."""

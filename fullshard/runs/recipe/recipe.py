@@ -148,8 +148,8 @@ class Recipe(RecipeSection):
     def loss(self) -> str:
         """The loss by its name for the engine: `auto` is the objective's own."""
         causal = "plain" if self.model.call else "chunked"  # a call's logits may differ from the head's
-        own = causal if self.data.objective == "causal" else self.data.objective
-        return own if self.train.loss == "auto" else self.train.loss
+        default = causal if self.data.objective == "causal" else self.data.objective
+        return default if self.train.loss == "auto" else self.train.loss
 
     @property
     def unit(self) -> str:
