@@ -73,8 +73,8 @@ class Case:
 def label(system: str, choices: Choices, shown: Sequence[Axis]) -> str:
     """A system's name, unless it is fullshard itself, and the values of these axes."""
     words = [value_text(axis, choices[axis.key]) for axis in shown if axis.key in choices]
-    own = [] if system == OWN and words else [TITLES.get(system, system)]
-    return " ".join([*own, *words])
+    title = [] if system == OWN and words else [TITLES.get(system, system)]
+    return " ".join([*title, *words])
 
 
 def value_text(axis: Axis, value: Any) -> str:

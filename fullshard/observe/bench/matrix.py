@@ -56,8 +56,8 @@ def make_matrix(wanted: Wanted, version: str, directory: Path) -> Matrix:
         load_recipe(wanted.target, [])  # a wrong one is told before the seconds that imports take
     say(f"importing {wanted.engine}")
     engine, bench = load_engine(wanted.engine), load_bench_engine(wanted.engine)
-    here = engine.local_devices()  # asked in any case: from then on this process takes none of them
-    ranks = here if wanted.ranks is None else wanted.ranks
+    devices = engine.local_devices()  # asked in any case: from then on this process takes none of them
+    ranks = devices if wanted.ranks is None else wanted.ranks
     if wanted.limit is not None and wanted.engine == "jax":
         raise FullshardError("--limit is of the torch engine; for JAX set XLA_PYTHON_CLIENT_MEM_FRACTION")
     peers = _peers(wanted, bench)

@@ -77,11 +77,11 @@ class RunView:
 
     def _ranks(self) -> list[Json]:
         records = [_read(path) for path in sorted((self.directory / "ranks").glob("[0-9]*.json"))[:4096]]
-        told = [r for r in records if isinstance(r.get("rank"), int) and isinstance(r.get("time"), int | float)]
-        if not told:
+        ranks = [r for r in records if isinstance(r.get("rank"), int) and isinstance(r.get("time"), int | float)]
+        if not ranks:
             return []
-        newest = max(told, key=lambda r: r["time"])
-        return [r | {"health": health(r, time.time())} for r in told if r["rank"] < newest.get("world", 1)]
+        newest = max(ranks, key=lambda r: r["time"])
+        return [r | {"health": health(r, time.time())} for r in ranks if r["rank"] < newest.get("world", 1)]
 
     def _state(self, done: int, steps: Any, ranks: list[Json]) -> str:
         """What the run does, in a word or two."""

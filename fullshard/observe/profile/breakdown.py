@@ -58,9 +58,9 @@ def mean_of(tables: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _step(trace: RankTrace, window: StepWindow) -> RankBreakdown:
-    here = [s for s in trace.spans if s.begin < window.end and s.end > window.begin]
+    spans = [s for s in trace.spans if s.begin < window.end and s.end > window.begin]
     compute, talks, copies = (
-        union(s.interval for s in here if s.kind in kinds) for kinds in (("compute",), COLLECTIVES, TRANSFERS)
+        union(s.interval for s in spans if s.kind in kinds) for kinds in (("compute",), COLLECTIVES, TRANSFERS)
     )
     lanes = partition(
         window.interval,
@@ -73,11 +73,11 @@ def _step(trace: RankTrace, window: StepWindow) -> RankBreakdown:
         },
         "idle",
     )
-    kinds: list[str] = list(dict.fromkeys(s.kind for s in here))
-    busy = {kind: _length_in(window, (s for s in here if s.kind == kind)) for kind in kinds}
+    kinds: list[str] = list(dict.fromkeys(s.kind for s in spans))
+    busy = {kind: _length_in(window, (s for s in spans if s.kind == kind)) for kind in kinds}
     busy["communication"] = length(intersect([window.interval], talks))
     seconds = {lane: length(parts) for lane, parts in lanes.items()}
-    return RankBreakdown(trace.rank, window.end - window.begin, seconds, busy, _units(trace, window, here, lanes))
+    return RankBreakdown(trace.rank, window.end - window.begin, seconds, busy, _units(trace, window, spans, lanes))
 
 
 def _length_in(window: StepWindow, spans: Iterable[WorkSpan]) -> float:
@@ -85,17 +85,17 @@ def _length_in(window: StepWindow, spans: Iterable[WorkSpan]) -> float:
 
 
 def _units(
-    trace: RankTrace, window: StepWindow, here: list[WorkSpan], lanes: dict[str, Intervals]
+    trace: RankTrace, window: StepWindow, spans: list[WorkSpan], lanes: dict[str, Intervals]
 ) -> dict[str, dict[str, float]]:
     """Seconds of each unit: its compute by phase, its collectives and copies with their exposed parts, and idle time in it."""
     units: dict[str, dict[str, float]] = {}
-    for unit in dict.fromkeys(s.unit for s in here if s.unit is not None):
-        own = [s for s in here if s.unit == unit]
+    for unit in dict.fromkeys(s.unit for s in spans if s.unit is not None):
+        of_unit = [s for s in spans if s.unit == unit]
         row = units[unit] = {}
         for phase in PHASES:
-            row[phase] = _length_in(window, (s for s in own if s.kind == "compute" and s.phase == phase))
+            row[phase] = _length_in(window, (s for s in of_unit if s.kind == "compute" and s.phase == phase))
         for cause, kinds in (("gather", ("gather",)), ("reduce", ("reduce", "all_reduce")), ("transfers", TRANSFERS)):
-            parts = intersect([window.interval], union(s.interval for s in own if s.kind in kinds))
+            parts = intersect([window.interval], union(s.interval for s in of_unit if s.kind in kinds))
             row[cause] = length(parts)
             exposed = lanes["transfers" if kinds is TRANSFERS else "communication"]
             row[f"{cause}_exposed"] = length(intersect(exposed, parts))

@@ -32,8 +32,8 @@ def read_jax(document: Event) -> list[RankTrace]:
     issuing = tuple(_interval(e, start) for e in raw if str(e.get("name")).startswith("PjitFunction"))
     traces = []
     for device in about["devices"]:
-        own = on_device.get(device, [])
-        spans = tuple(_span(e, start, about["operations"]) for e in own)
+        events = on_device.get(device, [])
+        spans = tuple(_span(e, start, about["operations"]) for e in events)
         traces.append(
             RankTrace(
                 rank=device,

@@ -88,7 +88,7 @@ def _phases(trace: RankTrace, rest: int) -> list[tuple[str, int, int]]:
 
     rows = []
     for phase in PHASES:
-        own = [p for p in trace.phases if p.phase == phase and last.begin <= p.begin <= last.end]
-        if own:
-            rows.append((phase, held_at(min(p.begin for p in own)), held_at(max(p.end for p in own))))
+        parts = [p for p in trace.phases if p.phase == phase and last.begin <= p.begin <= last.end]
+        if parts:
+            rows.append((phase, held_at(min(p.begin for p in parts)), held_at(max(p.end for p in parts))))
     return rows

@@ -104,9 +104,9 @@ def _units(ranks: Sequence[RankBreakdown]) -> list[dict[str, Any]]:
 def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """Collectives by kind and size. The time of one is that of the rank that came last: the others wait in it."""
     steps = len(traces[0].steps)
-    own = [[s for s in t.spans if s.kind in COLLECTIVES] for t in traces]
+    spans = [[s for s in t.spans if s.kind in COLLECTIVES] for t in traces]
     groups: dict[tuple[str, int, int], list[float]] = {}
-    for same in zip(*own, strict=False) if len({len(o) for o in own}) == 1 else [(s,) for o in own for s in o]:
+    for same in zip(*spans, strict=False) if len({len(o) for o in spans}) == 1 else [(s,) for o in spans for s in o]:
         span: WorkSpan = same[0]
         groups.setdefault((span.kind, span.nbytes, span.ranks), []).append(min(s.end - s.begin for s in same))
     rows = []
