@@ -180,8 +180,8 @@ def _prepare(given: Given, watchdog: "Watchdog") -> "Prepared":
     from fullshard.runs.prepare.prepare import prepare
     from fullshard.runs.resuming import kept_of
 
-    here = engine.local_devices()  # asked in any case: from then on this process takes none of them
-    ranks = here if given.ranks is None else given.ranks
+    devices = engine.local_devices()  # asked in any case: from then on this process takes none of them
+    ranks = devices if given.ranks is None else given.ranks
     prepared = prepare(recipe, ranks, engine, kept_of(recipe, given.run, given.resume))
     _refuse_run(given, prepared)
     return prepared
