@@ -25,7 +25,7 @@ class Listener(Protocol):
     def above(self, line: str) -> None:
         """Print a line that stays."""
 
-    def settle(self) -> None:
+    def end_stage(self) -> None:
         """What was said last is done."""
 
 
@@ -38,10 +38,10 @@ def say(text: str) -> None:
         _listeners[-1].show(text)
 
 
-def settle() -> None:
+def end_stage() -> None:
     """What was said last is done, and something else draws now."""
     if _listeners:
-        _listeners[-1].settle()
+        _listeners[-1].end_stage()
 
 
 def tell(line: str) -> None:
@@ -77,14 +77,14 @@ class StatusLine:
         if self.live and self.text:
             self._draw()
 
-    def settle(self) -> None:
+    def end_stage(self) -> None:
         if self.live and self.text:
             self._write(ERASE)
         self.text = ""
 
     def close(self) -> None:
         self.timer.cancel()
-        self.settle()
+        self.end_stage()
 
     def _draw(self, more: str = "") -> None:
         width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and not be erased
@@ -118,15 +118,15 @@ class PhaseLine(StatusLine):
     def show(self, text: str) -> None:
         with self.lock:
             if self.text and _stage(text) != _stage(self.text):
-                self.settle()
+                self.end_stage()
             self.text = text
             if self.live:
                 self._draw_seconds()
 
-    def settle(self) -> None:
+    def end_stage(self) -> None:
         with self.lock:
             text, seconds = self.text, time.monotonic() - self.began
-            super().settle()
+            super().end_stage()
             if text and seconds >= BRIEF:
                 self.above(f"{text}: {seconds:.1f} s")
             self.began, self.announced = time.monotonic(), False
@@ -139,10 +139,10 @@ class PhaseLine(StatusLine):
         """The phase did not come to its end."""
         self.ended.set()
         with self.lock:
-            super().settle()
+            super().end_stage()
 
     def close(self) -> None:
-        self.settle()
+        self.end_stage()
         self.abandon()
 
     def _tick(self) -> None:

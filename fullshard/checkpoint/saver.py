@@ -211,7 +211,7 @@ class CheckpointSaver(ABC):
         self._check_lease()
         if not saving.overwrites and not isinstance(self.checkpoint_dir, Local) and commit.is_checkpoint(pending.target):
             raise FullshardError(another_state(pending.target))  # an object store has no staging directory
-        refuse_full(self.checkpoint_dir, self.staging.shards.node_bytes + HEADERS, "its files", pending.staging)
+        refuse_full(self.checkpoint_dir, self.staging.shards.node_bytes + HEADERS, "its files", pending.partial)
         locks.enter_context(commit.begin(pending))
         return [now]
 
@@ -229,12 +229,12 @@ class CheckpointSaver(ABC):
         if not self.staging.shards.layout.items:
             return [0, 0]
         try:
-            return checksum_to_ints(self.staging.write(pending.staging, checksum))
+            return checksum_to_ints(self.staging.write(pending.partial, checksum))
         except NotFiniteError as error:
             self.failure = error
             raise
         except OSError as error:
-            raise FullshardError(f"{pending.staging}: {error.strerror or error}") from None
+            raise FullshardError(f"{pending.partial}: {error.strerror or error}") from None
 
     def _commit(
         self, saving: Saving, pending: commit.PendingCheckpoint, fields: ManifestFields, results: list[list[int]]

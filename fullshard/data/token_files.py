@@ -48,8 +48,8 @@ class TokenWriter:
         self.path = Path(path)
         if self.path.exists():
             raise FullshardError(f"{self.path} exists already; write to another directory, or remove it first")
-        self.staging = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
-        self.staging.mkdir(parents=True)
+        self.partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        self.partial.mkdir(parents=True)
         self.header: dict[str, Any] = {
             "version": VERSION,
             "dtype": smallest_dtype(vocab),
@@ -109,7 +109,7 @@ class TokenWriter:
 
     def _write(self, name: str, suffix: str, data: NDArray[Any]) -> int:
         raw = data.astype(data.dtype.newbyteorder("<")).tobytes()
-        with open(self.staging / f"{name}.{suffix}", "wb") as file:
+        with open(self.partial / f"{name}.{suffix}", "wb") as file:
             file.write(raw)
             os.fsync(file.fileno())
         return zlib.crc32(raw)
@@ -119,8 +119,8 @@ class TokenWriter:
         self._flush()
         if not self.shards:
             raise FullshardError(f"nothing to write to {self.path}: the input has no tokens")
-        (self.staging / "index.json").write_text(json.dumps({**self.header, "shards": self.shards}, indent=1))
-        os.replace(self.staging, self.path)
+        (self.partial / "index.json").write_text(json.dumps({**self.header, "shards": self.shards}, indent=1))
+        os.replace(self.partial, self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class TokenWriter:
             if kind is None:
                 self.commit()
         finally:
-            shutil.rmtree(self.staging, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:

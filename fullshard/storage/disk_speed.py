@@ -48,7 +48,7 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
         return Rates(read, write, _both(file, into, out, filled, seconds / 4))
 
 
-def _settle(file: DiskFile) -> None:
+def _flush(file: DiskFile) -> None:
     """Wait until written bytes are on the disk. Direct requests have waited already."""
     if not file.direct:
         os.fsync(file.file)
@@ -73,7 +73,7 @@ def _rate(file: DiskFile, memory: memoryview, nbytes: int, seconds: float, readi
     for future in pending:
         future.result()
     if not reading:
-        _settle(file)
+        _flush(file)
     return at, at / (perf_counter() - start)
 
 
@@ -90,7 +90,7 @@ def _both(file: DiskFile, into: memoryview, out: memoryview, nbytes: int, second
         at += size
     for future in pending:
         future.result()
-    _settle(file)
+    _flush(file)
     return 2 * at / (perf_counter() - start) if at else None
 
 

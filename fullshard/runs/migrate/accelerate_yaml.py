@@ -96,7 +96,7 @@ def read_accelerate(draft: Draft, folder: Path) -> None:
     for key in [k for k in draft.leaves if k.startswith("parallelism_config.")]:
         if draft.get(key) in (1, "1"):
             draft.ignore(key, IDLE["parallelism_config.*"])
-    draft.settle(IDLE, lost)
+    draft.assign_rest(IDLE, lost)
 
 
 def _carry_ranks(draft: Draft) -> None:

@@ -110,7 +110,7 @@ def read_deepspeed(draft: Draft) -> None:
     _carry_batch(draft)
     _carry_rest(draft)
     _ignore_switched_off(draft)
-    draft.settle(IDLE, LOST)
+    draft.assign_rest(IDLE, LOST)
 
 
 def carry_stage(draft: Draft) -> None:
@@ -263,7 +263,7 @@ def _settle_options(draft: Draft, options: str) -> None:
     draft.drop(f"{options}.amsgrad", "optimizers here have no such option")
     if draft.get(f"{options}.bias_correction") is True:
         draft.ignore(f"{options}.bias_correction", "it is always on")
-    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_settled(k)]:
+    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_assigned(k)]:
         draft.lose(key, "optimizers here have no such option")
 
 
@@ -324,7 +324,7 @@ def _settle_warmup(draft: Draft, options: str) -> None:
     if draft.get(f"{options}.warmup_type") == "log":
         draft.lose(f"{options}.warmup_type", "the rise is linear here")
     draft.ignore(f"{options}.warmup_type", "the rise is linear")
-    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_settled(k)]:
+    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_assigned(k)]:
         if draft.get(key) == AUTO:
             draft.lose(key, TRAINER)
         else:

@@ -88,7 +88,7 @@ def read_script(draft: Draft, script: Script) -> None:
     _carry_rest(draft, script)
     for source in [k for k, v in draft.leaves.items() if v is NOT_HERE and k.partition(".")[2] not in _IDLE_NAMES]:
         draft.lose(source, LATER)
-    draft.settle(IDLE, LOST)
+    draft.assign_rest(IDLE, LOST)
 
 
 _IDLE_NAMES = {pattern.removeprefix("*.") for pattern in IDLE}

@@ -88,10 +88,10 @@ class Draft:
         self.entries.setdefault(key, Entry(value, reason, assumed=True))
 
     def ignore(self, source: str, reason: str) -> None:
-        self._settle(self.idle, source, reason)
+        self._assign(self.idle, source, reason)
 
     def lose(self, source: str, reason: str) -> None:
-        self._settle(self.lost, source, reason)
+        self._assign(self.lost, source, reason)
 
     def drop(self, source: str, reason: str) -> None:
         """`lose` a key that says something; `ignore` one that is switched off."""
@@ -102,10 +102,10 @@ class Draft:
         else:
             self.ignore(source, OFF)
 
-    def settle(self, idle: Mapping[str, str], lost: Mapping[str, str]) -> None:
-        """Find a place for the keys that are left, by patterns: those of `lost` first. Nothing stays without one."""
+    def assign_rest(self, idle: Mapping[str, str], lost: Mapping[str, str]) -> None:
+        """Say of the keys that are left what becomes of them, by patterns: those of `lost` first."""
         for source in self.leaves:
-            if self.is_settled(source):
+            if self.is_assigned(source):
                 continue
             if why := _match(source, lost):
                 self.drop(source, why)
@@ -114,11 +114,11 @@ class Draft:
             else:
                 self.lose(source, UNKNOWN)
 
-    def is_settled(self, source: str) -> bool:
+    def is_assigned(self, source: str) -> bool:
         return source in self.carried or source in self.idle or source in self.lost
 
-    def _settle(self, where: dict[str, str], source: str, reason: str) -> None:
-        if source in self.leaves and not self.is_settled(source):
+    def _assign(self, where: dict[str, str], source: str, reason: str) -> None:
+        if source in self.leaves and not self.is_assigned(source):
             where[source] = reason
 
 
