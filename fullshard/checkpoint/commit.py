@@ -61,6 +61,7 @@ def pending_checkpoint(checkpoint_dir: Place, step: int, nonce: str) -> PendingC
 
 
 def new_nonce() -> str:
+    """Digits that tell attempts at one checkpoint apart."""
     return secrets.token_hex(4)
 
 

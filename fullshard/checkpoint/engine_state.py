@@ -11,7 +11,7 @@ from fullshard.base.errors import FullshardError
 class EngineState(Protocol):
     """Anything that an engine's `shard` returned."""
 
-    engine: ClassVar[str]  # the engine's name
+    engine: ClassVar[str]  # "torch" or "jax"
 
 
 @dataclass(frozen=True)

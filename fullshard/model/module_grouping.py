@@ -168,6 +168,7 @@ def _by_class(root: ModuleNode, classes: Sequence[str]) -> list[str]:
 
 
 def _by_name(root: ModuleNode, patterns: Sequence[str]) -> list[str]:
+    """Paths of modules that match a pattern, in the model's order. A wildcard stands for one part of a path at most."""
     paths = [p for p, m in root.named() if p and m.has_parameters() and m.has_forward]
     hits: set[str] = set()
     for pattern in patterns:

@@ -46,10 +46,11 @@ LAST_WORDS = 5.0  # seconds to write the stacks, and to print the sentence
 
 @dataclass
 class Progress:
-    """What the main thread is doing, for how long it may, and for how long it has. None: derived from the step time."""
+    """What the main thread is doing. `limit`: seconds until the rank counts as hung. `asked`: seconds until it is ended after a
+    signal. None: derived from the step time. `idle`: seconds that it has taken so far."""
 
     doing: str
-    limit: float | None = None  # seconds
+    limit: float | None = None
     asked: float | None = None
     idle: float = 0.0
 
@@ -123,8 +124,10 @@ class Watchdog:
             yield item
 
     def _go_on(self, progress: Progress) -> None:
+        """The main thread does something new. Should it hold the interpreter so that the watchdog's thread cannot run,
+        faulthandler's timer, which needs no interpreter, ends the process."""
         self.progress = progress
-        if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
+        if limit := self._limit():
             faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
 
     # -- the thread ------------------------------------------------------------------------------------

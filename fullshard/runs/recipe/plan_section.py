@@ -76,7 +76,8 @@ class PlanSection(_PlanKeys):
 
     @model_validator(mode="after")
     def _what_has_an_effect(self) -> Self:
-        """Parts make sense by themselves, once all of their choices are known here."""
+        """Refuse choices without effect beside the others of their part. A part of which a choice is still open is checked
+        when the plan is made."""
         given = choices_of_section(self)
         unknown = {
             row.owner for row in TABLE if row.owner and given.get(row.name) is None and (row.open or row.name not in given)
