@@ -140,6 +140,7 @@ def repeated_blocks(root: ModuleNode) -> list[str]:
 
 
 def _outermost_repeating(node: ModuleNode, path: str, composite: bool) -> Iterator[list[str]]:
+    """The children of each outermost container that has several modules of one class."""
     children = [(_join(path, n), c) for n, c in node.children if c.has_parameters()]
     kinds = Counter(c.cls for _, c in children if not composite or c.children)
     one = len(children) == 1 and node.children[0][0] == "0" and not node.has_forward  # a list of one block
