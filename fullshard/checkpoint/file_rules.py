@@ -74,6 +74,7 @@ class FileRule:
         return [replace(piece, tensor=name) for name, value in named for piece in value.pieces]
 
     def _values(self) -> list["_Value"]:
+        """The model's tensors in order, each as the boxes of files' tensors that it is made of."""
         groups = [[_whole(n, shape) for n in _numbered(pattern, self.count)] for pattern, shape in self.files]
         for kind, numbers in self.steps:
             if kind == "stack":

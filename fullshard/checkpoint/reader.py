@@ -77,6 +77,7 @@ class Checkpoint:
         return self.place.files()
 
     def _lacks(self, file: str) -> str:
+        """What a missing file means, and what to do."""
         node = self.manifest.files[file].node
         if node is None:
             return f"{self.place} lacks {file}; use another checkpoint"

@@ -168,6 +168,7 @@ def _adapter(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
+    """A tensor's bytes in `dtype`, with its adapter merged in."""
     record = checkpoint.manifest.tensors[f"model.{name}"]
     lora_a = _adapter(checkpoint, name)
     if lora_a is None and record.dtype == dtype:

@@ -125,6 +125,7 @@ def tensors_by_name(archive: Archive) -> dict[str, Any]:
 
 
 def _walk(tree: Any, prefix: str, depth: int, budget: list[int], path: Path) -> Iterator[tuple[str, Any]]:
+    """Tensors of nested tables by dotted path. `budget`: how much the walk may still visit."""
     budget[0] -= 1 + len(prefix)
     if budget[0] < 0 or depth > DEEPEST:
         raise FullshardError(f"{path} holds tables that hold themselves, or one table many times; save the state dict alone")
