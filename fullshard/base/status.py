@@ -9,27 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TextIO
+from typing import TextIO
 
 PATIENCE = 15.0  # seconds of silence that a log gets; a terminal gets a line at once
 PROMPT = 1.0  # the same inside `phases`
 BRIEF = 0.1  # seconds: a shorter phase gets no line of its own
 ERASE = "\r\x1b[K"  # a terminal's line
 
-
-class Listener(Protocol):
-    """Shows what is said."""
-
-    def show(self, text: str) -> None: ...
-
-    def above(self, line: str) -> None:
-        """Print a line that stays."""
-
-    def end_stage(self) -> None:
-        """What was said last is done."""
-
-
-_listeners: list[Listener] = []
+_listeners: list["StatusLine"] = []
 
 
 def say(text: str) -> None:
@@ -73,11 +60,13 @@ class StatusLine:
             self._print()
 
     def above(self, line: str) -> None:
+        """Print a line that stays."""
         self._write(f"{ERASE if self.live else ''}{line}\n")
         if self.live and self.text:
             self._draw()
 
     def end_stage(self) -> None:
+        """What was said last is done."""
         if self.live and self.text:
             self._write(ERASE)
         self.text = ""
@@ -164,7 +153,7 @@ def _stage(text: str) -> str:
 
 
 @contextmanager
-def _listening(listener: Listener) -> Iterator[None]:
+def _listening(listener: "StatusLine") -> Iterator[None]:
     _listeners.append(listener)
     try:
         yield
