@@ -66,6 +66,7 @@ class Metrics:
             self.say(f"{lines.path} is written again" + (f"; {lost} lines were lost" if lost else ", with the lines that waited"))
 
     def _try(self, sink: Sink, call: Callable[[], None]) -> None:
+        """Call a sink. The run goes on without one that fails, and says so once."""
         name = type(sink).__name__
         try:
             call()

@@ -240,7 +240,7 @@ def _carry_optimizer(draft: Draft) -> None:
         draft.assume("optim.name", "adamw", f"there is no {draft.get(source)} here")
     carry_number(draft, f"{options}.lr", "optim.lr")
     carry_number(draft, f"{options}.max_grad_norm", "optim.clip")
-    _settle_options(draft, options)
+    _assign_options(draft, options)
 
 
 def _carry_adam(draft: Draft, options: str) -> None:
@@ -254,7 +254,7 @@ def _carry_adam(draft: Draft, options: str) -> None:
     draft.default("optim.weight_decay", 0.0)
 
 
-def _settle_options(draft: Draft, options: str) -> None:
+def _assign_options(draft: Draft, options: str) -> None:
     for key in [k for k in draft.leaves if k.startswith(f"{options}.")]:
         if draft.get(key) == AUTO:
             draft.lose(key, TRAINER)
@@ -294,7 +294,7 @@ def _carry_schedule(draft: Draft) -> None:
         draft.carry(f"{options}.total_num_steps", "train.steps", total)
     _carry_end(draft, str(kind), options)
     _carry_peak(draft, options)
-    _settle_warmup(draft, options)
+    _assign_warmup(draft, options)
 
 
 def _carry_end(draft: Draft, kind: str, options: str) -> None:
@@ -317,7 +317,7 @@ def _carry_peak(draft: Draft, options: str) -> None:
     carry_number(draft, peak, "optim.lr")
 
 
-def _settle_warmup(draft: Draft, options: str) -> None:
+def _assign_warmup(draft: Draft, options: str) -> None:
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         if draft.get(f"{options}.{name}") != AUTO:
             draft.drop(f"{options}.{name}", "the rise begins at 0 here")

@@ -82,6 +82,7 @@ class Script:
         return self.value(values[0], depth + 1)
 
     def _attribute(self, node: ast.Attribute) -> Any:
+        """The last word of a name of torch, the default of an option, or NOT_HERE for what only running the script tells."""
         root = node.value
         while isinstance(root, ast.Attribute):
             root = root.value
