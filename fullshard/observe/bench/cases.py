@@ -135,6 +135,7 @@ def checked(cases: list[Case], engine: Engine[Any, Any], bench: BenchEngine) -> 
 
 
 def _checked(case: Case, engine: Engine[Any, Any], bench: BenchEngine) -> Case:
+    """The case with the planner's numbers, or with the reason why it cannot run."""
     try:
         if case.spec.peer and (fault := bench.peer_fault(case.spec.peer) or _peer_refusal(case.spec.recipe)):
             return replace(case, refused=fault)

@@ -43,7 +43,7 @@ def plan_answer(question: PlanQuestion, describe: Describe, check: Callable[[], 
         shown = [_shortage_bar(s) for s in error.shortages]
         return about | {"fits": False, "sentence": str(error), "bars": shown}
     check()
-    return about | {"fits": True} | _found(result, description, cluster)
+    return about | {"fits": True} | _best_plan(result, description, cluster)
 
 
 def _cluster(question: PlanQuestion) -> Cluster:
@@ -51,7 +51,8 @@ def _cluster(question: PlanQuestion) -> Cluster:
     return cluster if question.price is None else replace(cluster, device=replace(cluster.device, price=question.price))
 
 
-def _found(result: SearchResult, description: Description, cluster: Cluster) -> Json:
+def _best_plan(result: SearchResult, description: Description, cluster: Cluster) -> Json:
+    """What the page shows of the best plan."""
     e, plan = result.estimate, result.plan
     step = lane_spans(plan, description, cluster, cpu_share=e.cpu_share)
     return {
