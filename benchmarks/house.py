@@ -213,10 +213,12 @@ def walk(tree: Tree, way: str) -> dict[str, Any]:
     if done.returncode:
         sys.exit(f"{way}: {done.stderr}")
     traced = json.loads(done.stdout.splitlines()[-1])
-    above = {file: reached(tree.imports, file) for file in traced["files"]}
+    below = {file: reached(tree.imports, file) for file in traced["files"]}
+    calls = {f"{a} calls {name} in {b}": (a, b) for a, b, name in traced["calls"]}
     return traced | {
-        "climbs": [call for call in traced["calls"] if tree.floors[call[1]] > tree.floors[call[0]]],
-        "against imports": [call for call in traced["calls"] if call[0] in above[call[1]]],
+        "calls": list(calls),
+        "climbs": [call for call, (a, b) in calls.items() if tree.floors[b] > tree.floors[a]],
+        "against imports": [call for call, (a, b) in calls.items() if a in below[b]],
     }
 
 
@@ -251,6 +253,12 @@ def extract(revision: str, folder: Path) -> Tree:
     return Tree(folder)
 
 
+def short(revision: str) -> str:
+    """The first digits of a revision's hash."""
+    answer = subprocess.run(["git", "rev-parse", "--short=7", "--verify", revision], cwd=ROOT, capture_output=True, text=True)
+    return answer.stdout.strip() or sys.exit(f"{revision} is no revision")
+
+
 def table(columns: dict[str, dict[str, Any]]) -> str:
     heads = list(columns)
     names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
@@ -270,8 +278,8 @@ def main() -> None:
     asked = given.ways if given.ways or given.ways is None else list(WAYS)
     columns, ways = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in given.tree or ["working tree"]:
-            tree = extract(name, Path(folder, name.replace("/", "-"))) if given.tree else Tree(ROOT)
+        for name in map(short, given.tree) if given.tree else ["working tree"]:
+            tree = extract(name, Path(folder, name)) if given.tree else Tree(ROOT)
             ways[name] = {way: walk(tree, way) for way in asked or ()}
             columns[name] = measure(tree) | way_rows(ways[name])
     print(table(columns))
