@@ -25,10 +25,10 @@ def load_callable(spec: str, returns: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n))]
         raise FullshardError(f"{where} has no {name!r}{nearest(name, public)} (it has {', '.join(public) or 'no callables'})")
-    found = getattr(module, name)
-    if not callable(found):
-        raise FullshardError(f"{spec} is of type {type(found).__name__}; write the name of a callable that returns {returns}")
-    return found
+    function = getattr(module, name)
+    if not callable(function):
+        raise FullshardError(f"{spec} is of type {type(function).__name__}; write the name of a callable that returns {returns}")
+    return function
 
 
 def _import_file(path: Path) -> ModuleType:

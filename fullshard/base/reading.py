@@ -32,9 +32,9 @@ KINDS = {
 
 def read_text(path: str | Path, what: str, at_most: int = MOST_BYTES) -> str:
     """The text of a plain file. `what` names its kind in errors, as in `cannot read plan x.json: …`."""
-    found = read_bytes(path, what, at_most)
+    data = read_bytes(path, what, at_most)
     try:
-        return found.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise FullshardError(f"{path} is not a text file: byte {error.start} is not UTF-8; write the path of a {what}") from None
 
@@ -52,10 +52,10 @@ def read_bytes(path: str | Path, what: str, at_most: int = MOST_BYTES) -> bytes:
 def _read(path: Path, what: str, at_most: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits for its writer
     with os.fdopen(_checked_plain(descriptor, path, what), "rb") as file:
-        found = b"".join(iter(lambda: file.read(min(CHUNK, at_most + 1 - file.tell())), b""))
-    if len(found) > at_most:
+        data = b"".join(iter(lambda: file.read(min(CHUNK, at_most + 1 - file.tell())), b""))
+    if len(data) > at_most:
         raise FullshardError(f"cannot read {what} {path}: it has more than the {at_most:,} bytes that a {what} may have")
-    return found
+    return data
 
 
 def _checked_plain(descriptor: int, path: Path, what: str) -> int:
@@ -101,31 +101,31 @@ def hash_ends(digest: "hashlib._Hash", path: Path) -> None:
 def parse_json(text: str | bytes, where: str = "") -> Any:
     """The value of a JSON text. `where` names the text in errors, as in `plan.json is not JSON: …`."""
     try:
-        found = json.loads(text.decode() if isinstance(text, bytes) else text)
+        value = json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as error:
         raise _not("JSON", where, f"byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise _not("JSON", where, TOO_DEEP) from None
     except ValueError as error:  # bad syntax, or an integer with too many digits for Python
         raise _not("JSON", where, _cause(error)) from None
-    if not _is_shallow(found):
+    if not _is_shallow(value):
         raise _not("JSON", where, TOO_DEEP)
-    return found
+    return value
 
 
 def parse_toml(text: str, where: str = "") -> dict[str, Any]:
     """The table of a TOML text. `where` names the text in errors."""
     try:
-        found = tomllib.loads(text)
+        root = tomllib.loads(text)
     except RecursionError:
         raise _not("TOML", where, TOO_DEEP) from None
     except ValueError as error:
         raise _not("TOML", where, _cause(error)) from None
-    if not _is_shallow(found):
+    if not _is_shallow(root):
         raise _not("TOML", where, TOO_DEEP)
-    if not _fits_64_bits(found):  # Python does not limit the digits of hexadecimal integers
+    if not _fits_64_bits(root):  # Python does not limit the digits of hexadecimal integers
         raise _not("TOML", where, "an integer does not fit in 64 bits")
-    return found
+    return root
 
 
 def _not(kind: str, where: str, why: str) -> FullshardError:
@@ -141,7 +141,7 @@ def _is_shallow(value: Any) -> bool:
     """Whether containers are nested at most DEEPEST levels deep."""
     level = [value]
     for _ in range(DEEPEST + 1):
-        level = [child for found in level for child in _children(found)]
+        level = [child for parent in level for child in _children(parent)]
         if not level:
             return True
     return False

@@ -9,27 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TextIO
+from typing import TextIO
 
 PATIENCE = 15.0  # seconds of silence that a log gets; a terminal gets a line at once
 PROMPT = 1.0  # the same inside `phases`
 BRIEF = 0.1  # seconds: a shorter phase gets no line of its own
 ERASE = "\r\x1b[K"  # a terminal's line
 
-
-class Listener(Protocol):
-    """Shows what is said."""
-
-    def show(self, text: str) -> None: ...
-
-    def above(self, line: str) -> None:
-        """Print a line that stays."""
-
-    def settle(self) -> None:
-        """What was said last is done."""
-
-
-_listeners: list[Listener] = []
+_listeners: list["StatusLine"] = []
 
 
 def say(text: str) -> None:
@@ -38,10 +25,10 @@ def say(text: str) -> None:
         _listeners[-1].show(text)
 
 
-def settle() -> None:
+def end_stage() -> None:
     """What was said last is done, and something else draws now."""
     if _listeners:
-        _listeners[-1].settle()
+        _listeners[-1].end_stage()
 
 
 def tell(line: str) -> None:
@@ -73,18 +60,20 @@ class StatusLine:
             self._print()
 
     def above(self, line: str) -> None:
+        """Print a line that stays."""
         self._write(f"{ERASE if self.live else ''}{line}\n")
         if self.live and self.text:
             self._draw()
 
-    def settle(self) -> None:
+    def end_stage(self) -> None:
+        """What was said last is done."""
         if self.live and self.text:
             self._write(ERASE)
         self.text = ""
 
     def close(self) -> None:
         self.timer.cancel()
-        self.settle()
+        self.end_stage()
 
     def _draw(self, more: str = "") -> None:
         width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and not be erased
@@ -118,15 +107,15 @@ class PhaseLine(StatusLine):
     def show(self, text: str) -> None:
         with self.lock:
             if self.text and _stage(text) != _stage(self.text):
-                self.settle()
+                self.end_stage()
             self.text = text
             if self.live:
                 self._draw_seconds()
 
-    def settle(self) -> None:
+    def end_stage(self) -> None:
         with self.lock:
             text, seconds = self.text, time.monotonic() - self.began
-            super().settle()
+            super().end_stage()
             if text and seconds >= BRIEF:
                 self.above(f"{text}: {seconds:.1f} s")
             self.began, self.announced = time.monotonic(), False
@@ -139,10 +128,10 @@ class PhaseLine(StatusLine):
         """The phase did not come to its end."""
         self.ended.set()
         with self.lock:
-            super().settle()
+            super().end_stage()
 
     def close(self) -> None:
-        self.settle()
+        self.end_stage()
         self.abandon()
 
     def _tick(self) -> None:
@@ -164,7 +153,7 @@ def _stage(text: str) -> str:
 
 
 @contextmanager
-def _listening(listener: Listener) -> Iterator[None]:
+def _listening(listener: "StatusLine") -> Iterator[None]:
     _listeners.append(listener)
     try:
         yield

@@ -62,6 +62,12 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def first_of(words: Sequence[object], most: int = 1) -> str:
+    """`a and 3 more`: the first `most` words, and how many follow."""
+    shown = ", ".join(map(str, words[:most]))
+    return f"{shown} and {len(words) - most} more" if len(words) > most else shown
+
+
 def spans(names: Sequence[str]) -> list[str]:
     """Numbered names in short: `layers.0 … layers.30, every 2nd (16)`; other names as they are."""
     runs: list[list[str]] = []

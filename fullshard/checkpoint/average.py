@@ -25,8 +25,8 @@ def average(inputs: Sequence[str], checkpoint_dir: Local) -> Place:
         refuse_damaged(place)
     opened = [Checkpoint(p) for p in places]
     weights = [{n: t for n, t in c.manifest.tensors.items() if n.startswith("model.")} for c in opened]
-    for c, found in zip(opened[1:], weights[1:], strict=True):
-        refuse_mismatch(str(c.place), found, {n: (t.shape, t.dtype) for n, t in weights[0].items()})
+    for c, records in zip(opened[1:], weights[1:], strict=True):
+        refuse_mismatch(str(c.place), records, {n: (t.shape, t.dtype) for n, t in weights[0].items()})
     sources = [TensorSource(n, t.dtype, t.shape, partial(_mean, opened, n)) for n, t in weights[0].items()]
     newest = max((c.manifest for c in opened), key=lambda m: m.step)
     state = {"averaged": [c.manifest.step for c in opened], "without_slots": "all", "extra": {}}

@@ -46,10 +46,10 @@ def _run(queue: TaskQueue, priority: Priority) -> None:
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         elif priority == "nice":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    while (found := queue.get()) is not None:
-        task, future = found
+    while (queued := queue.get()) is not None:
+        task, future = queued
         try:
             future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
-        del task, future, found  # while it waits, the thread keeps no memory of the last task alive
+        del task, future, queued  # while it waits, the thread keeps no memory of the last task alive

@@ -1,7 +1,7 @@
 """Makes checkpoints appear and disappear atomically, finds them, and removes what killed writers left behind.
 
 A `checkpoint_dir` is a directory of checkpoints, named `step-00000100` and so on. On a filesystem a checkpoint is written to a
-staging directory beside its target, synced, and renamed. An object store has no rename: there the manifest is written last,
+partial directory beside its target, synced, and renamed. An object store has no rename: there the manifest is written last,
 and a directory without a manifest is not a checkpoint. Readers therefore see complete checkpoints only. What a killed
 writer leaves is garbage that `sweep` removes.
 """
@@ -36,8 +36,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -45,38 +45,39 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """A checkpoint that is being written: its files go to `staging`, and appear at `target` on commit."""
+    """A checkpoint that is being written: its files go to `partial`, and appear at `target` on commit."""
 
-    staging: Place
+    partial: Place
     target: Place
 
 
 def pending_checkpoint(checkpoint_dir: Place, step: int, nonce: str) -> PendingCheckpoint:
     """The paths of a checkpoint to be written; the same on every rank for the same nonce. Creates nothing."""
     name = checkpoint_name(step)
-    staging = (
+    partial = (
         checkpoint_dir.child(f".{name}.{nonce}.partial") if isinstance(checkpoint_dir, Local) else checkpoint_dir.child(name)
     )
-    return PendingCheckpoint(staging, checkpoint_dir.child(name))
+    return PendingCheckpoint(partial, checkpoint_dir.child(name))
 
 
 def new_nonce() -> str:
+    """Digits that tell attempts at one checkpoint apart."""
     return secrets.token_hex(4)
 
 
 @contextmanager
 def begin(pending: PendingCheckpoint) -> Iterator[None]:
-    """Create the staging directory, and lock it against `sweep` while the context lasts.
+    """Create the partial directory, and lock it against `sweep` while the context lasts.
 
     On a filesystem every writer calls this, in any order. On an object store one does, before the others write: it removes
     an old checkpoint of the same step.
     """
-    if not isinstance(pending.staging, Local):
-        pending.staging.remove_file(MANIFEST)  # first: no reader may see an old manifest with new files
-        pending.staging.remove()
+    if not isinstance(pending.partial, Local):
+        pending.partial.remove_file(MANIFEST)  # first: no reader may see an old manifest with new files
+        pending.partial.remove()
         yield
         return
-    path = os.fspath(pending.staging.path)
+    path = os.fspath(pending.partial.path)
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -93,16 +94,16 @@ def begin(pending: PendingCheckpoint) -> Iterator[None]:
 
 def commit(pending: PendingCheckpoint, manifest: bytes) -> None:
     """Write the manifest and make the checkpoint visible. All other files must be written and durable."""
-    pending.staging.write(MANIFEST, manifest)
-    if not (isinstance(pending.staging, Local) and isinstance(pending.target, Local)):
+    pending.partial.write(MANIFEST, manifest)
+    if not (isinstance(pending.partial, Local) and isinstance(pending.target, Local)):
         return
-    file_writer.sync_directory(pending.staging.path)
+    file_writer.sync_directory(pending.partial.path)
     try:
-        os.rename(pending.staging.path, pending.target.path)
+        os.rename(pending.partial.path, pending.target.path)
     except OSError:
         if not pending.target.path.exists():
             raise
-        _replace(pending.staging.path, pending.target.path)
+        _replace(pending.partial.path, pending.target.path)
     file_writer.sync_directory(pending.target.path.parent)
 
 
@@ -121,7 +122,7 @@ def _replace(new: Path, old: Path) -> None:
 
 def abandon(pending: PendingCheckpoint) -> None:
     """Delete the files of a checkpoint that will not be committed."""
-    pending.staging.remove()
+    pending.partial.remove()
 
 
 def remove(checkpoint_dir: Place, name: str) -> None:
@@ -179,10 +180,10 @@ def find_checkpoint_dir(where: str | Path) -> Place:
 
 def garbage(checkpoint_dir: Place) -> tuple[list[str], list[str]]:
     """Names of unfinished files and directories: those that killed writers left, and those that a live process has locked."""
-    found = [n for n in checkpoint_dir.directories() if _is_garbage(checkpoint_dir, n)]
-    found += [n for n in checkpoint_dir.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
-    locked = [n for n in found if isinstance(checkpoint_dir, Local) and is_locked(checkpoint_dir.path / n)]
-    return [n for n in found if n not in locked], locked
+    candidates = [n for n in checkpoint_dir.directories() if _is_garbage(checkpoint_dir, n)]
+    candidates += [n for n in checkpoint_dir.files() if n.startswith(PROBE) or _LEASE.fullmatch(n)]
+    locked = [n for n in candidates if isinstance(checkpoint_dir, Local) and is_locked(checkpoint_dir.path / n)]
+    return [n for n in candidates if n not in locked], locked
 
 
 def _is_garbage(checkpoint_dir: Place, name: str) -> bool:

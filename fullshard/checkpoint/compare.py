@@ -54,8 +54,8 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
             yield Difference(name, "only first" if first else "only second", _type(ours[name] if first else theirs[name]))
         elif ours[name].shape != theirs[name].shape:
             yield Difference(name, "shape", f"{_type(ours[name])} → {_type(theirs[name])}")
-        elif (found := _value_difference(name, a, b)) is not None:
-            yield found
+        elif (difference := _value_difference(name, a, b)) is not None:
+            yield difference
 
 
 def _value_difference(name: str, a: Checkpoint, b: Checkpoint) -> Difference | None:

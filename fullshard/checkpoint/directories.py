@@ -120,8 +120,8 @@ class Local(Place):
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
-            with refusing_os_errors(f"read {self}", but=(FileNotFoundError, NotADirectoryError)), os.scandir(self.path) as found:
-                return list(found)
+            with refusing_os_errors(f"read {self}", but=(FileNotFoundError, NotADirectoryError)), os.scandir(self.path) as scan:
+                return list(scan)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -180,10 +180,10 @@ class Local(Place):
 
     def free(self) -> int | None:
         try:
-            found = os.statvfs(self.path)
+            disk = os.statvfs(self.path)
         except FileNotFoundError:  # it will be created on its parent's filesystem
             return Local(self.path.absolute().parent).free()
-        return found.f_bavail * found.f_frsize
+        return disk.f_bavail * disk.f_frsize
 
 
 def _plain_size(entry: os.DirEntry[str]) -> int | None:
@@ -221,13 +221,13 @@ class Remote(Place):
         self.filesystem.invalidate_cache()  # another process may have written
         try:
             with self._client_errors():
-                found = self.filesystem.ls(self.path, detail=True)
+                entries = self.filesystem.ls(self.path, detail=True)
         except FileNotFoundError as error:
             if "bucket does not exist" in str(error):  # S3's own words
                 raise FullshardError(f"cannot reach {self}: the bucket does not exist; make it, or write another URL") from None
             return []
         # Object stores may list the prefix itself as an entry.
-        inside = [e for e in found if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
+        inside = [e for e in entries if e["type"] == kind and e["name"].strip("/") != self.path.strip("/")]
         return [(e["name"].rstrip("/").rpartition("/")[2], e["size"] or 0) for e in inside]
 
     def files(self) -> dict[str, int]:
@@ -302,8 +302,8 @@ class Remote(Place):
             return []
         bucket, _, prefix = self.path.partition("/")
         with self._client_errors():
-            found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-        return [(u["Key"], u["UploadId"]) for u in found.get("Uploads") or []]
+            answer = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        return [(u["Key"], u["UploadId"]) for u in answer.get("Uploads") or []]
 
     def abort(self, upload: Upload) -> None:
         bucket = self.path.partition("/")[0]

@@ -11,7 +11,7 @@ from fullshard.base.errors import FullshardError
 class EngineState(Protocol):
     """Anything that an engine's `shard` returned."""
 
-    engine: ClassVar[str]  # the engine's name
+    engine: ClassVar[str]  # "torch" or "jax"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def register(engine: str, save: Callable[..., str], load: Callable[..., Any]) ->
 
 def files_of(state: EngineState) -> StateFiles:
     """What saves and loads this state. Raises a sentence where no engine of this process made it."""
-    found = _REGISTERED.get(state.engine)
-    if found is None:
+    files = _REGISTERED.get(state.engine)
+    if files is None:
         known = " or ".join(f"`fullshard.on_{name}.shard`" for name in sorted(_REGISTERED)) or "`shard`"
         raise FullshardError(f"this state is of engine {state.engine!r}, which is not loaded; give a state that {known} returned")
-    return found
+    return files

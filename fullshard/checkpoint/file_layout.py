@@ -44,8 +44,8 @@ class FileLayout:
 
     def shard_file(self, name: str) -> ShardFile:
         """The contents of the file, for the manifest."""
-        found = zip(self.items, self.starts, strict=True)
-        return ShardFile(name, self.nbytes, tuple((i.name, Chunk(name, start, i.start, i.shape)) for i, start in found))
+        placed = zip(self.items, self.starts, strict=True)
+        return ShardFile(name, self.nbytes, tuple((i.name, Chunk(name, start, i.start, i.shape)) for i, start in placed))
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(item, low, high) of each item with bytes between `start` and `stop` of the file, and of those bytes."""
@@ -75,14 +75,14 @@ class SaveLayout:
     ) -> "SaveLayout":
         """The layout of a save in which this rank writes `items`. `types`: shape and dtype of every tensor. Collective."""
         layout, file = FileLayout(items), shard_name(ranks.rank, ranks.world)
-        found = ranks.gather_results(lambda: layout.shard_file(file).to_json())
-        files, node = [ShardFile.from_json(tree) for tree in found], nodes.of_rank[ranks.rank]
-        own = sum(f.nbytes for f, n in zip(files, nodes.of_rank, strict=True) if n == node)
+        trees = ranks.gather_results(lambda: layout.shard_file(file).to_json())
+        files, node = [ShardFile.from_json(tree) for tree in trees], nodes.of_rank[ranks.rank]
+        nbytes = sum(f.nbytes for f, n in zip(files, nodes.of_rank, strict=True) if n == node)
         if not nodes.is_leader:
-            return cls(layout, file, files, own)
+            return cls(layout, file, files, nbytes)
         records = tensor_records(types, files, nodes.of_file, node)
         texts = {"tensors": tensors_text(records), "plan": field_text("plan", plan)}
-        return cls(layout, file, files, own, records, texts)
+        return cls(layout, file, files, nbytes, records, texts)
 
 
 def write_once(held: Sequence[Sequence[tuple[Hashable, int]]], nodes: Nodes) -> list[set[Hashable]]:

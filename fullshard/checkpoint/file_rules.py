@@ -18,6 +18,11 @@ Step = tuple[str, tuple[int, ...]]  # see `FileRule.steps`
 Shape = tuple[int, ...]
 
 
+def bare_name(name: str) -> str:
+    """The name of a tensor in the model without adapters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
 @dataclass(frozen=True)
 class FilePiece:
     """A box of a model's tensor that is stored as a box of a file's tensor. Dim i of the file's tensor is dim `dims[i]` of the
@@ -69,6 +74,7 @@ class FileRule:
         return [replace(piece, tensor=name) for name, value in named for piece in value.pieces]
 
     def _values(self) -> list["_Value"]:
+        """The model's tensors in order, each as the boxes of files' tensors that it is made of."""
         groups = [[_whole(n, shape) for n in _numbered(pattern, self.count)] for pattern, shape in self.files]
         for kind, numbers in self.steps:
             if kind == "stack":
@@ -92,20 +98,20 @@ class FileRule:
 
 def rules_from_json(value: Any, tensors: Mapping[str, Sequence[int]]) -> list[FileRule]:
     """The rules of a manifest, which is untrusted. Raises a ValueError unless they make tensors of these shapes."""
-    found = [_rule(entry) for entry in value] if isinstance(value, list) else None
-    _need(found is not None)
-    assert found is not None
-    _need(sum(len(rule.files) * rule.count for rule in found) <= MOST_FILES)
-    made = [n for rule in found for n in rule.tensors]
+    rules = [_rule(entry) for entry in value] if isinstance(value, list) else None
+    _need(rules is not None)
+    assert rules is not None
+    _need(sum(len(rule.files) * rule.count for rule in rules) <= MOST_FILES)
+    made = [n for rule in rules for n in rule.tensors]
     _need(len(set(made)) == len(made) and all(n in tensors for n in made))
-    for rule in found:
+    for rule in rules:
         stored = rule.count * sum(math.prod(shape) for _, shape in rule.files)
         _need(stored == sum(math.prod(tensors[n]) for n in rule.tensors))
         try:
             _need(all(tuple(tensors[n]) == shape for n, shape in rule.shapes().items()))
         except (IndexError, TypeError, ValueError):
             raise ValueError("malformed") from None
-    return found
+    return rules
 
 
 def _rule(entry: Any) -> FileRule:
@@ -136,11 +142,11 @@ def _need(holds: bool) -> None:
 
 
 def pieces_by_file(rules: Iterable[FileRule]) -> dict[str, list[FilePiece]]:
-    found: dict[str, list[FilePiece]] = {}
+    by_file: dict[str, list[FilePiece]] = {}
     for rule in rules:
         for piece in rule.pieces():
-            found.setdefault(piece.file, []).append(piece)
-    return found
+            by_file.setdefault(piece.file, []).append(piece)
+    return by_file
 
 
 # -- steps ---------------------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ class Holder:
         """The inverse of `to_bytes`; None if the data is not a record."""
         try:
             tree = json.loads(data)
-            found = cls(**{f.name: tree[f.name] for f in fields(cls)})
-            texts = all(isinstance(v, str) for k, v in asdict(found).items() if k not in ("pid", "renewed"))
-            return found if texts and isinstance(found.pid, int) and isinstance(found.renewed, int | float) else None
+            holder = cls(**{f.name: tree[f.name] for f in fields(cls)})
+            texts = all(isinstance(v, str) for k, v in asdict(holder).items() if k not in ("pid", "renewed"))
+            return holder if texts and isinstance(holder.pid, int) and isinstance(holder.renewed, int | float) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -73,7 +73,7 @@ Leases = dict[int, tuple[bytes, Holder | None]]  # number: the file's bytes, and
 
 def read_leases(checkpoint_dir: Place) -> Leases:
     """All leases in a directory, stale ones too."""
-    found: Leases = {}
+    leases: Leases = {}
     for name, size in checkpoint_dir.files().items():
         if match := _NAME.fullmatch(name):
             text = bytearray(min(size, _SIZE))
@@ -83,8 +83,8 @@ def read_leases(checkpoint_dir: Place) -> Leases:
                 continue
             except EOFError:
                 text.clear()
-            found[int(match[1])] = bytes(text), Holder.from_bytes(bytes(text))
-    return found
+            leases[int(match[1])] = bytes(text), Holder.from_bytes(bytes(text))
+    return leases
 
 
 # -- processes of this machine ------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def take_lease(checkpoint_dir: Place, run: str = "") -> Lease:
             os.makedirs(checkpoint_dir.path, exist_ok=True)
         watch = _Watch(checkpoint_dir)
         while True:
-            found = read_leases(checkpoint_dir)
-            if watch.stale(found) and (lease := _break(checkpoint_dir, found, _this_process(run))):
+            leases = read_leases(checkpoint_dir)
+            if watch.stale(leases) and (lease := _break(checkpoint_dir, leases, _this_process(run))):
                 return lease
             time.sleep(0.2)
     except OSError as error:
@@ -250,9 +250,9 @@ class _Watch:
         self.checkpoint_dir, self.since, self.reported = checkpoint_dir, time.monotonic(), False
         self.seen: Leases | None = None
 
-    def stale(self, found: Leases) -> bool:
+    def stale(self, leases: Leases) -> bool:
         """Whether all leases are stale. Raises if one is valid; False if that is not known yet."""
-        alive = {n: (text, h) for n, (text, h) in found.items() if h is None or not _is_dead(h)}
+        alive = {n: (text, h) for n, (text, h) in leases.items() if h is None or not _is_dead(h)}
         if not alive:
             return True
         text, holder = alive[max(alive)]

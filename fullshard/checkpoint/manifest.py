@@ -251,8 +251,8 @@ def _bytes_overlap(tensors: Mapping[str, TensorRecord]) -> bool:
     for t in tensors.values():
         for c in t.chunks:
             extents.setdefault(c.file, []).append((c.offset, c.offset + math.prod(c.shape) * t.item_bytes))
-    ordered = [sorted(e for e in found if e[0] < e[1]) for found in extents.values()]
-    return any(a[1] > b[0] for found in ordered for a, b in pairwise(found))
+    ordered = [sorted(e for e in pairs if e[0] < e[1]) for pairs in extents.values()]
+    return any(a[1] > b[0] for pairs in ordered for a, b in pairwise(pairs))
 
 
 def _shape(values: Any, name: str) -> tuple[int, ...]:

@@ -51,14 +51,14 @@ def tensor_records(
     by_name: dict[str, list[Chunk]] = {name: [] for name in types}
     for (name, _), chunk in chunks.items():
         by_name[name].append(chunk)
-    ordered = {name: tuple(sorted(found, key=lambda c: c.start)) for name, found in by_name.items()}
+    ordered = {name: tuple(sorted(own, key=lambda c: c.start)) for name, own in by_name.items()}
     return {name: TensorRecord(shape, dtype, ordered[name]) for name, (shape, dtype) in sorted(types.items())}
 
 
 def file_records(files: Sequence[ShardFile], checksums: Sequence[str], nodes: Sequence[int | None]) -> dict[str, FileRecord]:
     """A record for each file that holds something."""
-    found = zip(files, checksums, nodes, strict=True)
-    return {file.name: FileRecord(file.nbytes, checksum, node) for file, checksum, node in found if file.chunks}
+    rows = zip(files, checksums, nodes, strict=True)
+    return {file.name: FileRecord(file.nbytes, checksum, node) for file, checksum, node in rows if file.chunks}
 
 
 def make_manifest(

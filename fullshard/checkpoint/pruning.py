@@ -37,18 +37,18 @@ class Inventory:
 
     @classmethod
     def of(cls, checkpoint_dir: Place) -> "Inventory":
-        found = cls(checkpoint_dir)
+        inventory = cls(checkpoint_dir)
         for name in commit.committed(checkpoint_dir):
             try:
                 manifest = commit.read_manifest(checkpoint_dir.child(name))
             except (FullshardError, OSError, EOFError) as error:
-                found.damaged[name] = str(error)
+                inventory.damaged[name] = str(error)
                 continue
             if commit.checkpoint_name(manifest.step) == name:
-                found.checkpoints[name] = CheckpointSummary.of(manifest)
+                inventory.checkpoints[name] = CheckpointSummary.of(manifest)
             else:
-                found.damaged[name] = f"{checkpoint_dir.child(name)} is of step {manifest.step}"
-        return found
+                inventory.damaged[name] = f"{checkpoint_dir.child(name)} is of step {manifest.step}"
+        return inventory
 
     def add(self, checkpoint: CheckpointSummary) -> None:
         """Add a checkpoint that this process has just written; it counts as verified."""
@@ -61,8 +61,8 @@ class Inventory:
         """The names of the checkpoints that may be deleted, oldest first. Verifies those that are kept; if one is damaged,
         decides again without it. Reads nothing if nothing is to be deleted."""
         while removable := to_remove(list(self.checkpoints.values()), rules):
-            found = {name: self._first_problem(name) for name in self.checkpoints if name not in removable}
-            damaged = {name: why for name, why in found.items() if why}
+            problems_of = {name: self._first_problem(name) for name in self.checkpoints if name not in removable}
+            damaged = {name: why for name, why in problems_of.items() if why}
             if not damaged:
                 return removable
             self.damaged |= damaged
@@ -72,10 +72,10 @@ class Inventory:
     def _first_problem(self, name: str) -> str:
         """What is wrong with a checkpoint, or nothing. Of a verified one only sizes are checked."""
         place = self.checkpoint_dir.child(name)
-        found = visible_problems(place) if name in self.verified else problems(place)
-        if not found:
+        wrong = visible_problems(place) if name in self.verified else problems(place)
+        if not wrong:
             self.verified.add(name)
-        return found[0] if found else ""
+        return wrong[0] if wrong else ""
 
     def forget(self, name: str) -> None:
         """Remove a deleted checkpoint from the inventory."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.text import first_of
 from fullshard.checkpoint.commit import find, read_manifest
 from fullshard.checkpoint.directories import Place, ReadPiece
 from fullshard.checkpoint.manifest import Chunk, Manifest, TensorRecord
@@ -80,6 +81,7 @@ class Checkpoint:
         return self.place.files()
 
     def _lacks(self, file: str) -> str:
+        """What a missing file means, and what to do."""
         node = self.manifest.files[file].node
         if node is None:
             return f"{self.place} lacks {file}; use another checkpoint"
@@ -105,9 +107,9 @@ class Checkpoint:
 
 def open_checkpoint(where: str | Path) -> Checkpoint:
     """Open the checkpoint at `where` (see `find`), and check the sizes of its files."""
-    found = Checkpoint(find(where))
-    found.refuse_wrong_sizes()
-    return found
+    checkpoint = Checkpoint(find(where))
+    checkpoint.refuse_wrong_sizes()
+    return checkpoint
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -129,17 +131,17 @@ def as_numpy(data: bytearray | memoryview | bytes, record: TensorRecord) -> NDAr
 
 
 def refuse_mismatch(
-    where: str, found: Mapping[str, TensorRecord], expected: ExpectedTensors, allow_missing: Sequence[str] = ()
+    where: str, records: Mapping[str, TensorRecord], expected: ExpectedTensors, allow_missing: Sequence[str] = ()
 ) -> None:
     """Raise if the tensors of a checkpoint are not the expected ones, and list the differences. `allow_missing`: patterns
     of names that need not be there."""
-    missing = [n for n in expected if n not in found and not any(fnmatchcase(n, p) for p in allow_missing)]
-    extra = [n for n in found if n not in expected]
-    types = {n: (type_text(found[n].shape, found[n].dtype), type_text(*expected[n])) for n in expected if n in found}
+    missing = [n for n in expected if n not in records and not any(fnmatchcase(n, p) for p in allow_missing)]
+    extra = [n for n in records if n not in expected]
+    types = {n: (type_text(records[n].shape, records[n].dtype), type_text(*expected[n])) for n in expected if n in records}
     changed = [f"{n} ({has} instead of {wanted})" for n, (has, wanted) in types.items() if has != wanted]
-    parts = [f"it lacks {_first_five(missing)}"] if missing else []
-    parts += [f"it has {_first_five(extra)} besides"] if extra else []
-    parts += [f"it has {_first_five(changed)}"] if changed else []
+    parts = [f"it lacks {first_of(missing, 5)}"] if missing else []
+    parts += [f"it has {first_of(extra, 5)} besides"] if extra else []
+    parts += [f"it has {first_of(changed, 5)}"] if changed else []
     if parts:
         hint = nearest(missing[0], extra) if missing and extra else ""
         raise FullshardError(f"{where} is of another model or optimizer: {'; '.join(parts)}{hint}")
@@ -168,11 +170,6 @@ def _is_plain_number(value: Any) -> bool:
 def type_text(shape: Sequence[int], dtype: str) -> str:
     """`F32 [2, 3]`."""
     return f"{dtype} {list(shape)}"
-
-
-def _first_five(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def count_elements(records: Iterable[TensorRecord]) -> int:

@@ -33,11 +33,11 @@ class CheckpointSummary:
         return cls(manifest.step, manifest.created, manifest.metrics)
 
 
-def to_remove(found: Sequence[CheckpointSummary], rules: Retention) -> list[str]:
+def to_remove(checkpoints: Sequence[CheckpointSummary], rules: Retention) -> list[str]:
     """The names of the checkpoints that the rules do not keep, oldest first."""
     if not rules.last:
         return []
-    ordered = sorted(found, key=lambda c: c.step)
+    ordered = sorted(checkpoints, key=lambda c: c.step)
     kept = {c.step for c in ordered[-max(1, rules.last) :]}
     kept |= {c.step for c in ordered if rules.every and c.step % rules.every == 0}
     kept |= {c.step for c in _best(ordered, rules)} | {c.step for c in _timed(ordered, rules.hours)}

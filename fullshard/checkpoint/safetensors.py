@@ -64,11 +64,11 @@ class SafetensorsDirectory:
         if not paths:
             raise FullshardError(f"{directory} has no .safetensors files; save the model with save_pretrained first")
         weight_map = _read_index(directory, {p.name for p in paths})
-        found: dict[str, list[TensorEntry]] = {}
+        by_name: dict[str, list[TensorEntry]] = {}
         for path in paths:
             for name, entry in read_header(path).items():
-                found.setdefault(name, []).append(entry)
-        self.entries = {name: _pick_entry(name, entries, weight_map) for name, entries in found.items()}
+                by_name.setdefault(name, []).append(entry)
+        self.entries = {name: _pick_entry(name, entries, weight_map) for name, entries in by_name.items()}
         self.bytes_read = 0
 
     def read(self, name: str, box: Box, into: memoryview) -> None:
@@ -119,16 +119,16 @@ def parse_header(path: str, size: int, read: Callable[[int, memoryview], None]) 
     header = _parse(path, text)
     if not isinstance(header, dict):
         raise FullshardError(f"{path} is damaged: its header is not a table; fetch it again")
-    found = {name: _entry(Path(path), name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
-    _refuse_gaps(path, [(e.start, e.nbytes) for e in found.values()], 8 + length, size)
-    return found
+    entries = {name: _entry(Path(path), name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    _refuse_gaps(path, [(e.start, e.nbytes) for e in entries.values()], 8 + length, size)
+    return entries
 
 
 def _parse(path: str, text: bytearray) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
+        if len(table := dict(pairs)) < len(pairs):
             raise FullshardError(f"{path} is damaged: its header has a key twice; fetch it again")
-        return found
+        return table
 
     try:
         return json.loads(text, object_pairs_hook=unique)

@@ -221,7 +221,7 @@ class CheckpointSaver(ABC):
         self._check_lease()
         if not saving.overwrites and not isinstance(self.checkpoint_dir, Local) and commit.is_checkpoint(pending.target):
             raise FullshardError(another_state(pending.target))  # an object store has no staging directory
-        refuse_full(self.checkpoint_dir, self.staging.shards.node_bytes + HEADERS, "its files", pending.staging)
+        refuse_full(self.checkpoint_dir, self.staging.shards.node_bytes + HEADERS, "its files", pending.partial)
         locks.enter_context(commit.begin(pending))
         return [now]
 
@@ -239,12 +239,12 @@ class CheckpointSaver(ABC):
         if not self.staging.shards.layout.items:
             return [0, 0]
         try:
-            return checksum_to_ints(self.staging.write(pending.staging, checksum))
+            return checksum_to_ints(self.staging.write(pending.partial, checksum))
         except NotFiniteError as error:
             self.failure = error
             raise
         except OSError as error:
-            raise FullshardError(f"{pending.staging}: {error.strerror or error}") from None
+            raise FullshardError(f"{pending.partial}: {error.strerror or error}") from None
 
     def _commit(
         self, saving: Saving, pending: commit.PendingCheckpoint, fields: ManifestFields, results: list[list[int]]
@@ -268,8 +268,8 @@ class CheckpointSaver(ABC):
         """Delete the checkpoints that retention lets go, on each node's leader. An error here does not fail the save."""
         if not (self.keep and self.keep.last and self.nodes.is_leader):
             return
-        worked, found = attempt(lambda: self._prune_own(self.keep, fields))
-        saving.messages = found if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {found}"]
+        worked, result = attempt(lambda: self._prune_own(self.keep, fields))
+        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result}"]
 
     def _prune_own(self, keep: Retention | None, fields: ManifestFields) -> list[str]:
         """Returns sentences about damaged checkpoints that were found."""
@@ -324,15 +324,15 @@ class CheckpointSaver(ABC):
         """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer. Without
         `contents`, the checksums of its files are left to the caller."""
         everywhere = self.ranks.gather(commit.committed(self.checkpoint_dir) if self.nodes.is_leader else None)
-        names = [n for n in everywhere[0] if all(n in found for found in everywhere if found is not None)]
+        names = [n for n in everywhere[0] if all(n in seen for seen in everywhere if seen is not None)]
         damaged: list[str] = []
         for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
             place = self.checkpoint_dir.child(name)
-            found = find_damage(place, self.ranks, self.nodes, contents=contents)
-            if not found:
+            wrong = find_damage(place, self.ranks, self.nodes, contents=contents)
+            if not wrong:
                 self.verified |= {name} if contents else set()
                 return place, damaged
-            damaged.append(found[0])
+            damaged.append(wrong[0])
         return None, damaged
 
 

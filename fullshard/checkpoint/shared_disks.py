@@ -49,14 +49,14 @@ def find_nodes(checkpoint_dir: Place, ranks: RankAgreement) -> Nodes:
     prefix = f"{commit.PROBE}{nonce}-"
     ranks.gather_results(lambda: _touch(checkpoint_dir, f"{prefix}{rank}"))
     visible = sorted(int(n.removeprefix(prefix)) for n in checkpoint_dir.files() if n.startswith(prefix))
-    seen = [tuple(found) for found in ranks.gather(visible)]
+    seen = [tuple(view) for view in ranks.gather(visible)]
     checkpoint_dir.remove_file(f"{prefix}{rank}")
-    leaders = sorted({found[0] for found in seen})
-    if any(seen[other] != found for found in seen for other in found):
+    leaders = sorted({view[0] for view in seen})
+    if any(seen[other] != view for view in seen for other in view):
         raise FullshardError(
             f"{checkpoint_dir} is neither one disk that all ranks see nor one for each node; use a shared directory"
         )
-    return Nodes(tuple(leaders.index(found[0]) for found in seen), seen[rank][0] == rank)
+    return Nodes(tuple(leaders.index(view[0]) for view in seen), seen[rank][0] == rank)
 
 
 def _touch(directory: Local, name: str) -> None:
@@ -69,7 +69,7 @@ def _touch(directory: Local, name: str) -> None:
 
 def find_nodes_by_listing(place: Place, ranks: RankAgreement) -> Nodes:
     """Group ranks by the files that they see, without writing. Collective."""
-    seen = [tuple(found) for found in ranks.gather(sorted(place.files()))]
+    seen = [tuple(view) for view in ranks.gather(sorted(place.files()))]
     listings = sorted(set(seen), key=seen.index)
     return Nodes(tuple(listings.index(s) for s in seen), seen.index(seen[ranks.rank]) == ranks.rank)
 
@@ -102,6 +102,6 @@ def find_whole(where: str | Path | Place, ranks: RankAgreement, *, verified: boo
     """The checkpoint at `where` that a state is to be filled from. Raises unless every byte of it is right; `verified`: the
     caller has compared them already. Collective."""
     place = where if isinstance(where, Place) else find_on_all_ranks(where, ranks)
-    if not verified and (found := find_damage(place, ranks, find_nodes_by_listing(place, ranks))):
-        raise FullshardError(f"{found[0]}; use another checkpoint")
+    if not verified and (damage := find_damage(place, ranks, find_nodes_by_listing(place, ranks))):
+        raise FullshardError(f"{damage[0]}; use another checkpoint")
     return place

@@ -43,8 +43,8 @@ def share_of(manifest: Manifest, present: Iterable[str], share: tuple[int, int] 
 def absent_nodes(manifest: Manifest, present: Iterable[str]) -> set[int | None]:
     """The nodes whose files, kept on their own disks, are all missing here."""
     nodes = {f.node for f in manifest.files.values()} - {None}
-    here = {manifest.files[n].node for n in present if n in manifest.files}
-    return nodes - here if here else set()
+    present_nodes = {manifest.files[n].node for n in present if n in manifest.files}
+    return nodes - present_nodes if present_nodes else set()
 
 
 def size_problems(place: Place, manifest: Manifest, present: Mapping[str, int], names: Iterable[str]) -> list[str]:
@@ -103,12 +103,12 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
     """Whether a file's own header, which other programs read, lists the same tensors as the manifest."""
     size = manifest.files[name].nbytes
     try:
-        own = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
+        header = parse_header(f"{place}/{name}", size, lambda start, into: place.read(name, [(start, into)]))
     except FullshardError as error:
         return [str(error)]
     except (FileNotFoundError, EOFError):
         return [f"{place}/{name} was truncated while it was read"]
-    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in own.items() if 0 not in e.shape}
+    in_header = {(name_in_file, e.start, e.dtype, e.shape) for name_in_file, e in header.items() if 0 not in e.shape}
     chunks = [(n, t, c) for n, t in manifest.tensors.items() for c in t.chunks if c.file == name]
     in_manifest = {(chunk_name(n, t.shape, c.start, c.shape), c.offset, t.dtype, c.shape) for n, t, c in chunks}
     # Without a shared disk, a node's file may also hold copies of chunks that the manifest names elsewhere.
@@ -118,6 +118,6 @@ def header_problems(place: Place, name: str, manifest: Manifest) -> list[str]:
 
 def refuse_damaged(place: Place) -> None:
     """Raise if anything is wrong with a checkpoint."""
-    if found := problems(place):
-        more = f" (and {len(found) - 1} more problems)" if len(found) > 1 else ""
-        raise FullshardError(f"{found[0]}{more}; use another checkpoint")
+    if wrong := problems(place):
+        more = f" (and {len(wrong) - 1} more problems)" if len(wrong) > 1 else ""
+        raise FullshardError(f"{wrong[0]}{more}; use another checkpoint")

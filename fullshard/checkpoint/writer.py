@@ -82,7 +82,7 @@ def write_checkpoint(
     missing = missing_directories(checkpoint_dir.path)
     try:
         with refusing_os_errors(f"write {pending.target}"), commit.begin(pending):
-            manifest = _write_files(Path(str(pending.staging)), sources, limit, step, fields)
+            manifest = _write_files(Path(str(pending.partial)), sources, limit, step, fields)
             commit.commit(pending, manifest.to_bytes())
     except BaseException:
         commit.abandon(pending)
@@ -123,16 +123,16 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     """Create a directory whose files `fill` writes. It appears complete or not at all."""
     if path.exists():
         raise FullshardError(f"{path} exists already; write to another directory, or remove it first")
-    staging = path.with_name(f".{path.name}.{commit.new_nonce()}.partial")
+    partial = path.with_name(f".{path.name}.{commit.new_nonce()}.partial")
     missing = missing_directories(path.parent)
     try:
         with refusing_os_errors(f"write {path}"):
-            os.makedirs(staging)
-            fill(staging)
-            sync_directory(staging)
-            os.rename(staging, path)
+            os.makedirs(partial)
+            fill(partial)
+            sync_directory(partial)
+            os.rename(partial, path)
             sync_directory(path.parent)
     except BaseException:
-        Local(staging).remove()
+        Local(partial).remove()
         remove_empty(missing)
         raise

@@ -162,10 +162,10 @@ class Cluster:
     def of(self, quantity: Quantity) -> float:
         """The measured value if there is one, else the nominal: bytes, bytes a second, seconds or a share."""
         nominal = self.nominal(quantity)
-        found = getattr(self.measured, quantity, None)
-        if found is None and quantity in DERIVED:
+        rate = getattr(self.measured, quantity, None)
+        if rate is None and quantity in DERIVED:
             return DERIVED[quantity](self.of, self.calibration)
-        return nominal if found is None else found
+        return nominal if rate is None else rate
 
     def source_of(self, quantity: Quantity | Literal["gemm", "attention"], dtype: str = "bf16") -> Source:
         """`measured` or `nominal`: where the value of a quantity comes from. `dtype` matters to `gemm` and `attention` only."""
@@ -309,8 +309,8 @@ class Cluster:
         for quantity, (words, _, text) in NOMINAL.items():
             rows.append([words, *self._cells(self.nominal(quantity), getattr(self.measured, quantity, None), text)])
         for c in self.measured.collectives if self.measured else ():
-            found = f"{rate_text(c.bandwidth, 'B/s')} + {seconds_text(c.latency)}"
-            rows.append([f"{c.kind} over {c.ranks}", "", found])
+            speed = f"{rate_text(c.bandwidth, 'B/s')} + {seconds_text(c.latency)}"
+            rows.append([f"{c.kind} over {c.ranks}", "", speed])
         notes = [f"note: {n}" for n in (self.measured.notes if self.measured else ())]
         return "\n".join([*self._head(), "", table(["one device", "nominal", "measured"], rows, right=(1, 2)), *notes])
 

@@ -112,20 +112,20 @@ def _run(wanted: "Wanted", again: bool, as_json: bool) -> None:
     typer.echo(f"{about}; results go to {wanted.output}", err=True)
     try:
         with CaseProgress(count, matrix.axes) as progress:
-            found = run_matrix(matrix, again=again, tell=progress.tell)
+            results = run_matrix(matrix, again=again, tell=progress.tell)
     except KeyboardInterrupt:
         part = finished(matrix)
         if part.measured():
             write_files(part, wanted.output)
         typer.echo(f"ended; {wanted.output} has {len(part.results)} of {cases}, and the same command runs the others", err=True)
         raise
-    files, missing = write_files(found, wanted.output)
+    files, missing = write_files(results, wanted.output)
     if as_json:
-        print_json(report.to_dict(found))
+        print_json(report.to_dict(results))
     else:
-        typer.echo(report.text(found))
+        typer.echo(report.text(results))
     typer.echo("\n".join([*([missing] if missing else []), f"written: {', '.join(map(str, files))}"]), err=True)
-    if not found.measured():
+    if not results.measured():
         raise typer.Exit(1)
 
 

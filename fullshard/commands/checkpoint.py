@@ -59,10 +59,10 @@ def _about(checkpoint_dir: Any, name: str) -> dict[str, Any]:
     row = {"name": name, "step": commit.step_of(name), "created": None, "bytes": None, "cursor": None, "metrics": ""}
     if wrong := visible_problems(checkpoint_dir.child(name)):
         return row | {"damaged": wrong[0]}
-    found = commit.read_manifest(checkpoint_dir.child(name))
-    written = datetime.fromtimestamp(found.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
-    metrics = "  ".join(f"{k} {v:.4f}" for k, v in found.metrics.items())
-    read = {"step": found.step, "created": written, "bytes": found.nbytes, "cursor": found.cursor, "metrics": metrics}
+    manifest = commit.read_manifest(checkpoint_dir.child(name))
+    written = datetime.fromtimestamp(manifest.created, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    metrics = "  ".join(f"{k} {v:.4f}" for k, v in manifest.metrics.items())
+    read = {"step": manifest.step, "created": written, "bytes": manifest.nbytes, "cursor": manifest.cursor, "metrics": metrics}
     return row | read | {"damaged": None}
 
 
@@ -81,22 +81,23 @@ def show(
     from fullshard.checkpoint.compare import statistics
     from fullshard.checkpoint.reader import count_elements, open_checkpoint
 
-    found = open_checkpoint(path)
-    names = [n for n in found.manifest.tensors if fnmatchcase(n, tensors)]
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    names = [n for n in manifest.tensors if fnmatchcase(n, tensors)]
     if not names:
-        example = next(iter(found.manifest.tensors), "none at all")
-        raise FullshardError(f"{found.place} has no tensor called {tensors!r}; it has, for example, {example}")
-    read = {n: statistics(found, n) if values else None for n in names}
+        example = next(iter(manifest.tensors), "none at all")
+        raise FullshardError(f"{checkpoint.place} has no tensor called {tensors!r}; it has, for example, {example}")
+    read = {n: statistics(checkpoint, n) if values else None for n in names}
     if as_json:
-        rows = {n: {"shape": found.manifest.tensors[n].shape, "dtype": found.manifest.tensors[n].dtype} for n in names}
+        rows = {n: {"shape": manifest.tensors[n].shape, "dtype": manifest.tensors[n].dtype} for n in names}
         print_json({n: row | (dataclasses.asdict(s) if (s := read[n]) else {}) for n, row in rows.items()})
         return
-    lines = [[n, str(list(found.manifest.tensors[n].shape)), found.manifest.tensors[n].dtype, *_cells(read[n])] for n in names]
+    lines = [[n, str(list(manifest.tensors[n].shape)), manifest.tensors[n].dtype, *_cells(read[n])] for n in names]
     head = ["tensor", "shape", "dtype", *(["mean", "std", "lowest", "highest", "NaN", "inf"] if values else [])]
     typer.echo(table(head, [line[: len(head)] for line in lines], right=range(3, len(head))))
-    m = found.manifest
-    elements = count_text(count_elements([t for n, t in m.tensors.items() if n.startswith("model.")]))
-    typer.echo(f"step {m.step}, {elements} weights, {bytes_text(m.nbytes)} in {len(m.files)} files: {found.place}", err=True)
+    elements = count_text(count_elements([t for n, t in manifest.tensors.items() if n.startswith("model.")]))
+    size = f"{elements} weights, {bytes_text(manifest.nbytes)} in {len(manifest.files)} files"
+    typer.echo(f"step {manifest.step}, {size}: {checkpoint.place}", err=True)
 
 
 def _cells(s: Any) -> list[str]:
@@ -116,10 +117,10 @@ def verify(
     places = [checkpoint_dir.child(n) for n in commit.committed(checkpoint_dir)] if every else [commit.find(path)]
     if not places:
         raise FullshardError(f"{path} has no checkpoints")
-    found = [(place, problems(place)) for place in places]
-    for place, wrong in found:
+    checked = [(place, problems(place)) for place in places]
+    for place, wrong in checked:
         typer.echo("\n".join(wrong) if wrong else f"{place}: whole")
-    if any(wrong for _, wrong in found):
+    if any(wrong for _, wrong in checked):
         raise typer.Exit(1)
 
 
@@ -134,16 +135,16 @@ def diff(
     from fullshard.checkpoint.reader import open_checkpoint
 
     a, b = open_checkpoint(first), open_checkpoint(second)
-    found = list(differences(a, b))
+    diffs = list(differences(a, b))
     if as_json:
-        print_json([dataclasses.asdict(d) for d in found])
+        print_json([dataclasses.asdict(d) for d in diffs])
     else:
         for line in field_differences(a, b):
             typer.echo(line, err=True)
-        rows = [[d.name, d.kind, d.detail, "" if d.largest is None else f"{d.largest:.3g}", str(d.changed or "")] for d in found]
+        rows = [[d.name, d.kind, d.detail, "" if d.largest is None else f"{d.largest:.3g}", str(d.changed or "")] for d in diffs]
         head = ["tensor", "differs in", "", "by at most", "elements"]
         typer.echo(table(head, rows, right=(3, 4)) if rows else "the tensors are the same, bit for bit")
-    if found:
+    if diffs:
         raise typer.Exit(1)
 
 

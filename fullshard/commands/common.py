@@ -42,9 +42,9 @@ def describe_model(
     if model in presets.PRESETS and not (classes or names or min_params or experts):
         return presets.describe(model)
     with shown(f"reading {model}"):
-        used, found = _load(model, repr(model), engine=engine)
+        used, built = _load(model, repr(model), engine=engine)
         rules = {"classes": classes or (), "names": names or (), "min_params": min_params, "experts": experts}
-        return used.model.describe(found, **rules, title=model)  # type: ignore[arg-type]
+        return used.model.describe(built, **rules, title=model)  # type: ignore[arg-type]
 
 
 def describe_costs(

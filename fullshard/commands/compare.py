@@ -66,11 +66,11 @@ def compare(
         "limit": parse_bytes(limit) if limit else None,
     }
     described, words = _described(model, sequence, dtype)  # last: it may take a minute
-    found = comparison.compare(described, where, batch, **settled)
+    result = comparison.compare(described, where, batch, **settled)
     if as_json:
-        print_json(found.to_dict() | ({"shape": words} if words else {}))
+        print_json(result.to_dict() | ({"shape": words} if words else {}))
     else:
-        typer.echo(comparison_text(found, words))
+        typer.echo(comparison_text(result, words))
 
 
 def _described(model: str, sequence: int, compute: str) -> tuple["Description", str]:

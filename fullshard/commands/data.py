@@ -88,22 +88,22 @@ def show(
     """Say what a directory of token files holds."""
     from fullshard.data import TokenFile
 
-    found = TokenFile(path)
+    tokens = TokenFile(path)
     if verify:
-        found.verify()
-    _show_tokens(found, as_json)
+        tokens.verify()
+    _show_tokens(tokens, as_json)
 
 
-def _show_tokens(found: "TokenFile", as_json: bool) -> None:
+def _show_tokens(tokens: "TokenFile", as_json: bool) -> None:
     facts = {
-        "path": str(found.path),
-        "tokens": len(found),
-        "documents": found.documents,
-        "shards": len(found.shards),
-        "vocab": found.vocab,
-        "dtype": found.dtype.name,
-        "tokenizer": found.tokenizer,
-        **({"answers": found.answers} if found.has_answers else {}),
+        "path": str(tokens.path),
+        "tokens": len(tokens),
+        "documents": tokens.documents,
+        "shards": len(tokens.shards),
+        "vocab": tokens.vocab,
+        "dtype": tokens.dtype.name,
+        "tokenizer": tokens.tokenizer,
+        **({"answers": tokens.answers} if tokens.has_answers else {}),
     }
     if as_json:
         print_json(facts)

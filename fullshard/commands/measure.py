@@ -32,14 +32,14 @@ def measure(
     timing = load_engine(engine)
     if not output.parent.is_dir():
         raise FullshardError(f"{output.parent} is no directory; write the cluster into one that exists")
-    found = timing.machine.measure(disk, quick, _say if sys.stderr.isatty() else lambda part: None)
+    cluster = timing.machine.measure(disk, quick, _say if sys.stderr.isatty() else lambda part: None)
     try:
         first = timing.ranks.is_first()
     except (RuntimeError, ValueError):  # no ranks: this process alone
         first = True
     if first:
-        found.save(output)
-        typer.echo(found.to_json() if as_json else f"{found}\n\nwritten to {output}", nl=not as_json)
+        cluster.save(output)
+        typer.echo(cluster.to_json() if as_json else f"{cluster}\n\nwritten to {output}", nl=not as_json)
 
 
 def _say(part: str) -> None:

@@ -29,8 +29,8 @@ class ChoiceOptions:
         return [Option(_keyword(row), Option.KEYWORD_ONLY, default=None, annotation=self._type(row)) for row in self.rows]
 
     def collect(self, given: dict[str, Any]) -> dict[str, Any]:
-        found = {row.name: given.pop(_keyword(row)) for row in self.rows}
-        return {name: str(value) if isinstance(value, StrEnum) else value for name, value in found.items() if value is not None}
+        values = {row.name: given.pop(_keyword(row)) for row in self.rows}
+        return {name: str(value) if isinstance(value, StrEnum) else value for name, value in values.items() if value is not None}
 
     def _type(self, row: Choice) -> Any:
         """The option's type and how typer shows it."""
@@ -65,7 +65,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer wants it: groups of options become an option each."""
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
-    groups = {name: found for name in parameters if (found := _group(hints[name])) is not None}
+    groups = {name: group for name in parameters if (group := _group(hints[name])) is not None}
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
@@ -83,5 +83,5 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(hint: Any) -> ChoiceOptions | FieldOptions | None:
-    found = next((about for about in getattr(hint, "__metadata__", ()) if isinstance(about, ChoiceOptions)), None)
-    return found or (FieldOptions(hint) if dataclasses.is_dataclass(hint) else None)
+    choices = next((about for about in getattr(hint, "__metadata__", ()) if isinstance(about, ChoiceOptions)), None)
+    return choices or (FieldOptions(hint) if dataclasses.is_dataclass(hint) else None)

@@ -20,11 +20,11 @@ def models(as_json: AsJson = False) -> None:
     """List the presets and their sizes."""
     from fullshard.base.text import count_text, table
 
-    found = {name: presets.describe(name) for name in presets.PRESETS}
+    known = {name: presets.describe(name) for name in presets.PRESETS}
     if as_json:
-        print_json({name: {"parameters": d.numel, "units": len(d.units)} for name, d in found.items()})
+        print_json({name: {"parameters": d.numel, "units": len(d.units)} for name, d in known.items()})
         return
-    rows = [[n, count_text(d.numel), str(presets.PRESETS[n].layers), str(presets.PRESETS[n].dim)] for n, d in found.items()]
+    rows = [[n, count_text(d.numel), str(presets.PRESETS[n].layers), str(presets.PRESETS[n].dim)] for n, d in known.items()]
     typer.echo(table(["preset", "parameters", "layers", "dim"], rows, right=(1, 2, 3)))
 
 
@@ -83,10 +83,10 @@ def plan(
     wanted = _with_extra_fixes(search_options, context.args)
     if wanted.cluster is not None:
         refuse_beside_cluster(choices, unit_options)
-        found, saves = search(model, sequence, wanted, engine)
+        result, saves = search(model, sequence, wanted, engine)
         if output:
-            _write(output, found.plan)
-        show_found(found, saves, as_json=as_json)
+            _write(output, result.plan)
+        show_found(result, saves, as_json=as_json)
         return
     for option in wanted.given():
         raise FullshardError(f"{option} has no effect with --devices; write --cluster, or leave it out")

@@ -68,13 +68,13 @@ def _join(given: Given, prepared: "Prepared | None" = None) -> None:
 def _free_directory() -> Path:
     """The first of runs/profile-1, runs/profile-2 … that is not there."""
     number = 1
-    while (found := Path(f"runs/profile-{number}")).exists():
+    while (directory := Path(f"runs/profile-{number}")).exists():
         number += 1
-    return found
+    return directory
 
 
 def _show(directory: Path, *, traces: bool, as_json: bool) -> None:
     from fullshard.observe.profile.profile_files import last_profile, profile_text
 
-    text, found = profile_text(last_profile(directory), traces=traces)
-    typer.echo(json.dumps(found, indent=1) if as_json else text, nl=as_json)
+    text, summary = profile_text(last_profile(directory), traces=traces)
+    typer.echo(json.dumps(summary, indent=1) if as_json else text, nl=as_json)

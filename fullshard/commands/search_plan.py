@@ -92,7 +92,7 @@ def search(
     tensor = fixed.get("tensor", 1)
     loss, ranks = options.planned_loss, tensor if isinstance(tensor, int) else 1
     description = describe_costs(model, sequence, compute, ranks, fresh=options.no_cache, call=options.call)
-    found = find_plan(
+    result = find_plan(
         description,
         where,
         sequence=sequence,
@@ -103,27 +103,27 @@ def search(
         clip=not options.no_clip,
         engine=engine,
     )
-    return found, _saving(found, description, options.cluster, failing) if failing else None
+    return result, _saving(result, description, options.cluster, failing) if failing else None
 
 
-def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) -> None:
+def show_found(result: "SearchResult", saves: SaveCost | None, *, as_json: bool) -> None:
     """Print the plan, its estimate and the alternatives."""
     from fullshard.planner.search.search import summary
 
     if not as_json:
-        parts = [found.plan, found.estimate, *([saves] if saves else []), summary(found)]
+        parts = [result.plan, result.estimate, *([saves] if saves else []), summary(result)]
         typer.echo("\n\n".join(map(str, parts)))
         return
     print_json(
         {
-            "plan": found.plan.to_dict(),
-            "estimate": found.estimate.to_dict(),
+            "plan": result.plan.to_dict(),
+            "estimate": result.estimate.to_dict(),
             "alternatives": [
                 {"label": a.label, "needed_bytes": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
-                for a in found.alternatives
+                for a in result.alternatives
             ],
-            "engine": found.engine,
-            "search_seconds": found.search_seconds,
+            "engine": result.engine,
+            "search_seconds": result.search_seconds,
             **({"saving": asdict(saves)} if saves else {}),
         }
     )
@@ -132,18 +132,18 @@ def show_found(found: "SearchResult", saves: SaveCost | None, *, as_json: bool) 
 def _priced(name: str, price: float | None) -> "Cluster":
     from fullshard.cluster.topology import Cluster
 
-    found = Cluster.load(name)
+    cluster = Cluster.load(name)
     if price is None:
-        return found
+        return cluster
     if not 0 < price < float("inf"):
         raise FullshardError(f"--price is what a device costs an hour, a number above 0, not {price:g}")
-    return replace(found, device=replace(found.device, price=price))
+    return replace(cluster, device=replace(cluster.device, price=price))
 
 
-def _saving(found: "SearchResult", description: "Description", cluster: str, mtbf: float) -> SaveCost:
+def _saving(result: "SearchResult", description: "Description", cluster: str, mtbf: float) -> SaveCost:
     from fullshard.cluster.topology import Cluster
 
-    return save_cost(found.plan, description, Cluster.load(cluster), step_seconds=found.estimate.step_seconds, mtbf=mtbf)
+    return save_cost(result.plan, description, Cluster.load(cluster), step_seconds=result.estimate.step_seconds, mtbf=mtbf)
 
 
 def _pin(text: str) -> tuple[str, object]:

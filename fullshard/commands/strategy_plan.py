@@ -25,8 +25,8 @@ class UnitOptions:
 
     def given(self) -> dict[str, object]:
         """The options that are set, by the names that the command line has for them."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {"class" if name == "classes" else name: value for name, value in found.items()}
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {"class" if name == "classes" else name: value for name, value in changed.items()}
 
 
 def refuse_beside_cluster(choices: dict[str, Any], units: UnitOptions) -> None:

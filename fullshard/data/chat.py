@@ -25,14 +25,14 @@ def messages_of(place: str, record: Record, field: str | None = None) -> list[Me
     """The messages of a record in any known format. `field`: the name of the field that holds them. `place` names the
     record in errors."""
     if field is not None or record.get("messages") is not None or record.get("conversations") is not None:
-        found = _message_list(place, record, field or ("messages" if record.get("messages") is not None else "conversations"))
+        messages = _message_list(place, record, field or ("messages" if record.get("messages") is not None else "conversations"))
     else:
-        found = _question_and_answer(place, record)
-    if (system := _optional_text(place, record, "system")) and found[0]["role"] != "system":
-        found = [{"role": "system", "content": system}, *found]
-    if not any(message["role"] == "assistant" for message in found):
+        messages = _question_and_answer(place, record)
+    if (system := _optional_text(place, record, "system")) and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if not any(message["role"] == "assistant" for message in messages):
         raise FullshardError(f"{place} has no message of the assistant, so there is nothing to learn from it; leave it out")
-    return found
+    return messages
 
 
 def _message_list(place: str, record: Record, name: str) -> list[Message]:
@@ -84,9 +84,9 @@ def _question_and_answer(place: str, record: Record) -> list[Message]:
 
 def _optional_text(place: str, record: Record, name: str) -> str | None:
     """A field that is text or missing."""
-    if not isinstance(found := record.get(name), str | None):
-        raise FullshardError(f"{place} has a {name!r} that is not text, but of type {type(found).__name__}")
-    return found
+    if not isinstance(text := record.get(name), str | None):
+        raise FullshardError(f"{place} has a {name!r} that is not text, but of type {type(text).__name__}")
+    return text
 
 
 def _tools(place: str, record: Record) -> list[Any] | None:

@@ -59,12 +59,12 @@ def open_image_folder(path: str, classes: tuple[str, ...] | None = None) -> Imag
     files = []
     for name in folders:
         inside = list(Path(path, name).iterdir())
-        found = sorted(f"{name}/{p.name}" for p in inside if p.suffix.lower() in ENDINGS and is_plain_file(p))
-        if not found and any(is_directory(p) for p in inside):
+        images = sorted(f"{name}/{p.name}" for p in inside if p.suffix.lower() in ENDINGS and is_plain_file(p))
+        if not images and any(is_directory(p) for p in inside):
             raise FullshardError(f"{path}/{name} holds folders, not images; write the path of one of them, or move the images up")
-        if not found:
+        if not images:
             raise FullshardError(f"{path}/{name} has no images ({', '.join(sorted(ENDINGS))}); remove the folder, or add some")
-        files += [(file, known.index(name)) for file in found]
+        files += [(file, known.index(name)) for file in images]
     return ImageFolder(path, known, tuple(files))
 
 
@@ -122,8 +122,8 @@ def _picture(value: Any, beside: str, place: str) -> Any:
         raise FullshardError(f"{place} has no image, but {value!r:.60}; remove the row, or give it one")
     file = io.BytesIO(value) if isinstance(value, bytes) else Path(beside, value)
     try:
-        with Image.open(file) as found:
-            return found.convert("RGB")
+        with Image.open(file) as image:
+            return image.convert("RGB")
     except FileNotFoundError:
         raise FullshardError(f"{place}: there is no image {file}; add it, or remove the row") from None
     except Exception as error:  # PIL raises many kinds for damaged files
@@ -133,13 +133,13 @@ def _picture(value: Any, beside: str, place: str) -> Any:
 def processor_of(model_dir: str) -> tuple[int | None, tuple[float, ...], tuple[float, ...]]:
     """Size, mean and std of a Hugging Face directory's preprocessor_config.json, or (None, halves) without one."""
     path = Path(model_dir, "preprocessor_config.json")
-    found = parse_json(read_text(path, "preprocessor config"), str(path)) if path.is_file() else {}
-    if not isinstance(found, dict):
+    config = parse_json(read_text(path, "preprocessor config"), str(path)) if path.is_file() else {}
+    if not isinstance(config, dict):
         raise FullshardError(f"{path} is no preprocessor config: it is not a JSON object")
-    size = found.get("crop_size") or found.get("size")
+    size = config.get("crop_size") or config.get("size")
     if isinstance(size, dict):
         size = size.get("height") or size.get("shortest_edge")
-    mean, std = (_triple(found.get(key)) for key in ("image_mean", "image_std"))
+    mean, std = (_triple(config.get(key)) for key in ("image_mean", "image_std"))
     return size if isinstance(size, int) else None, mean, std
 
 

@@ -89,8 +89,8 @@ class PairTexts:
     def __call__(self, row: Any, i: int, place: str) -> Arrays:
         ids = self.encoder(text_of(row, self.source, place), self.sequence).ids
         labels = self.encoder(text_of(row, self.target, place), self.target_sequence).ids
-        for name, found in ((self.source, ids), (self.target, labels)):
-            if not found.size:
+        for name, tokens in ((self.source, ids), (self.target, labels)):
+            if not tokens.size:
                 raise FullshardError(f"{place} has an empty {name!r}; leave it out")
         return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": labels}
 
@@ -192,8 +192,8 @@ def as_array(value: Any) -> Any:
     """A list of numbers, as tables have them, as an array. Everything else as it is."""
     if isinstance(value, list) and value:
         try:
-            found = np.asarray(value)
+            array = np.asarray(value)
         except ValueError:  # rows of unequal length
             return value
-        return found if found.dtype.kind in "biuf" else value
+        return array if array.dtype.kind in "biuf" else value
     return value

@@ -48,10 +48,10 @@ def pack(
     read: ReadRecord = partial(_text, field or "text")
     if chat:
         read = partial(conversation, open_template(tokenizer, template, opened.special), field)
-    found = records(inputs, wanted_fields(field) if chat else [field or "text"], texts=not chat)
+    located = records(inputs, wanted_fields(field) if chat else [field or "text"], texts=not chat)
     documents = tokens = 0
     with TokenWriter(output, opened.vocab, opened.name, shard_tokens=shard_tokens) as writer:
-        for encoded in _in_parallel(partial(_encode, opened, read), _groups(found), workers):
+        for encoded in _in_parallel(partial(_encode, opened, read), _groups(located), workers):
             for document in encoded:
                 writer.add(document.tokens, document.answers)
                 documents, tokens = documents + 1, tokens + document.tokens.size
@@ -82,12 +82,12 @@ def _text(field: str, place: str, record: Record) -> MarkedText:
     return MarkedText(record[field])
 
 
-def _encode(tokenizer: Tokenizer, read: ReadRecord, found: list[Located]) -> list[Document]:
-    return tokenizer.encode([read(place, record) for place, record in found])
+def _encode(tokenizer: Tokenizer, read: ReadRecord, located: list[Located]) -> list[Document]:
+    return tokenizer.encode([read(place, record) for place, record in located])
 
 
-def _groups(found: Iterator[Located]) -> Iterator[list[Located]]:
-    while group := list(islice(found, GROUP)):
+def _groups(located: Iterator[Located]) -> Iterator[list[Located]]:
+    while group := list(islice(located, GROUP)):
         yield group
 
 

@@ -126,13 +126,13 @@ class StreamBatches(StepBatches):
         read, self.reading = self.loader.stream(lambda: self._read(cursor, state, at)), False
         try:
             while self.cursor == cursor and (self.last is None or cursor < self.last):
-                found = next(read, None)
-                if found is None and self.last is not None and cursor:
+                following = next(read, None)
+                if following is None and self.last is not None and cursor:
                     self.last = cursor  # held-out data may be short
                     return
-                if found is None:
+                if following is None:
                     raise FullshardError(self._ended(cursor))
-                step, self.state, line = found
+                step, self.state, line = following
                 if line:
                     self.say(line)
                 self.cursor = self.state_cursor = cursor = cursor + self.step_samples
@@ -169,18 +169,18 @@ class StreamBatches(StepBatches):
 
     def _take(self, rows: Iterator[Any], cursor: int) -> list[Any]:
         """This rank's micro-batches of one step; fewer if the data ends in it. Reads the other ranks' rows too."""
-        own: list[Any] = []
+        samples: list[Any] = []
         count = 0
         for count, row in enumerate(self._rows(rows), 1):
             if self.offset < count <= self.offset + self.accumulate * self.micro_batch:
                 i = cursor + count - 1
-                own.append(self.rules.sample(row, i, self.place(i)))
+                samples.append(self.rules.sample(row, i, self.place(i)))
         if count < self.step_samples:
             return []
         size = self.micro_batch
         firsts = range(0, self.accumulate * size, size)
-        places = [self.place(cursor + self.offset + row) for row in range(len(own))]
-        return [self.rules.batch(own[f : f + size], places[f : f + size]) for f in firsts]
+        places = [self.place(cursor + self.offset + row) for row in range(len(samples))]
+        return [self.rules.batch(samples[f : f + size], places[f : f + size]) for f in firsts]
 
     def _rows(self, rows: Iterator[Any]) -> Iterator[Any]:
         """The rows of one step."""

@@ -45,7 +45,7 @@ def records(inputs: Iterable[DataSource], wanted: list[str], *, texts: bool) -> 
     anything is read.
     """
     readers = READERS if texts else {s: r for s, r in READERS.items() if r is not _read_text}
-    sources = [found for given in inputs for found in _sources(given, readers)]
+    sources = [one for given in inputs for one in _sources(given, readers)]
     return (record for source in sources for record in _read(source, wanted))
 
 
@@ -65,10 +65,10 @@ def _sources(given: DataSource, readers: dict[str, FileReader]) -> Iterator[Path
         return
     path = Path(given)
     if is_directory(path):
-        found = sorted(p for p in _files(path) if p.suffix in readers)
-        if not found:
+        files = sorted(p for p in _files(path) if p.suffix in readers)
+        if not files:
             raise FullshardError(f"{path} has no {', '.join(readers)} files")
-        yield from found
+        yield from files
     elif not is_plain_file(path):
         raise FullshardError(f"there is no file {path}")
     elif path.suffix not in readers:
@@ -90,9 +90,9 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _read_text(path: Path, wanted: list[str]) -> Iterator[Located]:
-    found = read_bytes(path, "document", MOST_DOCUMENT)
+    data = read_bytes(path, "document", MOST_DOCUMENT)
     try:
-        yield str(path), {wanted[0]: io.TextIOWrapper(io.BytesIO(found), "utf-8").read()}
+        yield str(path), {wanted[0]: io.TextIOWrapper(io.BytesIO(data), "utf-8").read()}
     except UnicodeDecodeError as error:
         raise FullshardError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
 
@@ -150,11 +150,11 @@ def _rows(path: Path, file: Any, columns: list[str]) -> Iterator[Record]:
 
 
 def _columns(place: str, names: list[str], wanted: list[str]) -> list[str]:
-    found = [name for name in wanted if name in names]
-    if not found:
+    columns = [name for name in wanted if name in names]
+    if not columns:
         what = f"no column {wanted[0]!r}" if len(wanted) == 1 else f"none of the columns {', '.join(wanted)}"
         raise FullshardError(f"{place} has {what} (it has {', '.join(names)}){nearest(wanted[0], names)}")
-    return found
+    return columns
 
 
 READERS: dict[str, FileReader] = {
@@ -191,24 +191,24 @@ def _open_dataset(given: HubDataset, wanted: list[str]) -> Any:
         datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     path = Path(given.name)
     saved = any(is_plain_file(path / index) for index in ("state.json", "dataset_dict.json"))
-    found = _saved_split(given, datasets.load_from_disk(given.name)) if saved else _streamed(given, path, datasets)
-    if found.column_names is None:  # a streamed dataset may not know them
-        return found
-    return found.select_columns(_columns(given.name, found.column_names, wanted))
+    dataset = _saved_split(given, datasets.load_from_disk(given.name)) if saved else _streamed(given, path, datasets)
+    if dataset.column_names is None:  # a streamed dataset may not know them
+        return dataset
+    return dataset.select_columns(_columns(given.name, dataset.column_names, wanted))
 
 
-def _saved_split(given: HubDataset, found: Any) -> Any:
+def _saved_split(given: HubDataset, dataset: Any) -> Any:
     """A dataset from `save_to_disk`, or the split of one that was saved with splits."""
     if given.subset is not None:
         raise FullshardError(f"--subset has no effect on {given.name}, a saved dataset; leave it out")
-    if not isinstance(found, dict):
+    if not isinstance(dataset, dict):
         if given.split is not None:
             raise FullshardError(f"--split has no effect on {given.name}, which is saved without splits; leave it out")
-        return found
+        return dataset
     split = given.split or "train"
-    if split not in found:
-        raise FullshardError(f"{given.name} has no split {split!r} (it has {', '.join(found)}); name one with --split")
-    return found[split]
+    if split not in dataset:
+        raise FullshardError(f"{given.name} has no split {split!r} (it has {', '.join(dataset)}); name one with --split")
+    return dataset[split]
 
 
 def _streamed(given: HubDataset, path: Path, datasets: Any) -> Any:

@@ -25,6 +25,7 @@ class PlainLoader:
     """Loads a micro-batch when it is asked for."""
 
     def each(self, load: Callable[[int], Any], firsts: Iterator[int]) -> Iterator[Any]:
+        """Nothing is loaded ahead: `load` is called as the result is taken."""
         return (load(first) for first in firsts)
 
     def stream(self, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:

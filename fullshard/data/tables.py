@@ -59,8 +59,8 @@ class Columns:
         feature = self.rows.features.get(name) if hasattr(self.rows, "features") else None
         if names := getattr(feature, "names", None):
             return list(names)
-        found = set(self.values(name))
-        return sorted(found) if found and all(isinstance(value, str) for value in found) else None
+        values = set(self.values(name))
+        return sorted(values) if values and all(isinstance(value, str) for value in values) else None
 
     @cached_property
     def identity(self) -> str:
@@ -83,10 +83,10 @@ def is_table(path: str) -> bool:
 
 def open_columns(path: str) -> Columns:
     """Open a table of samples."""
-    found = Columns(path, _saved(path) if is_directory(path) else _file_rows(Path(path)))
-    if not len(found):
+    columns = Columns(path, _saved(path) if is_directory(path) else _file_rows(Path(path)))
+    if not len(columns):
         raise FullshardError(f"{path} has no rows; give data with at least one")
-    return found
+    return columns
 
 
 def _saved(path: str) -> Any:
@@ -95,15 +95,15 @@ def _saved(path: str) -> Any:
     except ImportError:
         raise FullshardError(f"{path} was saved by datasets, which is not installed: {MORE}") from None
     try:
-        found = datasets.load_from_disk(path)
+        dataset = datasets.load_from_disk(path)
     except Exception as error:
         raise FullshardError(f"cannot read the data set {path}: {first_line(error)}") from None
-    if isinstance(found, dict):
-        raise FullshardError(f"{path} holds the splits {', '.join(found)}; name one, as in '{path}/{next(iter(found))}'")
-    images = [name for name, feature in found.features.items() if type(feature).__name__ == "Image"]
+    if isinstance(dataset, dict):
+        raise FullshardError(f"{path} holds the splits {', '.join(dataset)}; name one, as in '{path}/{next(iter(dataset))}'")
+    images = [name for name, feature in dataset.features.items() if type(feature).__name__ == "Image"]
     for name in images:  # decoded by the worker that needs one, and only then
-        found = found.cast_column(name, datasets.Image(decode=False))
-    return found
+        dataset = dataset.cast_column(name, datasets.Image(decode=False))
+    return dataset
 
 
 def _file_rows(path: Path) -> Any:

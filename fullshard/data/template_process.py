@@ -179,13 +179,13 @@ def answer_in_time(request: bytes, most_characters: int, seconds: int) -> bytes:
     try:
         try:
             signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)
-            found = answer(request, most_characters)
+            reply = answer(request, most_characters)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     except TooSlow:
-        found = {"slow": True}
-    text = found.pop("text", "").encode()
-    return json.dumps(found).encode() + b"\n" + text
+        reply = {"slow": True}
+    text = reply.pop("text", "").encode()
+    return json.dumps(reply).encode() + b"\n" + text
 
 
 def limit(what: int, value: int) -> None:
@@ -202,10 +202,10 @@ def serve(requests: BinaryIO, answers: BinaryIO, most_characters: int, seconds: 
     """Answer requests until stdin is closed. Both are preceded by their length, in 8 bytes."""
     while len(head := requests.read(8)) == 8:
         try:
-            found = answer_in_time(requests.read(int.from_bytes(head, "big")), most_characters, seconds)
+            reply = answer_in_time(requests.read(int.from_bytes(head, "big")), most_characters, seconds)
         except MemoryError:  # for the request or the answer itself
             return
-        answers.write(len(found).to_bytes(8, "big") + found)
+        answers.write(len(reply).to_bytes(8, "big") + reply)
         answers.flush()
 
 

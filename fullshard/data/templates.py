@@ -44,8 +44,8 @@ class Template:
 
     def render(self, messages: list[Message], tools: list[Any] | None) -> MarkedText:
         """The text of a conversation, with the spans of its answers."""
-        found = self._request(messages, tools, "fails")
-        return MarkedText(found["text"], [(start, end) for start, end in found["answers"]])
+        reply = self._request(messages, tools, "fails")
+        return MarkedText(reply["text"], [(start, end) for start, end in reply["answers"]])
 
     def refuse_broken(self) -> None:
         """Raise if the template cannot be compiled."""
@@ -53,12 +53,12 @@ class Template:
 
     def _request(self, messages: list[Message] | None, tools: list[Any] | None, failure: str) -> dict[str, Any]:
         """Render the messages, or only compile the template if there are none."""
-        found = renderer().request(pickle.dumps((self.source, self.special, messages, tools)))
-        if "failed" in found:
-            raise FullshardError(f"the chat template {self.origin} {failure}: {found['failed']}")
-        if "refused" in found:
-            raise FullshardError(f"the chat template {self.origin} {found['refused']}")
-        return found
+        reply = renderer().request(pickle.dumps((self.source, self.special, messages, tools)))
+        if "failed" in reply:
+            raise FullshardError(f"the chat template {self.origin} {failure}: {reply['failed']}")
+        if "refused" in reply:
+            raise FullshardError(f"the chat template {self.origin} {reply['refused']}")
+        return reply
 
 
 # -- finding a template --------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def open_template(tokenizer: str, given: str | Path | None, special: dict[str, s
     """The template in the file `given`, or the tokenizer's own. The tokenizer `bytes` uses ChatML."""
     if importlib.util.find_spec("jinja2") is None:
         raise FullshardError("chat templates need jinja2: pip install 'fullshard[data]'")
-    found = _template_file(Path(given)) if given is not None else _tokenizer_template(tokenizer)
-    template = Template(*found, special)
+    source = _template_file(Path(given)) if given is not None else _tokenizer_template(tokenizer)
+    template = Template(*source, special)
     template.refuse_broken()
     return template
 
@@ -89,15 +89,15 @@ def _tokenizer_template(tokenizer: str) -> tuple[str, str]:
     directory = path if is_directory(path) else path.parent
     if is_plain_file(directory / "chat_template.jinja"):
         return _template_file(directory / "chat_template.jinja")
-    found = tokenizer_config(directory).get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
-        named = [t for t in found if isinstance(t, dict) and t.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    if not isinstance(found, str):
+    template = tokenizer_config(directory).get("chat_template")
+    if isinstance(template, list):  # several templates, each with a name
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str):
         raise FullshardError(
             f"{directory} has no chat template (no chat_template.jinja, none in tokenizer_config.json); give one with --template"
         )
-    return found, str(directory / "tokenizer_config.json")
+    return template, str(directory / "tokenizer_config.json")
 
 
 # -- the rendering process -----------------------------------------------------------------------------------
@@ -116,13 +116,13 @@ class Renderer:
             if self.process is None:
                 self.process = _start()
             try:
-                found = _exchange(self.process, request)
+                reply = _exchange(self.process, request)
             except (OSError, EOFError):
                 return {"refused": self._why_ended()}
             except BaseException:  # after Ctrl-C the answer is still to come, and would be read at the next request
                 self.close()
                 raise
-        return {"refused": _too_slow()} if "slow" in found else found
+        return {"refused": _too_slow()} if "slow" in reply else reply
 
     def _why_ended(self) -> str:
         code = self.close()
@@ -179,12 +179,12 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any
     assert process.stdout is not None
     process.stdin.write(len(request).to_bytes(8, "big") + request)
     process.stdin.flush()
-    found, _, text = _exactly(process.stdout, int.from_bytes(_exactly(process.stdout, 8), "big")).partition(b"\n")
-    return {**json.loads(found), "text": text.decode()}
+    head, _, text = _exactly(process.stdout, int.from_bytes(_exactly(process.stdout, 8), "big")).partition(b"\n")
+    return {**json.loads(head), "text": text.decode()}
 
 
 def _exactly(pipe: IO[bytes], count: int) -> bytes:
-    found = pipe.read(count)
-    if len(found) < count:
+    data = pipe.read(count)
+    if len(data) < count:
         raise EOFError
-    return found
+    return data

@@ -45,10 +45,10 @@ class TextEncoder:
 
     @cached_property
     def mask_id(self) -> int:
-        found = BYTE_MASK if self.path is None else self._named("mask_token", MASKS)
-        if found is None:
+        number = BYTE_MASK if self.path is None else self._named("mask_token", MASKS)
+        if number is None:
             raise FullshardError(f"{self.path} has no mask token ({', '.join(MASKS)}); use the tokenizer of a masked model")
-        return found
+        return number
 
     def _named(self, name: str, usual: tuple[str, ...]) -> int | None:
         assert self.path is not None
@@ -62,8 +62,8 @@ class TextEncoder:
             ids = np.frombuffer(text.encode().replace(b"\0", b" "), np.uint8).astype(np.int64)[:at_most]
             return EncodedText(ids, np.zeros(ids.size, np.bool_))
         with refusing_library_errors(f"{self.path} cannot tokenise"):
-            found = load_tokenizer(self.path).encode(text, add_special_tokens=True)
-        ids, special = np.array(found.ids, np.int64), np.array(found.special_tokens_mask, np.bool_)
+            encoded = load_tokenizer(self.path).encode(text, add_special_tokens=True)
+        ids, special = np.array(encoded.ids, np.int64), np.array(encoded.special_tokens_mask, np.bool_)
         if ids.size <= at_most:
             return EncodedText(ids, special)
         ends = int(np.argmin(special[::-1])) if not special.all() else 0  # special tokens at the end
@@ -75,6 +75,6 @@ def open_encoder(given: str) -> TextEncoder:
     """`given`: `bytes`, a tokenizer.json, or a directory with one."""
     if given == "bytes":
         return TextEncoder(None)
-    found = TextEncoder(tokenizer_file(given))
-    found.vocab  # noqa: B018 - a damaged file raises here rather than in a worker
-    return found
+    encoder = TextEncoder(tokenizer_file(given))
+    encoder.vocab  # noqa: B018 - a damaged file raises here rather than in a worker
+    return encoder

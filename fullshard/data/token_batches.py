@@ -102,14 +102,14 @@ class Batches(IndexedBatches):
         if self.source.has_answers:
             answers = np.append(self.source.read_answers(base, stop - base), False)
             labels[~answers[positions - base + 1]] = IGNORED
-        found = {"input_ids": tokens[positions - base], "labels": labels}
+        sample = {"input_ids": tokens[positions - base], "labels": labels}
         if self.ends is not None:
             low, high = np.searchsorted(self.ends, [base, int(positions[-1]) + 1], side="right")
             inside = self.ends[low:high]
             labels[np.isin(positions + 1, inside, assume_unique=True)] = IGNORED
             if self.boundaries == "attention":
-                found["position_ids"] = _position_ids(np.isin(positions, inside, assume_unique=True))
-        return {key: self._padded(key, row) for key, row in found.items()}
+                sample["position_ids"] = _position_ids(np.isin(positions, inside, assume_unique=True))
+        return {key: self._padded(key, row) for key, row in sample.items()}
 
     def _padded(self, key: str, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """A row filled up to the sequence length. Padding counts as a document of its own: its positions start at 0."""
@@ -122,15 +122,15 @@ class Batches(IndexedBatches):
 
 def _position_ids(starts: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The distance of each token from the last document start at or before it. The first token counts as one."""
-    here = np.arange(starts.size)
-    return here - np.maximum.accumulate(np.where(starts, here, 0))
+    positions = np.arange(starts.size)
+    return positions - np.maximum.accumulate(np.where(starts, positions, 0))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
     """A hash of 63 bits. Two ranks with equal digests have read the same samples."""
-    found = hashlib.blake2b(digest_size=8)
+    hashed = hashlib.blake2b(digest_size=8)
     for key in sorted(batch):
         array = np.ascontiguousarray(batch[key])
-        found.update(f"{key} {array.dtype.str} {array.shape} ".encode())
-        found.update(array.tobytes())
-    return int.from_bytes(found.digest(), "little") >> 1
+        hashed.update(f"{key} {array.dtype.str} {array.shape} ".encode())
+        hashed.update(array.tobytes())
+    return int.from_bytes(hashed.digest(), "little") >> 1

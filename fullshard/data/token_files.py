@@ -48,8 +48,8 @@ class TokenWriter:
         self.path = Path(path)
         if self.path.exists():
             raise FullshardError(f"{self.path} exists already; write to another directory, or remove it first")
-        self.staging = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
-        self.staging.mkdir(parents=True)
+        self.partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        self.partial.mkdir(parents=True)
         self.header: dict[str, Any] = {
             "version": VERSION,
             "dtype": smallest_dtype(vocab),
@@ -109,7 +109,7 @@ class TokenWriter:
 
     def _write(self, name: str, suffix: str, data: NDArray[Any]) -> int:
         raw = data.astype(data.dtype.newbyteorder("<")).tobytes()
-        with open(self.staging / f"{name}.{suffix}", "wb") as file:
+        with open(self.partial / f"{name}.{suffix}", "wb") as file:
             file.write(raw)
             os.fsync(file.fileno())
         return zlib.crc32(raw)
@@ -119,8 +119,8 @@ class TokenWriter:
         self._flush()
         if not self.shards:
             raise FullshardError(f"nothing to write to {self.path}: the input has no tokens")
-        (self.staging / "index.json").write_text(json.dumps({**self.header, "shards": self.shards}, indent=1))
-        os.replace(self.staging, self.path)
+        (self.partial / "index.json").write_text(json.dumps({**self.header, "shards": self.shards}, indent=1))
+        os.replace(self.partial, self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -130,18 +130,18 @@ class TokenWriter:
             if kind is None:
                 self.commit()
         finally:
-            shutil.rmtree(self.staging, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _row(given: Iterable[int] | NDArray[Any], what: str) -> NDArray[Any]:
     """The given integers as a one-dimensional array. Raises for other types: nothing is rounded."""
     try:
-        found = np.asarray(given if isinstance(given, np.ndarray) else list(given))
+        row = np.asarray(given if isinstance(given, np.ndarray) else list(given))
     except (TypeError, ValueError):
-        found = np.empty((), object)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "biu"):
-        raise FullshardError(f"a document's {what} are a list of integers, not {type(given).__name__} of {found.dtype}")
-    return found
+        row = np.empty((), object)
+    if row.ndim != 1 or (row.size and row.dtype.kind not in "biu"):
+        raise FullshardError(f"a document's {what} are a list of integers, not {type(given).__name__} of {row.dtype}")
+    return row
 
 
 # -- reading ----------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ class TokenFile:
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """`length` tokens from `start` on, across shards."""
-        found = self._read(self.token_maps, start, length).astype(np.int64)
-        if found.size and (largest := int(found.max())) >= self.vocab:
+        tokens = self._read(self.token_maps, start, length).astype(np.int64)
+        if tokens.size and (largest := int(tokens.max())) >= self.vocab:
             raise FullshardError(self._outside(largest))
-        return found
+        return tokens
 
     def read_answers(self, start: int, length: int) -> NDArray[np.bool_]:
         """Whether each of these tokens is to be predicted. All are if no answers were marked."""

@@ -65,10 +65,10 @@ class DocumentRows:
         edges = np.concatenate([[0], np.cumsum(self.pieces[1])])
         # nexts[p]: the first piece of the next row, if a row began with piece p. The loop then runs over rows only.
         nexts = (np.searchsorted(edges, edges[:-1] + self.sequence, side="right") - 1).tolist()
-        found = [0]
-        while found[-1] < len(nexts):
-            found.append(nexts[found[-1]])
-        return found
+        firsts = [0]
+        while firsts[-1] < len(nexts):
+            firsts.append(nexts[firsts[-1]])
+        return firsts
 
     def __len__(self) -> int:
         return len(self.firsts) - 1

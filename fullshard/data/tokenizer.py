@@ -216,8 +216,8 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     if not is_plain_file(path):
         return {}
-    found = parse_json(read_text(path, "tokenizer config"), str(path))
-    return found if isinstance(found, dict) else {}
+    config = parse_json(read_text(path, "tokenizer config"), str(path))
+    return config if isinstance(config, dict) else {}
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -49,10 +49,10 @@ def fit(values: dict[tuple[int, int], int]) -> Polynomial | None:
     lines = [_through([(t, Fraction(values[b, t])) for t in lengths]) for b in rows]
     slopes = [(high - low) / (rows[1] - rows[0]) for low, high in zip(*lines, strict=True)]
     bases = [low - rows[0] * slope for low, slope in zip(lines[0], slopes, strict=True)]
-    found = [*bases, *slopes]
-    if any(c.denominator != 1 for c in found):
+    terms = [*bases, *slopes]
+    if any(c.denominator != 1 for c in terms):
         return None
-    return (int(found[0]), int(found[1]), int(found[2]), int(found[3]), int(found[4]), int(found[5]))
+    return (int(terms[0]), int(terms[1]), int(terms[2]), int(terms[3]), int(terms[4]), int(terms[5]))
 
 
 def _through(points: list[tuple[int, Fraction]]) -> list[Fraction]:
@@ -198,15 +198,15 @@ class Costs:
 
     def on(self, mesh: Mesh) -> "Costs":
         """The costs of one rank of a mesh with a tensor or an expert axis."""
-        axis, ranks, found = ("expert", mesh.expert, self.spread) if mesh.expert > 1 else ("tensor", mesh.tensor, self.split)
+        axis, ranks, costs = ("expert", mesh.expert, self.spread) if mesh.expert > 1 else ("tensor", mesh.tensor, self.split)
         if ranks == 1:
             return self
-        if ranks not in found:
-            known = f" (traced: {', '.join(map(str, found))})" if found else ""
+        if ranks not in costs:
+            known = f" (traced: {', '.join(map(str, costs))})" if costs else ""
             raise FullshardError(
                 f"this model was not traced for mesh.{axis} = {ranks}{known}; describe it with {axis}=({ranks},)"
             )
-        return found[ranks]
+        return costs[ranks]
 
     def trace(self, compute: str, loss: str, remat: str) -> Trace:
         key = ("bf16" if compute == "fp16" else compute, "plain" if self.example else loss, remat)  # traced as one

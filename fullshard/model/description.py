@@ -157,6 +157,7 @@ def _row(run: list[UnitDescription], total: int) -> list[str]:
 
 
 def _notes(description: Description) -> str:
+    """Lines on tied, frozen and mixed parameters, after an empty one; nothing if there are none."""
     tensors = [p for u in description.units for p in u.parameters]
     lines = [f"tied: {p.name} = {', '.join(p.ties)}" for p in tensors if p.ties]
     early = [(u.name, p.name) for u in description.units for p in u.parameters if p.outside]

@@ -44,8 +44,8 @@ def cached_description(
         return make()
     about = [hashlib.sha256(config).hexdigest(), compute, list(tensor), _code()]
     for key in () if fresh else (_key(about), _key([*about, sequence])):  # most entries hold for every sequence length
-        if (found := _read(directory() / key)) is not None:
-            return Description(model, found.units, found.buffers, found.costs)
+        if (cached := _read(directory() / key)) is not None:
+            return Description(model, cached.units, cached.buffers, cached.costs)
     made = make()
     if made.costs is not None:
         holds_for_all = made.costs.shape is None and all(c.shape is None for c in made.costs.split.values())
@@ -78,23 +78,23 @@ def _key(parts: list[Any]) -> str:
 @cache
 def _code() -> str:
     """A hash of this package's code and of the versions of libraries."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        found.update(path.read_bytes())
+        digest.update(path.read_bytes())
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
-            found.update(f"{name} {version(name)}".encode())
-    return found.hexdigest()
+            digest.update(f"{name} {version(name)}".encode())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> Description | None:
     if not path.is_file():
         return None
     try:
-        found = _from_json(json.loads(gzip.decompress(path.read_bytes())))
+        description = _from_json(json.loads(gzip.decompress(path.read_bytes())))
         with suppress(OSError):
             os.utime(path)  # recently used entries are kept
-        return found
+        return description
     except Exception as error:
         print(f"note: {path} cannot be read ({type(error).__name__}), so the model is traced again", file=sys.stderr)
         return None

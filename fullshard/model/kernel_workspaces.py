@@ -24,8 +24,8 @@ def flash_attention_backward(
     rows: int, heads: int, key_heads: int, tokens: int, keys: int, width: int, item: int
 ) -> tuple[int, ...]:
     """FlashAttention 2: as cuDNN, and as much again as the queries' gradient in fp32."""
-    (found,) = attention_backward(rows, heads, key_heads, tokens, keys, width, item)
-    return (found + 4 * rows * heads * tokens * width,)
+    (workspace,) = attention_backward(rows, heads, key_heads, tokens, keys, width, item)
+    return (workspace + 4 * rows * heads * tokens * width,)
 
 
 def efficient_attention_backward(rows: int, heads: int, tokens: int, width: int) -> tuple[int, ...]:

@@ -61,8 +61,8 @@ def _with_fewer_layers(text: str, wanted: float) -> SizedModel:
         full = describe(name)
         blocks = [u.numel for u in full.units if u.kind == "block"]
         layers = max(1, round((wanted - full.numel + sum(blocks)) / blocks[0]))
-        found = reduced_description(full, layers)
-        if abs(found.numel / wanted - 1) <= FAR:
+        reduced = reduced_description(full, layers)
+        if abs(reduced.numel / wanted - 1) <= FAR:
             title = f"{name} with {layers} of its {len(blocks)} layers"
-            return SizedModel(replace(found, model=title), PRESETS[name].words(layers))
+            return SizedModel(replace(reduced, model=title), PRESETS[name].words(layers))
     raise FullshardError(f"no preset with fewer layers comes within {FAR:.0%} of {text}; write another size, or a preset")

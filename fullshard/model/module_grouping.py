@@ -133,13 +133,14 @@ def repeated_blocks(root: ModuleNode) -> list[str]:
     children are the blocks.
     """
     for composite in (True, False):
-        found = [path for container in _outermost_repeating(root, "", composite) for path in container]
-        if found:
-            return found
+        blocks = [path for container in _outermost_repeating(root, "", composite) for path in container]
+        if blocks:
+            return blocks
     return _children_with_parameters(root)
 
 
 def _outermost_repeating(node: ModuleNode, path: str, composite: bool) -> Iterator[list[str]]:
+    """The children of each outermost container that has several modules of one class."""
     children = [(_join(path, n), c) for n, c in node.children if c.has_parameters()]
     kinds = Counter(c.cls for _, c in children if not composite or c.children)
     one = len(children) == 1 and node.children[0][0] == "0" and not node.has_forward  # a list of one block
@@ -152,10 +153,10 @@ def _outermost_repeating(node: ModuleNode, path: str, composite: bool) -> Iterat
 
 
 def _children_with_parameters(root: ModuleNode) -> list[str]:
-    found = [(n, c) for n, c in root.children if c.has_parameters()]
-    if len(found) == 1 and found[0][1].children:
-        return [_join(found[0][0], p) for p in _children_with_parameters(found[0][1])]
-    return [n for n, _ in found] if len(found) > 1 else []
+    holders = [(n, c) for n, c in root.children if c.has_parameters()]
+    if len(holders) == 1 and holders[0][1].children:
+        return [_join(holders[0][0], p) for p in _children_with_parameters(holders[0][1])]
+    return [n for n, _ in holders] if len(holders) > 1 else []
 
 
 def _by_class(root: ModuleNode, classes: Sequence[str]) -> list[str]:
@@ -168,6 +169,7 @@ def _by_class(root: ModuleNode, classes: Sequence[str]) -> list[str]:
 
 
 def _by_name(root: ModuleNode, patterns: Sequence[str]) -> list[str]:
+    """Paths of modules that match a pattern, in the model's order. A wildcard stands for one part of a path at most."""
     paths = [p for p, m in root.named() if p and m.has_parameters() and m.has_forward]
     hits: set[str] = set()
     for pattern in patterns:
@@ -208,13 +210,13 @@ def _running(node: ModuleNode, path: str) -> list[str]:
     in time."""
     if not node.outside or (node.outside < node.owned() and _called_inside(node, path)):
         return [path]
-    return [found for name, child in node.children if child.has_parameters() for found in _running(child, _join(path, name))]
+    return [block for name, child in node.children if child.has_parameters() for block in _running(child, _join(path, name))]
 
 
 def _called_inside(node: ModuleNode, path: str) -> list[str]:
     """The outermost modules inside that run whenever the `outside` parameters are used; none if a parameter has no such
     module."""
-    found: list[str] = []
+    paths: list[str] = []
     if node.outside & set(node.identities.values()):
         return []
     for name, child in node.children if node.outside else ():
@@ -222,8 +224,8 @@ def _called_inside(node: ModuleNode, path: str) -> list[str]:
             more = _called_inside(child, _join(path, name)) if child.outside else [_join(path, name)]
             if not more:
                 return []
-            found += more
-    return found
+            paths += more
+    return paths
 
 
 # -- modules outside the blocks ----------------------------------------------------------------------
@@ -274,7 +276,7 @@ def _gatherer(root: ModuleNode, path: str) -> str:
 
 def _merge_tied(names_of: Mapping[int, Sequence[str]], groups: list[UnitGroup]) -> list[UnitGroup]:
     """Merge groups that share a tied parameter: it can be gathered in one unit only."""
-    for names in [found for found in names_of.values() if len(found) > 1]:
+    for names in [tied for tied in names_of.values() if len(tied) > 1]:
         sharing = [g for g in groups if any(owner_of(n, groups) is g for n in names)]
         if sharing and sharing[-1].kind == "root":
             sharing.reverse()  # the root contains every module already
@@ -287,19 +289,19 @@ def _merge_tied(names_of: Mapping[int, Sequence[str]], groups: list[UnitGroup]) 
 
 def _with_small(root: ModuleNode, groups: list[UnitGroup], below: int) -> list[UnitGroup]:
     """The groups, each block followed by a group of the modules inside it that own only small tensors."""
-    found, units = [], {m for g in groups for m in g.modules}
+    kept, units = [], {m for g in groups for m in g.modules}
     for group in groups:
-        found.append(group)
+        kept.append(group)
         block = group.modules[0] if group.kind == "block" and len(group.modules) == 1 else None
         inside = root.at(block).named() if block else ()
         paths = [f"{block}.{p}" for p, m in inside if p and f"{block}.{p}" not in units and _is_small(m, below)]
         if paths:
-            found.append(UnitGroup(f"{block}.small", "small", paths))
-    if not any(g.kind == "small" for g in found):
+            kept.append(UnitGroup(f"{block}.small", "small", paths))
+    if not any(g.kind == "small" for g in kept):
         raise FullshardError(
             f"small = {below} has no effect: every module inside a block has a tensor of {below} elements or more"
         )
-    return found
+    return kept
 
 
 def _is_small(node: ModuleNode, below: int) -> bool:

@@ -28,7 +28,7 @@ def unit_kinds(description: Description, costs: Costs) -> dict[str, tuple[object
         for (_, unit), index in zip(trace.phases, trace.template, strict=True):
             sections.setdefault(unit, []).append(id(trace.sections[index]))
     tensors = {u.name: tuple((p.shape, p.dtype, p.trainable) for p in u.parameters) for u in description.units}
-    return {name: (found, tuple(sections.get(name, ()))) for name, found in tensors.items()}
+    return {name: (shapes, tuple(sections.get(name, ()))) for name, shapes in tensors.items()}
 
 
 def _equal_blocks(description: Description) -> list[list[str]]:
@@ -41,12 +41,12 @@ def _equal_blocks(description: Description) -> list[list[str]]:
         return list(groups.values())
     assert description.costs is not None
     forward = next(iter(description.costs.traces.values())).by_phase
-    found: dict[object, list[str]] = {}
+    blocks: dict[object, list[str]] = {}
     for parameters, names in groups.items():
         for name in names:
             work = forward.get(("forward", name))
-            found.setdefault((parameters, tuple((o.kind, o.flops) for o in work.ops) if work else ()), []).append(name)
-    return list(found.values())
+            blocks.setdefault((parameters, tuple((o.kind, o.flops) for o in work.ops) if work else ()), []).append(name)
+    return list(blocks.values())
 
 
 def _reduced_costs(costs: Costs, dropped: Set[str]) -> Costs:

@@ -96,9 +96,9 @@ class Choice:
 
     def limit(self, engine: str, value: object) -> EngineLimit | None:
         """Why the engine cannot do this value; None if it can."""
-        found = self.limits.get(engine)
-        refused = found is not None and (found.refused(value) if found.refused else value != self.default)
-        return found if refused else None
+        limit = self.limits.get(engine)
+        refused = limit is not None and (limit.refused(value) if limit.refused else value != self.default)
+        return limit if refused else None
 
 
 def choice(default: Any, help: str, **about: Any) -> Any:
@@ -156,11 +156,11 @@ def check_choices(part: Any, before: str = "") -> None:
 def _type(hint: Any) -> tuple[type, tuple[str, ...], bool]:
     """The type of values, the words among them, and whether None is one."""
     kinds = get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    own = [kind for kind in kinds if kind is not type(None)]
-    if len(own) > 1:
-        return object, (), len(own) < len(kinds)
-    words = get_args(own[0]) if get_origin(own[0]) is Literal else ()
-    return str if words else get_origin(own[0]) or own[0], words, len(own) < len(kinds)
+    value_kinds = [kind for kind in kinds if kind is not type(None)]
+    if len(value_kinds) > 1:
+        return object, (), len(value_kinds) < len(kinds)
+    words = get_args(value_kinds[0]) if get_origin(value_kinds[0]) is Literal else ()
+    return str if words else get_origin(value_kinds[0]) or value_kinds[0], words, len(value_kinds) < len(kinds)
 
 
 # -- checks ------------------------------------------------------------------------------------------

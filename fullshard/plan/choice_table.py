@@ -27,13 +27,13 @@ Spell = Callable[..., str]  # writes a choice, or a choice and its value, for me
 def strategy_arguments(given: Mapping[str, Any], spell: Spell) -> dict[str, Any]:
     """Choices by name as the arguments of a strategy, which takes parts; what is None is not given. Choices without a name
     have their path. `spell`: how messages write a choice."""
-    found = _both_depths({name: value for name, value in given.items() if value is not None}, spell)
+    arguments = _both_depths({name: value for name, value in given.items() if value is not None}, spell)
     parts: dict[str, dict[str, Any]] = {}
     for row in TABLE:
         part = row.owner.removeprefix("units[].")
-        if part in ARGUMENTS and (name := row.name or row.path) in found:
-            parts.setdefault(part, {})[row.field] = found.pop(name)
-    return found | {part: ARGUMENTS[part](**fields) for part, fields in parts.items()}
+        if part in ARGUMENTS and (name := row.name or row.path) in arguments:
+            parts.setdefault(part, {})[row.field] = arguments.pop(name)
+    return arguments | {part: ARGUMENTS[part](**fields) for part, fields in parts.items()}
 
 
 def checked_fixes(fix: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,35 +41,35 @@ def checked_fixes(fix: Mapping[str, Any]) -> dict[str, Any]:
     ones and wrong types."""
     known = {name: row for name, row in NAMED.items() if row.fixable}
     names = {row.recipe: name for name, row in known.items()}
-    found = {names.get(name, name): value for name, value in fix.items()}
-    for name, value in found.items():
+    values = {names.get(name, name): value for name, value in fix.items()}
+    for name, value in values.items():
         if name not in known:
             raise FullshardError(f"{name!r} cannot be fixed (known: {', '.join(known)}){nearest(name, list(known))}")
-        found[name] = known[name].fixed(value)
+        values[name] = known[name].fixed(value)
     for row in known.values():
-        if row.name in found and row.needs and row.needs[0] == "strategy":
+        if row.name in values and row.needs and row.needs[0] == "strategy":
             (owner,) = row.needs[1]
-            if (given := found.setdefault("strategy", owner)) != owner:
-                idle = f"{row.name} = {found[row.name]} has no effect with strategy = {given!r}"
+            if (given := values.setdefault("strategy", owner)) != owner:
+                idle = f"{row.name} = {values[row.name]} has no effect with strategy = {given!r}"
                 raise FullshardError(f"{idle}; leave it out, or fix {owner!r}")
-    return found
+    return values
 
 
 def _both_depths(given: dict[str, Any], spell: Spell) -> dict[str, Any]:
     """`prefetch` as the depth of each direction that has none of its own."""
-    own = ("prefetch_forward", "prefetch_backward")
+    depths = ("prefetch_forward", "prefetch_backward")
     if "prefetch" not in given:
         return given
-    if all(name in given for name in own):
-        raise PlanError(f"{spell('prefetch')} has no effect beside {spell(own[0])} and {spell(own[1])}; leave it out")
+    if all(name in given for name in depths):
+        raise PlanError(f"{spell('prefetch')} has no effect beside {spell(depths[0])} and {spell(depths[1])}; leave it out")
     both = given.pop("prefetch")
-    return dict.fromkeys(own, both) | given
+    return dict.fromkeys(depths, both) | given
 
 
 def renamed(sentence: str) -> str:
     """A plan's sentence as recipes say it: `wire.reduce` is `wire_reduce`, and what has no effect is named without its value."""
     names = {row.path: row.name for row in TABLE if row.path and row.name}
-    sentence = re.sub("|".join(rf"\b{re.escape(path)}\b" for path in names), lambda found: names[found[0]], sentence)
+    sentence = re.sub("|".join(rf"\b{re.escape(path)}\b" for path in names), lambda match: names[match[0]], sentence)
     return re.sub(r"^(\S+) = \S+ has no effect", r"\1 has no effect", sentence)
 
 

@@ -30,8 +30,8 @@ def plan_data(plan: "Plan") -> dict[str, Any]:
 def _data(part: Any) -> dict[str, Any]:
     """Keys younger than the version are written only where they differ from their default: plans without them keep their
     hashes."""
-    found = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if not (_absent(f) and _is_default(part, f))}
-    return {name: _plain(value) for name, value in found.items()}
+    fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if not (_absent(f) and _is_default(part, f))}
+    return {name: _plain(value) for name, value in fields.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -106,6 +106,7 @@ def _paths(unit: Unit) -> str:
 
 
 def _choices(unit: Unit) -> tuple[str, ...]:
+    """The cells of a unit's row: layout, until when it stays gathered, remat and homes."""
     if unit.layout == "replicated":
         until = "always whole"
     elif unit.layout == "optimizer":

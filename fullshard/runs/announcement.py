@@ -32,8 +32,8 @@ def dry_run_text(prepared: Prepared, run: Path, resume: str | None) -> str:
 def _task(prepared: Prepared, run: Path, resume: str | None) -> str:
     """How many steps into which directory, and what they begin with."""
     recipe = prepared.recipe
-    if found := resumed_from(prepared.recipe, run, resume) if resume else None:
-        place, manifest = found
+    if resumed := resumed_from(prepared.recipe, run, resume) if resume else None:
+        place, manifest = resumed
         if manifest.step >= recipe.steps:
             return f"no steps: all {recipe.steps} are done in {place}"
         return f"steps {manifest.step + 1} to {recipe.steps} into {run}, from {place}"
@@ -52,13 +52,13 @@ def recipe_lines(recipe: Recipe) -> Iterator[str]:
 
 def differences(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """The values that are not the defaults, by section and key."""
-    found = {}
+    changed = {}
     for name in type(recipe).model_fields:
         section = getattr(recipe, name)
-        own = _own_values(section) if section is not None else {}
-        if own:
-            found[name] = own
-    return found
+        values = _own_values(section) if section is not None else {}
+        if values:
+            changed[name] = values
+    return changed
 
 
 def _own_values(section: RecipeSection) -> dict[str, Any]:

@@ -57,13 +57,13 @@ class Checkpoints:
 
     def start(self, resume: str | None) -> Manifest | None:
         """Load what is to be resumed, if anything; refuse what cannot work before a step is lost to it."""
-        found = self._resume(resume) if resume else None
+        manifest = self._resume(resume) if resume else None
         if not resume and self.writer.names():
             raise FullshardError(f"{self.writer.checkpoint_dir} holds checkpoints already; write --resume auto, or another --run")
         self.writer.sweep()
         self.writer.refuse_no_space(self._at_once())
-        self.saved = found.step if found else -1
-        return found
+        self.saved = manifest.step if manifest else -1
+        return manifest
 
     def _at_once(self) -> int:
         """How many checkpoints will lie on the disk at the same time, at least."""

@@ -15,14 +15,14 @@ SECONDS = 1.5
 def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
     held = unit_sizes(prepared.plan, described_units(prepared.recipe, prepared.model, prepared.engine))
-    away = OffloadBytes(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
+    offload = OffloadBytes(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
-    if not (filed := sum(away.disk(activations).values())):  # nobody has traced the model's activations
+    if not (filed := sum(offload.disk(activations).values())):  # nobody has traced the model's activations
         return [line for line in (no_disk(directory),) if line]
     ranks, nbytes = prepared.engine.ranks, min(TRIAL, filed)
     rates = slowest(ranks.agreement().gather_results(lambda: disk_rates(directory, nbytes, SECONDS)))
     here = ranks_here()
-    read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in away.disk_traffic())
+    read, written = (here * (n + prepared.plan.batch.accumulate * activations) for n in offload.disk_traffic())
     whole = Rates(here * rates.read, here * rates.write, None if rates.both is None else here * rates.both)
     said = verdict((read, written), whole, prepared.rest_seconds)
     return [line for line in (no_disk(directory), said) if line]

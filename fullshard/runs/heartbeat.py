@@ -36,8 +36,8 @@ class Heartbeat:
         if not (ended or self.due()):
             return
         self.next = time.monotonic() + self.every
-        told = {"step": step, "doing": doing, "idle_seconds": round(idle, 1), "step_seconds": step_seconds, "ended": ended}
-        self._write(self.about | told | {"rss": resident_bytes().get("host_rss"), "every": self.every, "time": time.time()})
+        progress = {"step": step, "doing": doing, "idle_seconds": round(idle, 1), "step_seconds": step_seconds, "ended": ended}
+        self._write(self.about | progress | {"rss": resident_bytes().get("host_rss"), "every": self.every, "time": time.time()})
 
     def _write(self, record: dict[str, Any]) -> None:
         fresh = self.path.with_name(f".{self.path.name}.partial")

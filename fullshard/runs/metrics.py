@@ -66,6 +66,7 @@ class Metrics:
             self.say(f"{lines.path} is written again" + (f"; {lost} lines were lost" if lost else ", with the lines that waited"))
 
     def _try(self, sink: Sink, call: Callable[[], None]) -> None:
+        """Call a sink. The run goes on without one that fails, and says so once."""
         name = type(sink).__name__
         try:
             call()
@@ -132,10 +133,10 @@ def _split(path: Path) -> list[str]:
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def open_metrics(directory: Path | None, recipe: Recipe, step: int = 0) -> Metrics:

@@ -30,14 +30,14 @@ def outcome_lines(
     """`exported`: where the model was exported to. `again`: the command that resumes the run."""
     losses = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in outcome.numbers.items()]
     made = f"{outcome.trained} steps in {outcome.seconds:.0f} s (step {outcome.step} of {recipe.steps})"
-    found = {"trained": ", ".join([made, *losses]), "run": str(run), "checkpoint": outcome.checkpoint or "none was saved"}
+    lines = {"trained": ", ".join([made, *losses]), "run": str(run), "checkpoint": outcome.checkpoint or "none was saved"}
     if outcome.why == "stopped":
-        found["resume"] = again or "the same command with --resume auto"
+        lines["resume"] = again or "the same command with --resume auto"
     elif exported is not None:
-        found["exported"] = str(exported)
+        lines["exported"] = str(exported)
     elif outcome.checkpoint:
-        found["export"] = _export_command(outcome.checkpoint, recipe, run, engine)
-    return [f"{label:<{LABEL}}{text}" for label, text in found.items()]
+        lines["export"] = _export_command(outcome.checkpoint, recipe, run, engine)
+    return [f"{label:<{LABEL}}{text}" for label, text in lines.items()]
 
 
 def _export_command(checkpoint: str, recipe: Recipe, run: Path, engine: str) -> str:

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from fullshard.base.status import settle, tell
+from fullshard.base.status import end_stage, tell
 from fullshard.base.text import bytes_text, count_text
 
 MINUTE = 60.0  # seconds between lines of a log, at most
@@ -44,7 +44,7 @@ class Bar:
         text = f"loss {loss:.3f}  {rate}{bytes_text(held)} a rank"
         with suppress(OSError):  # stderr may go to a disk that is full
             if self.updates == 1:
-                settle()  # what was said until now
+                end_stage()  # what was said until now
                 self.progress.start()
             self.progress.update(self.task, completed=index, description=text)
             now = time.perf_counter()

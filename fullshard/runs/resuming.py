@@ -94,23 +94,23 @@ def _plan_changes(manifest: Manifest, plan: Plan) -> Iterator[Change]:
 
 def refuse_changes(manifest: Manifest, prepared: Prepared, *, accept: bool) -> list[Change]:
     """The changes since the checkpoint. Raises unless they are accepted."""
-    found = changes(manifest, prepared)
-    if found and not accept:
-        key, old, new = found[0]
-        more = f" (and {', '.join(k for k, _, _ in found[1:])})" if found[1:] else ""
+    changed = changes(manifest, prepared)
+    if changed and not accept:
+        key, old, new = changed[0]
+        more = f" (and {', '.join(k for k, _, _ in changed[1:])})" if changed[1:] else ""
         raise FullshardError(
             f"{key} = {json.dumps(new)} here and {json.dumps(old)} in the checkpoint{more}: the losses to come would change; "
             "keep it, or add --accept-changes"
         )
-    return found
+    return changed
 
 
 def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: bool) -> None:
     """Raise, before ranks start, where a run cannot go on from its checkpoint."""
-    found = resumed_from(prepared.recipe, directory, resume)
-    if found is None:
+    resumed = resumed_from(prepared.recipe, directory, resume)
+    if resumed is None:
         return
-    place, manifest = found
+    place, manifest = resumed
     refuse_other_data(manifest, prepared)
     refuse_changes(manifest, prepared, accept=accept)
     if resume == "auto":
@@ -122,8 +122,8 @@ def refuse_resume(resume: str, prepared: Prepared, directory: Path, *, accept: b
 
 def kept_of(recipe: Recipe, directory: Path, resume: str | None) -> dict[str, Any]:
     """What a run keeps of the checkpoint that it goes on from, where its recipe leaves it open."""
-    found = resumed_from(recipe, directory, resume) if resume else None
-    return kept_choices(found[1].plan) if found else {}
+    resumed = resumed_from(recipe, directory, resume) if resume else None
+    return kept_choices(resumed[1].plan) if resumed else {}
 
 
 def resumed_from(recipe: Recipe, directory: Path, resume: str) -> tuple[Place, Manifest] | None:

@@ -33,13 +33,13 @@ def roll_back(run: "Run") -> None:
     if place is None:
         earlier = "before its first checkpoint" if count == 1 else f"again after it went back to step {run.counts.rolled_to}"
         raise DivergedError(f"{said}, {earlier}; {LOWER}")
-    found = checkpoints.roll_back(place, helpless)
-    run.restore(found, None)
+    manifest = checkpoints.roll_back(place, helpless)
+    run.restore(manifest, None)
     skipped, source.cursor = cursor - source.cursor, cursor
-    run.counts.rollbacks, run.counts.rolled_from, run.counts.rolled_to = count, at, found.step
-    run.metrics.rewind(found.step)
-    run.metrics.write(event="rolled back", step=found.step, diverged_at=at, skipped_samples=skipped, rollbacks=count)
-    run.bar.say(f"diverged at step {at}: rolled back to step {found.step}, {skipped} samples are skipped")
+    run.counts.rollbacks, run.counts.rolled_from, run.counts.rolled_to = count, at, manifest.step
+    run.metrics.rewind(manifest.step)
+    run.metrics.write(event="rolled back", step=manifest.step, diverged_at=at, skipped_samples=skipped, rollbacks=count)
+    run.bar.say(f"diverged at step {at}: rolled back to step {manifest.step}, {skipped} samples are skipped")
 
 
 def _refuse_rollback(run: "Run", said: str) -> None:

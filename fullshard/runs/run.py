@@ -95,14 +95,14 @@ def _execute(
     with Bar(recipe.steps, visible=first, unit=recipe.unit) as bar, Signals() as signals:
         checkpoints = Checkpoints(prepared, state, directory, metrics, bar, accept=accept)
         try:
-            found = checkpoints.start(resume)
+            manifest = checkpoints.start(resume)
             opened: list[tuple[Metrics, float | None]] = []  # not before: a recipe that is refused must not replace the run's own
             engine.ranks.agreement().first_decides(lambda: opened.append(_open_run(directory, prepared, state.step)))
             metrics, expected = opened[0] if first else (metrics, None)
             metrics.say, checkpoints.metrics = bar.say, metrics
             profiling = Profiling(prepared, state, directory, bar.say, reporter)
             run = Run(prepared, state, metrics, bar, signals, checkpoints, watchdog, profiling)
-            run.restore(found, expected)
+            run.restore(manifest, expected)
             run.tell_changes()
             run.tell_kernels()
             began, start = time.perf_counter(), state.step
@@ -206,14 +206,14 @@ class Run:
         """What a resumed run needs besides the state and the cursor."""
         return self.counts.stored() | ({"stream": self.source.state} if isinstance(self.source, StreamBatches) else {})
 
-    def restore(self, found: Manifest | None, expected: float | None) -> None:
+    def restore(self, manifest: Manifest | None, expected: float | None) -> None:
         """Continue from a checkpoint."""
-        if found is not None:
-            self.counts, self.expected = Counts.of(found), expected
-            assert found.cursor is not None
-            self.source.cursor = found.cursor
+        if manifest is not None:
+            self.counts, self.expected = Counts.of(manifest), expected
+            assert manifest.cursor is not None
+            self.source.cursor = manifest.cursor
             if isinstance(self.source, StreamBatches):
-                self.source.resume(found.cursor, found.state.get("extra", {}).get("stream"))
+                self.source.resume(manifest.cursor, manifest.state.get("extra", {}).get("stream"))
         close(self.steps)
         self.steps = iter(self.source)
 
@@ -225,18 +225,18 @@ class Run:
 
     def tell_kernels(self) -> None:
         """Record which kernels compute loss, updates and messages. Print it if a fast one is missing."""
-        found = {k: v for k, v in self.state.kernels.items() if k != "chunked_loss" or run_loss(self.recipe) == "chunked"}
-        if found:
-            self.metrics.write(event="kernels", step=self.state.step, **found)
-        for lane, text in found.items():
+        kernels = {k: v for k, v in self.state.kernels.items() if k != "chunked_loss" or run_loss(self.recipe) == "chunked"}
+        if kernels:
+            self.metrics.write(event="kernels", step=self.state.step, **kernels)
+        for lane, text in kernels.items():
             if text.startswith("torch: "):
                 self.bar.say(f"{KERNEL_USES[lane]} on torch's slower kernels: {text.partition(': ')[2]}")
 
     def tell_wire(self) -> None:
         """Report the errors of quantised collectives, which the first step measures."""
-        if found := self.state.wire_errors:
-            self.metrics.write(event="wire", step=self.state.step, **{f"{kind}_error": e for kind, e in found.items()})
-            self.bar.say("quantised collectives, relative error: " + ", ".join(f"{k} {e:.2%}" for k, e in found.items()))
+        if errors := self.state.wire_errors:
+            self.metrics.write(event="wire", step=self.state.step, **{f"{kind}_error": e for kind, e in errors.items()})
+            self.bar.say("quantised collectives, relative error: " + ", ".join(f"{k} {e:.2%}" for k, e in errors.items()))
 
     def tell_notes(self) -> None:
         """Print what the first step has found out about the state."""

@@ -51,10 +51,10 @@ def holds_run(directory: Path) -> bool:
 
 def _before_first_step(line: bytes) -> bool:
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return False
-    return isinstance(found, dict) and found.get("event") in EARLY
+    return isinstance(event, dict) and event.get("event") in EARLY
 
 
 def engine_of_run(directory: Path) -> str:

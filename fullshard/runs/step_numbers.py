@@ -60,9 +60,9 @@ class Counts:
         return asdict(self) | {"best": self.best if self.best < math.inf else None}
 
     @classmethod
-    def of(cls, found: Manifest) -> Self:
+    def of(cls, manifest: Manifest) -> Self:
         """Those of a checkpoint. Another program's may lack some."""
-        extra = found.state.get("extra", {})
+        extra = manifest.state.get("extra", {})
         return cls(**{name: extra[name] for name in asdict(cls()) if isinstance(extra.get(name), int | float)})
 
     def step(self, numbers: StepNumbers) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from fullshard.base.errors import HUNG
+from fullshard.base.text import first_of
 from fullshard.ranks.hang_reports import OneRank, call_with_timeout
 from fullshard.ranks.rank_protocols import WatchedRanks, Where
 from fullshard.runs.disk_thread import DiskThread
@@ -45,10 +46,11 @@ LAST_WORDS = 5.0  # seconds to write the stacks, and to print the sentence
 
 @dataclass
 class Progress:
-    """What the main thread is doing, for how long it may, and for how long it has. None: derived from the step time."""
+    """What the main thread is doing. `limit`: seconds until the rank counts as hung. `asked`: seconds until it is ended after a
+    signal. None: derived from the step time. `idle`: seconds that it has taken so far."""
 
     doing: str
-    limit: float | None = None  # seconds
+    limit: float | None = None
     asked: float | None = None
     idle: float = 0.0
 
@@ -122,8 +124,10 @@ class Watchdog:
             yield item
 
     def _go_on(self, progress: Progress) -> None:
+        """The main thread does something new. Should it hold the interpreter so that the watchdog's thread cannot run,
+        faulthandler's timer, which needs no interpreter, ends the process."""
         self.progress = progress
-        if limit := self._limit():  # where a thread cannot run, because the main one holds the interpreter, this one can
+        if limit := self._limit():
             faulthandler.dump_traceback_later(2 * limit + ANSWERS, exit=True, file=sys.__stderr__ or 2)
 
     # -- the thread ------------------------------------------------------------------------------------
@@ -229,13 +233,13 @@ def explain_hang(answers: dict[int, Where], absent: list[str], idle: float) -> s
 
 
 def _grouped(waiting: dict[int, Where]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_place: dict[str, list[int]] = {}
     for rank, a in sorted(waiting.items()):
         what = f"the {a['collective']}" if a["collective"] else a["line"]
-        found.setdefault(f"{what} of unit {a['unit']}" if a["unit"] else what, []).append(rank)
-    return found
+        by_place.setdefault(f"{what} of unit {a['unit']}" if a["unit"] else what, []).append(rank)
+    return by_place
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = first_of(ranks, 8)
     return f"ranks {shown} wait" if len(ranks) > 1 else f"rank {shown} waits"

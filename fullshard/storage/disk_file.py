@@ -77,6 +77,7 @@ class DiskFile:
         return self._start(self._writers, self._write_part, offset, data)
 
     def _start(self, pool: ThreadPoolExecutor, work: Work, offset: int, memory: memoryview) -> Future[None]:
+        """Divide a request among the threads. Its future is done with the last part."""
         memory = memory.cast("B")
         self._check(offset, memory)
         starts = range(0, len(memory), PART)
@@ -86,6 +87,7 @@ class DiskFile:
         return request.future
 
     def _check(self, offset: int, memory: memoryview) -> None:
+        """Raise for a closed file, for bytes outside it, and for what direct I/O cannot take."""
         if not self._open:
             raise ValueError(f"{self.path} is closed")
         if not 0 <= offset <= offset + len(memory) <= self.nbytes:

@@ -65,7 +65,7 @@ def slowest(rates: Sequence[Rates]) -> Rates:
     return Rates(read, write, min(at_once) if len(at_once) == len(rates) else None)
 
 
-def _settle(file: DiskFile) -> None:
+def _flush(file: DiskFile) -> None:
     """Wait until written bytes are on the disk. Direct requests have waited already."""
     if not file.direct:
         os.fsync(file.file)
@@ -90,7 +90,7 @@ def _rate(file: DiskFile, memory: memoryview, nbytes: int, seconds: float, readi
     for future in pending:
         future.result()
     if not reading:
-        _settle(file)
+        _flush(file)
     return at, at / (perf_counter() - start)
 
 
@@ -107,7 +107,7 @@ def _both(file: DiskFile, into: memoryview, out: memoryview, nbytes: int, second
         at += size
     for future in pending:
         future.result()
-    _settle(file)
+    _flush(file)
     return 2 * at / (perf_counter() - start) if at else None
 
 
@@ -120,9 +120,9 @@ def no_disk(directory: str | Path) -> str:
         return "" if probe.direct else f"{directory} ({kind}) has no direct requests: every byte passes the page cache"
 
 
-def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | None, slowest: float = SLOWEST) -> str:
+def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | None) -> str:
     """A sentence on a step that reads and writes so much, and takes `step_seconds` without, if that is known. More than
-    `slowest` times that is warned of."""
+    SLOWEST times that is warned of."""
     seconds = rates.seconds(*bytes_a_step)
     (read, written), (in_, out) = map(bytes_text, bytes_a_step), (rate_text(r, "B/s") for r in rates[:2])
     at_once = "" if rates.both is None else f", {rate_text(rates.both, 'B/s')} both at once"
@@ -134,6 +134,6 @@ def verdict(bytes_a_step: tuple[int, int], rates: Rates, step_seconds: float | N
         return f"{needs}, under the {rest} that the rest takes"
     slower = f"{needs}, {seconds / step_seconds:.1f} times the {rest} that the rest takes"
     helps = "keep more in host memory, take more micro-batches a step, or use a faster disk"
-    if seconds > slowest * step_seconds:
+    if seconds > SLOWEST * step_seconds:
         return f"warning: {slower}: the run will do little but wait for it; {helps}"
     return f"{slower}: the disk sets the pace; {helps}"

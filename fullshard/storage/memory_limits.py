@@ -50,9 +50,9 @@ def refuse_more_than(nbytes: int, ranks_here: int, why: str, root: Path = ROOT) 
 def limits(root: Path = ROOT) -> list[Limit]:
     """The machine's memory, then that of every cgroup around this process that has a limit."""
     machine = _numbers(root / "proc/meminfo")
-    found = [Limit(machine["MemTotal:"] << 10, machine["MemAvailable:"] << 10, MACHINE)]
+    all_limits = [Limit(machine["MemTotal:"] << 10, machine["MemAvailable:"] << 10, MACHINE)]
     around = [group for own, mount in own_groups(root) for group in (own, *own.parents) if group.is_relative_to(mount)]
-    return found + [limit for group in around if (limit := _limit_of(group))]
+    return all_limits + [limit for group in around if (limit := _limit_of(group))]
 
 
 def _limit_of(group: Path) -> Limit | None:
@@ -101,14 +101,14 @@ def explain_kill(before: dict[str, int], root: Path = ROOT) -> str:
 
 def own_groups(root: Path = ROOT) -> list[tuple[Path, Path]]:
     """The directory of this process's memory cgroup and the mount it is in; two, where both versions are mounted."""
-    found = []
+    groups = []
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         (_, _, _, shown, mount), (kind, _, options) = left.split()[:5], right.split()[:3]
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
             top = root / mount.lstrip("/")
-            found.append((top / _inside(root, kind, shown), top))
-    return found
+            groups.append((top / _inside(root, kind, shown), top))
+    return groups
 
 
 def _inside(root: Path, kind: str, shown: str) -> Path:

@@ -86,6 +86,7 @@ def bytes_of(piece: Tensor) -> memoryview:
 
 
 def _pages(nbytes: int, why: str) -> Tensor:
+    """Fresh pages, huge ones where the kernel has them, which no fork copies."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     try:

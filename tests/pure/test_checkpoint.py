@@ -259,10 +259,10 @@ def test_a_partial_checkpoint_is_invisible_and_swept_unless_somebody_writes_it(t
     make(tmp_path, 1)
     made = commit.pending_checkpoint(checkpoint_dir, 2, commit.new_nonce())
     with commit.begin(made):
-        made.staging.write("shard.safetensors", b"half")
+        made.partial.write("shard.safetensors", b"half")
         assert commit.committed(checkpoint_dir) == ["step-00000001"]
         assert commit.sweep(checkpoint_dir) == []  # this process has locked it
-        assert commit.garbage(checkpoint_dir)[1] == [made.staging.path.name]
+        assert commit.garbage(checkpoint_dir)[1] == [made.partial.path.name]
     (tmp_path / "step-00000009").mkdir()  # a prefix without a manifest
     assert len(commit.sweep(checkpoint_dir)) == 2
     assert os.listdir(tmp_path) == ["step-00000001"]
@@ -272,7 +272,7 @@ def test_replacing_a_checkpoint_leaves_one_whole_and_nothing_else(tmp_path):
     make(tmp_path, 1, seed=0)
     other = make(tmp_path / "other", 1, seed=1)
     made = commit.pending_checkpoint(Local(tmp_path), 1, "ab")
-    shutil.copytree(other.path, made.staging.path)
+    shutil.copytree(other.path, made.partial.path)
     commit.commit(made, commit.read_manifest(other).to_bytes())
     assert sorted(os.listdir(tmp_path)) == ["other", "step-00000001"]
     np.testing.assert_array_equal(open_checkpoint(tmp_path).tensor("model.a"), arrays(1)["model.a"])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.base import status
-from fullshard.base.status import phases, say, settle, shown, tell, unsaid
+from fullshard.base.status import end_stage, phases, say, shown, tell, unsaid
 from fullshard.model.presets import describe
 from fullshard.plan.plan import Batch
 from fullshard.plan.plan_text import plan_summary
@@ -104,7 +104,7 @@ def test_a_phase_may_have_begun_elsewhere(log, clock):
 
 def test_what_follows_a_settled_phase_is_none(log, clock):
     with phases("one"):
-        settle()
+        end_stage()
         clock.now += 9
         tell("a line")
     assert log.getvalue() == "a line\n"

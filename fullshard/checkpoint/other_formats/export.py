@@ -22,7 +22,7 @@ from fullshard.base.reading import is_directory, parse_json
 from fullshard.base.untrusted_files import read_small, refusing_os_errors
 from fullshard.checkpoint.average import FLOATS, cast_floats
 from fullshard.checkpoint.commit import find
-from fullshard.checkpoint.file_rules import FilePiece, FileRule, pieces_by_file, rules_from_json
+from fullshard.checkpoint.file_rules import FilePiece, FileRule, bare_name, pieces_by_file, rules_from_json
 from fullshard.checkpoint.other_formats.export_orbax import export_orbax
 from fullshard.checkpoint.other_formats.torch_pickles import state_dict_pickle
 from fullshard.checkpoint.reader import Checkpoint, as_numpy
@@ -82,7 +82,7 @@ def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None,
     names = [n.removeprefix("model.") for n in checkpoint.manifest.tensors if n.startswith("model.")]
     if not names:
         raise FullshardError(f"{checkpoint.place} holds no weights")
-    plain = {_plain(n): n for n in names if ".lora_" not in n}
+    plain = {bare_name(n): n for n in names if ".lora_" not in n}
     rules = _file_rules(checkpoint, plain) if as_files else []
     stored = {t for rule in rules for t in rule.tensors}
     sources: list[TensorSource] = []
@@ -98,15 +98,11 @@ def weights(checkpoint: Checkpoint, original: dict[str, str], dtype: str | None,
     return sources
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
 def _dtype(checkpoint: Checkpoint, name: str, original: str | None, dtype: str | None) -> str:
     """The dtype that a tensor is written in. Only floats are converted."""
-    own = checkpoint.manifest.tensors[f"model.{name}"].dtype
-    other = SAFETENSORS_DTYPE[dtype] if dtype else original or own
-    return other if own in FLOATS and other in FLOATS else own
+    saved = checkpoint.manifest.tensors[f"model.{name}"].dtype
+    other = SAFETENSORS_DTYPE[dtype] if dtype else original or saved
+    return other if saved in FLOATS and other in FLOATS else saved
 
 
 # -- tensors that files hold in another arrangement ---------------------------------------------------------
@@ -172,6 +168,7 @@ def _adapter(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
+    """A tensor's bytes in `dtype`, with its adapter merged in."""
     record = checkpoint.manifest.tensors[f"model.{name}"]
     lora_a = _adapter(checkpoint, name)
     if lora_a is None and record.dtype == dtype:
@@ -184,13 +181,13 @@ def _read(checkpoint: Checkpoint, name: str, dtype: str) -> bytes | bytearray:
 
 def _merged(checkpoint: Checkpoint, name: str, values: NDArray[np.float64], lora_a: str, lora_b: str) -> NDArray[np.float64]:
     """The weight `values` with its adapter added."""
-    lora, found = _lora(checkpoint), checkpoint.manifest.tensors
-    shapes = [found[n].shape for n in (f"model.{lora_b}", f"model.{lora_a}") if n in found]
+    lora, tensors = _lora(checkpoint), checkpoint.manifest.tensors
+    shapes = [tensors[n].shape for n in (f"model.{lora_b}", f"model.{lora_a}") if n in tensors]
     rank = shapes[-1][0] if shapes[-1] else 0
     if (
         values.ndim != 2
         or shapes != [(values.shape[0], rank), (rank, values.shape[1])]
-        or found[f"model.{name}"].dtype not in FLOATS
+        or tensors[f"model.{name}"].dtype not in FLOATS
     ):
         raise FullshardError(f"{checkpoint.place}: the adapter of {name} does not fit it; use another checkpoint")
     a = np.asarray(checkpoint.tensor(f"model.{lora_a}"), dtype=np.float64)
@@ -211,8 +208,8 @@ def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _table(recipe: dict[str, Any] | None, key: str) -> dict[str, Any]:
     """A table of the manifest's recipe; empty if it is missing or not a table."""
-    found = (recipe or {}).get(key)
-    return dict(found) if isinstance(found, dict) else {}
+    value = (recipe or {}).get(key)
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -43,11 +43,11 @@ def from_archives(sources: Sequence[TensorSource], archives: Iterable[Archive]) 
     return ExternalCheckpoint(sources, frozenset(a.path for a in opened), tuple(sorted(unchecked)))
 
 
-def refuse_oversized(where: str | Path, found: ExternalCheckpoint) -> None:
+def refuse_oversized(where: str | Path, external: ExternalCheckpoint) -> None:
     """Raise if the tensors are many times as large as the files, as with expanded views or one tensor under many names."""
-    stored = sum(os.stat(file).st_size for file in found.files)
-    claimed = sum(source.nbytes for source in found.sources)
-    if claimed > found.expansion * stored + SPARE:
+    stored = sum(os.stat(file).st_size for file in external.files)
+    claimed = sum(source.nbytes for source in external.sources)
+    if claimed > external.expansion * stored + SPARE:
         sizes = f"{where} holds {bytes_text(stored)} and claims tensors of {bytes_text(float(min(claimed, 1 << 80)))}"
         raise FullshardError(f"{sizes}; save its tensors as contiguous copies, each once")
 

@@ -53,8 +53,8 @@ def _state(placeholder: Any) -> Mapping[str, Any]:
 
 
 def _offsets(index: Placeholder) -> tuple[int, ...]:
-    found = _state(index).get("offset")
-    return as_shape(found) if found is not None else ()
+    offset = _state(index).get("offset")
+    return as_shape(offset) if offset is not None else ()
 
 
 def _source(

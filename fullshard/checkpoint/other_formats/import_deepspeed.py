@@ -43,13 +43,13 @@ def _sources(path: Path, optimizers: Sequence[Mapping[Any, Any]], models: Sequen
     if count != len(optimizers) or not models:
         expected = count if is_count(count) else "an unknown number of"
         raise FullshardError(f"{path} has {len(optimizers)} of {expected} *_optim_states.pt; give those of all ranks")
-    found = [*_buffers(models), *(_zero3 if stage == 3 else _zero2)(path, optimizers, models)]
-    by_name = {s.name: s for s in found}
+    sources = [*_buffers(models), *(_zero3 if stage == 3 else _zero2)(path, optimizers, models)]
+    by_name = {s.name: s for s in sources}
     shared = as_table(models[0].get("shared_params") or {}).items()
-    found += [TensorSource(new, s.dtype, s.shape, s.read) for new, old in shared if (s := by_name.get(old))]
-    for source in found:
+    sources += [TensorSource(new, s.dtype, s.shape, s.read) for new, old in shared if (s := by_name.get(old))]
+    for source in sources:
         as_name(source.name, path)
-    return found
+    return sources
 
 
 def _enum_value(value: Any) -> Any:

@@ -46,11 +46,11 @@ def find_orbax(path: Path) -> Path | None:
 
 
 def _only_item(path: Path) -> Path | None:
-    found = sorted(p.parent for p in path.glob(f"*/{METADATA}"))
-    if len(found) > 1:
-        names = ", ".join(quoted(p.name)[1:-1] for p in found[:5])
+    items = sorted(p.parent for p in path.glob(f"*/{METADATA}"))
+    if len(items) > 1:
+        names = ", ".join(quoted(p.name)[1:-1] for p in items[:5])
         raise FullshardError(f"{path} holds several trees of Orbax ({names}); give one of them")
-    return found[0] if found else None
+    return items[0] if items else None
 
 
 def from_orbax(path: Path) -> ExternalCheckpoint:
@@ -60,10 +60,10 @@ def from_orbax(path: Path) -> ExternalCheckpoint:
         entries = [as_table(entry) for entry in as_table(tree["tree_metadata"]).values()]
         keys = [[as_table(key)["key"] for key in e["key_metadata"]] for e in entries if _is_array(e)]
         driver = "zarr3" if tree.get("use_zarr3") else "zarr"
-        sources = [_source(path, own, driver, ocdbt=bool(tree.get("use_ocdbt"))) for own in keys]
+        sources = [_source(path, parts, driver, ocdbt=bool(tree.get("use_ocdbt"))) for parts in keys]
     if not sources:
         raise FullshardError(f"{path} holds no arrays")
-    nested = any(len(own) > 1 and own[0] == "params" for own in keys)
+    nested = any(len(parts) > 1 and parts[0] == "params" for parts in keys)
     files = frozenset(p for p in path.rglob("*") if p.is_file() and not p.is_symlink())
     return ExternalCheckpoint(sources, files, (path.name,), "params." if nested else "", COMPRESSED)
 
@@ -100,8 +100,8 @@ def _open(path: Path, name: str, driver: str, *, ocdbt: bool) -> Any:
 
 def _read(path: Path, name: str, store: Any, dtype: str) -> memoryview:
     try:
-        found = np.ascontiguousarray(store.read().result())
+        array = np.ascontiguousarray(store.read().result())
     except (ValueError, OSError) as error:
         raise FullshardError(f"{path}: {name} cannot be read ({first_line(error)[:200]}); fetch it again") from None
-    assert found.dtype.itemsize == ITEM_BYTES[dtype]
-    return found.reshape(-1).view(np.uint8).data
+    assert array.dtype.itemsize == ITEM_BYTES[dtype]
+    return array.reshape(-1).view(np.uint8).data

@@ -47,28 +47,28 @@ def import_weights(source: str, checkpoint_dir: Local, step: int = 0, prefix: st
     if not is_count(step):
         raise FullshardError(f"--step is a number of steps, not {step}")
     with refusing_os_errors(f"import {source}"):
-        found = read_external(Path(source))
-        kept = _select_weights(found.sources, prefix or found.prefix)
-        refuse_oversized(source, replace(found, sources=kept))
+        external = read_external(Path(source))
+        kept = _select_weights(external.sources, prefix or external.prefix)
+        refuse_oversized(source, replace(external, sources=kept))
         sources = [TensorSource(f"model.{s.name}", s.dtype, s.shape, s.read) for s in kept]
         names = [s.name for s in sources]
         if len(set(names)) != len(names):
             raise FullshardError(f"{source} has two tensors of one name once wrappers are cut off; give --prefix")
         state: dict[str, Any] = {"imported": Path(source).name, "without_slots": "all", "extra": {}}
-        state |= {"unchecked": list(found.unchecked)} if found.unchecked else {}
+        state |= {"unchecked": list(external.unchecked)} if external.unchecked else {}
         return write_checkpoint(checkpoint_dir, sources, step=step, state=state)
 
 
-def _select_weights(found: Sequence[TensorSource], prefix: str) -> list[TensorSource]:
+def _select_weights(sources: Sequence[TensorSource], prefix: str) -> list[TensorSource]:
     """The model's tensors, under the names of the model without wrappers."""
-    names = [s.name for s in found]
+    names = [s.name for s in sources]
     if not prefix and any(n.startswith(tuple(f"{p}." for p in OPTIMIZER_PREFIXES)) for n in names):
         prefix = next((f"{p}." for p in MODEL_PREFIXES if any(n.startswith(f"{p}.") for n in names)), "")
         if not prefix:
             raise FullshardError(
                 f"cannot tell weights from optimizer state; give --prefix, the start of the weights' names, as in {names[0]}"
             )
-    kept = [(s, s.name.removeprefix(prefix)) for s in found if s.name.startswith(prefix)]
+    kept = [(s, s.name.removeprefix(prefix)) for s in sources if s.name.startswith(prefix)]
     if not kept:
         raise FullshardError(f"no tensor's name begins with {prefix!r}; there are, for example, {', '.join(names[:3])}")
     return [TensorSource(WRAPPERS.sub("", name), s.dtype, s.shape, s.read) for s, name in kept]
@@ -125,6 +125,7 @@ def tensors_by_name(archive: Archive) -> dict[str, Any]:
 
 
 def _walk(tree: Any, prefix: str, depth: int, budget: list[int], path: Path) -> Iterator[tuple[str, Any]]:
+    """Tensors of nested tables by dotted path. `budget`: how much the walk may still visit."""
     budget[0] -= 1 + len(prefix)
     if budget[0] < 0 or depth > DEEPEST:
         raise FullshardError(f"{path} holds tables that hold themselves, or one table many times; save the state dict alone")
@@ -142,8 +143,8 @@ def from_torch(files: Sequence[Path]) -> ExternalCheckpoint:
     ranks = [tensors_by_name(a) for a in archives]
     if not ranks[0]:
         raise FullshardError(f"{files[0]} holds no tensors")
-    for file, found in zip(files[1:], ranks[1:], strict=True):
-        if found.keys() != ranks[0].keys():
+    for file, tensors in zip(files[1:], ranks[1:], strict=True):
+        if tensors.keys() != ranks[0].keys():
             raise FullshardError(f"{file} and {files[0]} hold different tensors; give the files of one model")
     sources = [_source(name, [r[name] for r in ranks], files[0]) for name in ranks[0]]
     return from_archives(sources, archives)

@@ -27,12 +27,12 @@ class Archive:
         self.length = size - start if length is None else length
         if not 0 <= start <= start + self.length <= size:
             raise FullshardError(f"{path} is truncated; fetch it again")
-        found = self._directory()
-        self.has_checksums = any(info.CRC for info in found.values() if info.file_size)
-        roots = [name.removesuffix("data.pkl") for name in found if name.endswith("data.pkl")]
+        entries = self._directory()
+        self.has_checksums = any(info.CRC for info in entries.values() if info.file_size)
+        roots = [name.removesuffix("data.pkl") for name in entries if name.endswith("data.pkl")]
         if len(roots) != 1:
             raise FullshardError(f"{path} is not a torch.save file")
-        self.members = {n.removeprefix(roots[0]): info for n, info in found.items() if n.startswith(roots[0])}
+        self.members = {n.removeprefix(roots[0]): info for n, info in entries.items() if n.startswith(roots[0])}
         self.opened: dict[str, ArchiveMember] = {}
 
     def load(self) -> Any:
@@ -82,10 +82,10 @@ class Archive:
             except Exception:  # zipfile may raise anything for a damaged directory
                 hint = "if it is from before torch 1.6, load and save it with a newer torch"
                 raise FullshardError(f"{self.path} is not a torch.save file, or damaged; {hint}") from None
-        found = {info.filename: info for info in listed}
-        if len(found) < len(listed):
+        entries = {info.filename: info for info in listed}
+        if len(entries) < len(listed):
             raise FullshardError(f"{self.path} is damaged: it has two members of one name; fetch it again")
-        return found
+        return entries
 
 
 class _Window(io.RawIOBase):

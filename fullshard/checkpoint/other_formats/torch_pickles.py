@@ -198,31 +198,31 @@ TENSOR_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _pairs(found: Any = (), *_: Any) -> dict[Any, Any]:
+def _pairs(pairs: Any = (), *_: Any) -> dict[Any, Any]:
     """The dict for an OrderedDict's arguments."""
-    return dict(found) if isinstance(found, dict) else {key(k): v for k, v in _items(found)}
+    return dict(pairs) if isinstance(pairs, dict) else {key(k): v for k, v in _items(pairs)}
 
 
-def _items(found: Any = ()) -> list[Any]:
-    if not isinstance(found, list | tuple | set | frozenset):
+def _items(items: Any = ()) -> list[Any]:
+    if not isinstance(items, list | tuple | set | frozenset):
         raise TypeError("not a collection")
-    return list(found)
+    return list(items)
 
 
-def _number(found: Any = 0) -> int | float:
-    if not isinstance(found, int | float):
+def _number(value: Any = 0) -> int | float:
+    if not isinstance(value, int | float):
         raise TypeError("not a number")
-    return found
+    return value
 
 
 CONTAINERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _pairs,
-    "collections.defaultdict": lambda kind=None, found=(): _pairs(found),
-    "torch.Size": lambda found=(): tuple(_items(found)),
-    "builtins.set": lambda found=(): set(map(key, _items(found))),
-    "__builtin__.set": lambda found=(): set(map(key, _items(found))),
+    "collections.defaultdict": lambda kind=None, pairs=(): _pairs(pairs),
+    "torch.Size": lambda items=(): tuple(_items(items)),
+    "builtins.set": lambda items=(): set(map(key, _items(items))),
+    "__builtin__.set": lambda items=(): set(map(key, _items(items))),
     "builtins.list": _items,
-    "builtins.tuple": lambda found=(): tuple(_items(found)),
+    "builtins.tuple": lambda items=(): tuple(_items(items)),
     "builtins.dict": _pairs,
     "builtins.int": _number,
     "builtins.float": _number,

@@ -78,9 +78,9 @@ class Unpickler:
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise DamagedError("it ends early")
-        found = self.take(end - self.at).decode()
+        text = self.take(end - self.at).decode()
         self.at += 1
-        return found
+        return text
 
     def push_new(self, value: Any, cost: int = 1) -> None:
         """Push a new object."""
@@ -91,8 +91,8 @@ class Unpickler:
 
     def pop_mark(self) -> list[Any]:
         """Remove and return the objects above the last mark."""
-        found, self.stack = self.stack, self.marks.pop()
-        return found
+        above, self.stack = self.stack, self.marks.pop()
+        return above
 
 
 # -- values -------------------------------------------------------------------------------------------------
@@ -142,34 +142,34 @@ def _tuple(count: int) -> Opcode:
     def execute(m: Unpickler) -> None:
         if len(m.stack) < count:
             raise DamagedError("it ends early")
-        found = tuple(m.stack[len(m.stack) - count :])
+        items = tuple(m.stack[len(m.stack) - count :])
         del m.stack[len(m.stack) - count :]
-        m.push_new(found)
+        m.push_new(items)
 
     return execute
 
 
-def _set_items(m: Unpickler, found: list[Any]) -> None:
+def _set_items(m: Unpickler, items: list[Any]) -> None:
     target = m.stack[-1]
     if isinstance(target, dict):
-        target.update(zip(map(key, found[::2]), found[1::2], strict=True))
+        target.update(zip(map(key, items[::2]), items[1::2], strict=True))
     elif not isinstance(target, Placeholder):  # the items of a placeholder are dropped
         raise DamagedError("it sets items of an object that is not a dict")
 
 
-def _append(m: Unpickler, found: list[Any]) -> None:
+def _append(m: Unpickler, items: list[Any]) -> None:
     target = m.stack[-1]
     if isinstance(target, list):
-        target += found
+        target += items
     elif not isinstance(target, Placeholder):
         raise DamagedError("it appends to an object that is not a list")
 
 
 def _add(m: Unpickler) -> None:
-    found, target = m.pop_mark(), m.stack[-1]
+    items, target = m.pop_mark(), m.stack[-1]
     if not isinstance(target, set):
         raise DamagedError("it adds to an object that is not a set")
-    target.update(map(key, found))
+    target.update(map(key, items))
 
 
 def _pop(m: Unpickler) -> None:
@@ -209,9 +209,9 @@ def _call(m: Unpickler, args: Any) -> None:
     called = m.stack.pop()
     if not isinstance(called, GlobalName) or not isinstance(args, tuple):
         raise DamagedError("it calls an object that is not a class")
-    found = called.make(*args)
-    cost = 1 + len(found) // 8 if isinstance(found, list | tuple | dict | set) else 1  # a container may be a copy
-    m.push_new(found, cost)
+    made = called.make(*args)
+    cost = 1 + len(made) // 8 if isinstance(made, list | tuple | dict | set) else 1  # a container may be a copy
+    m.push_new(made, cost)
 
 
 def _call_with_keywords(m: Unpickler) -> None:

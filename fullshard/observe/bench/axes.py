@@ -38,17 +38,17 @@ class Axis:
 
 def parse_axes(texts: Sequence[str]) -> list[Axis]:
     """Read `key=value,value` texts. Raises for an unknown key or a value that the key cannot have."""
-    found: dict[str, Axis] = {}
+    axes: dict[str, Axis] = {}
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values.strip():
             raise FullshardError(f"{text!r} is no choice to try; write KEY=VALUE,VALUE, for example strategy=ddp,zero3")
         key = full_key(name.strip())
-        if key in found:
+        if key in axes:
             raise FullshardError(f"{key} is given twice; write its values after one another, as in {name}=A,B")
         parsed = tuple(dict.fromkeys(_checked(key, parse_value(text, part.strip())) for part in split_values(values)))
-        found[key] = Axis(key, parsed)
-    return list(found.values())
+        axes[key] = Axis(key, parsed)
+    return list(axes.values())
 
 
 def known_keys() -> dict[str, Any]:
@@ -97,13 +97,13 @@ def _section(annotation: Any) -> type[BaseModel]:
 def product(axes: Sequence[Axis], base: Choices) -> list[Choices]:
     """The combinations, in the order of the axes, the last one changing fastest. `base`: what the recipe says, as
     `section.key`. A key is left out where it has no meaning; what is then the same is tried once."""
-    found: list[Choices] = []
+    combinations: list[Choices] = []
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = dict(zip([axis.key for axis in axes], values, strict=True))
         kept = {key: value for key, value in chosen.items() if _means(key, base | chosen)}
-        if kept not in found:
-            found.append(kept)
-    return found
+        if kept not in combinations:
+            combinations.append(kept)
+    return combinations
 
 
 def _means(key: str, choices: Choices) -> bool:

@@ -72,19 +72,19 @@ def _measured_sections(tree: Tree) -> Tree:
 
 def with_choices(tree: Tree, choices: Choices, disk: Path) -> Tree:
     """The recipe of a case. `disk`: the directory for homes on disk, where the recipe names none."""
-    found = copy.deepcopy(tree)
+    recipe = copy.deepcopy(tree)
     for key, value in choices.items():
         section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
-    plan, homes = found.get("plan", {}), found.get("home", {})
+        recipe.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+    plan, homes = recipe.get("plan", {}), recipe.get("home", {})
     if plan.get("strategy") == "hybrid":
         plan.setdefault("replicate", COPIES)
     on_disk = "disk" in homes.values()
     if on_disk:
-        found.setdefault("disk", {}).setdefault("path", str(disk))
+        recipe.setdefault("disk", {}).setdefault("path", str(disk))
     elif plan.get("file") is None and plan.get("strategy") != "auto":
-        found.pop("disk", None)  # of the cases that put something there
-    return found
+        recipe.pop("disk", None)  # of the cases that put something there
+    return recipe
 
 
 def write_tokens(base: Base, trees: list[Tree], directory: Path) -> Path:

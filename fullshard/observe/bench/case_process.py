@@ -63,14 +63,14 @@ def main() -> None:
         become_ranks(spec.ranks, [str(path)], engine=spec.engine, module=MODULE)
     engine = load_engine(spec.engine)
     try:
-        found: dict[str, Any] = {"outcome": "ok", **measure(spec, engine)}
+        outcome: dict[str, Any] = {"outcome": "ok", **measure(spec, engine)}
     except Exception as error:
         if spec.limit is not None:
             _limit_memory(load_bench_engine(spec.engine), None)  # what follows needs some
         memory = engine.machine.out_of_memory(error) or OUT_OF_MEMORY.search(str(error))
         _write(path, {"outcome": "out of memory" if memory else "failed", "why": _sentence(error), "time": time.time()})
         end_rank(error)
-    _write(path, found)
+    _write(path, outcome)
     engine.ranks.finish()
 
 
@@ -89,14 +89,14 @@ def measure(spec: Spec, engine: Engine[Any, Any]) -> dict[str, Any]:
     try:
         contestant = _contestant(spec, prepared, bench)
         ready = time.perf_counter() - began
-        found = _timed(contestant, steps, spec, resident)
+        timed = _timed(contestant, steps, spec, resident)
     finally:
         close(steps)
     about = {"ready_seconds": ready, "hardware": bench.hardware()}
     rank, world = engine.ranks.rank_and_world()
     about |= {"rank": rank, "devices_here": max(1, engine.ranks.all_devices() // world)}
     counts = recipe.unit == "tokens"
-    return about | found | {"flops_per_token": flops if counts else None, "peak_flops": peak if counts else None}
+    return about | timed | {"flops_per_token": flops if counts else None, "peak_flops": peak if counts else None}
 
 
 def _limit_memory(bench: BenchEngine, nbytes: int | None) -> None:
@@ -141,10 +141,10 @@ def _timed(contestant: Contestant, data: Iterator[Any], spec: Spec, resident: Re
     return numbers | {"memory": memory, "sent": sent, "collectives": sum(c.times for c in collectives)}
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, outcome: dict[str, Any]) -> None:
     file = path.with_name(f"rank-{os.environ.get('RANK', 0)}.json")
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(found))
+    partial.write_text(json.dumps(outcome))
     partial.replace(file)
 
 

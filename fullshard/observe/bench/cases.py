@@ -73,8 +73,8 @@ class Case:
 def label(system: str, choices: Choices, shown: Sequence[Axis]) -> str:
     """A system's name, unless it is fullshard itself, and the values of these axes."""
     words = [value_text(axis, choices[axis.key]) for axis in shown if axis.key in choices]
-    own = [] if system == OWN and words else [TITLES.get(system, system)]
-    return " ".join([*own, *words])
+    title = [] if system == OWN and words else [TITLES.get(system, system)]
+    return " ".join([*title, *words])
 
 
 def value_text(axis: Axis, value: Any) -> str:
@@ -100,10 +100,10 @@ class Settings:
 def make_cases(base: Base, axes: list[Axis], peers: Sequence[str], settings: Settings, disk: Path) -> list[Case]:
     """All cases, unchecked: fullshard's first, then each peer's. `disk`: for homes there, where the recipe names no directory."""
     shared = [axis for axis in axes if axis.key in PEER_KEYS]
-    found = [_case(OWN, base, choices, settings, disk) for choices in product(axes, base.choices())]
+    cases = [_case(OWN, base, choices, settings, disk) for choices in product(axes, base.choices())]
     for peer in peers:
-        found += [_case(peer, base, choices, settings, disk) for choices in product(shared, base.choices())]
-    return found
+        cases += [_case(peer, base, choices, settings, disk) for choices in product(shared, base.choices())]
+    return cases
 
 
 def _case(system: str, base: Base, choices: Choices, settings: Settings, disk: Path) -> Case:
@@ -135,6 +135,7 @@ def checked(cases: list[Case], engine: Engine[Any, Any], bench: BenchEngine) -> 
 
 
 def _checked(case: Case, engine: Engine[Any, Any], bench: BenchEngine) -> Case:
+    """The case with the planner's numbers, or with the reason why it cannot run."""
     try:
         if case.spec.peer and (fault := bench.peer_fault(case.spec.peer) or _peer_refusal(case.spec.recipe)):
             return replace(case, refused=fault)
@@ -159,8 +160,10 @@ def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
     recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
     if found is None and engine.model.trace_costs is not None and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
         description = describe_costs(recipe, prepared.model, engine, plan.precision.compute)
-        found = expected_of(recipe, plan, description, prepared.cluster)
-    if found is None or description is None:
+        estimate = expected_of(recipe, plan, description, prepared.cluster)
+    if estimate is None or description is None:
         return None
     sent = wire_bytes(plan, description, loss=planned_loss(recipe), clip=recipe.optim.clip is not None).total
-    return Predicted(found.device.allocated_bytes, found.device.reserved_bytes, found.step_seconds, sent, found.mfu, found.fits)
+    return Predicted(
+        estimate.device.allocated_bytes, estimate.device.reserved_bytes, estimate.step_seconds, sent, estimate.mfu, estimate.fits
+    )

@@ -162,12 +162,12 @@ def predictions(matrix: Matrix) -> str:
 
 def predictions_dict(matrix: Matrix) -> list[dict[str, Any]]:
     """The same for a program."""
-    found = []
+    rows = []
     for case in matrix.cases:
         predicted = vars(case.predicted) if case.predicted else None
         row = {"label": case.label(matrix.axes), "system": case.system, "choices": case.choices}
-        found.append(row | {"predicted": predicted, "refused": case.refused})
-    return found
+        rows.append(row | {"predicted": predicted, "refused": case.refused})
+    return rows
 
 
 def _sent(nbytes: float | None) -> str:

@@ -41,8 +41,8 @@ class Bench:
 
     def memory(self, result: Result) -> int | None:
         """Peak bytes of the rank that needs most: allocated ones, or resident ones on a CPU."""
-        found = result.measured.get("memory", {})
-        return found.get("allocated", found.get("resident"))
+        memory = result.measured.get("memory", {})
+        return memory.get("allocated", memory.get("resident"))
 
     def mfu(self, result: Result) -> float | None:
         m, rate = result.measured, self.rate(result)
@@ -155,18 +155,18 @@ def _off(predicted: float | None, measured: float | None) -> str:
 
 def notes(bench: Bench) -> list[str]:
     """What a reader must know of the numbers, and why cases have none."""
-    found = [SENT]
+    lines = [SENT]
     if bench.on_cpu:
-        found.append(ON_CPU)
+        lines.append(ON_CPU)
     if any(r.system != OWN and r.outcome == "ok" for r in bench.results):
-        found.append(PEERS)
+        lines.append(PEERS)
     seen: dict[tuple[str, str], list[str]] = {}
     for r in bench.results:
         if r.outcome != "ok":
             seen.setdefault((r.outcome, r.why), []).append(bench.label(r))
-    found += [f"{'; '.join(labels)}: {outcome}: {why}" for (outcome, why), labels in seen.items()]
+    lines += [f"{'; '.join(labels)}: {outcome}: {why}" for (outcome, why), labels in seen.items()]
     front = "; ".join(bench.label(r) for r in bench.front())
-    return [*found, f"Pareto front of memory and throughput: {front}"] if front else found
+    return [*lines, f"Pareto front of memory and throughput: {front}"] if front else lines
 
 
 def text(bench: Bench) -> str:

@@ -71,10 +71,10 @@ class CaseFiles:
     def load(self, case: Case, limit: float) -> Result | None:
         """An earlier result. None if there is none, or if the time was up then and is longer now."""
         try:
-            found = Result.from_dict(json.loads((self.directory / f"{case.key}.json").read_text()))
+            result = Result.from_dict(json.loads((self.directory / f"{case.key}.json").read_text()))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return None if found.outcome == "timed out" and limit > found.limit_seconds else found
+        return None if result.outcome == "timed out" and limit > result.limit_seconds else result
 
     def save(self, result: Result) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def run_case(case: Case, files: CaseFiles, limit: float) -> Result:
     with files.log(case).open("w") as log, _started(work / "spec.json", log) as process:
         code = _wait(process, limit)
     wall = time.monotonic() - began
-    outcome, why, measured = _judge(work, code, files.log(case), limit, case.spec.ranks)
+    outcome, why, measured = _judge(work, code, files.log(case), limit)
     result = Result(case.key, case.system, case.choices, outcome, why, measured, case.predicted, wall, limit)
     files.save(result)
     shutil.rmtree(work, ignore_errors=True)
@@ -139,7 +139,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _judge(work: Path, code: int | None, log: Path, limit: float, ranks: int) -> tuple[str, str, dict[str, Any]]:
+def _judge(work: Path, code: int | None, log: Path, limit: float) -> tuple[str, str, dict[str, Any]]:
     """(outcome, why, numbers) of a case that has ended."""
     files = [json.loads(path.read_text()) for path in sorted(work.glob("rank-*.json"))]
     failed = sorted((f for f in files if f["outcome"] != "ok"), key=lambda f: (f["outcome"] != "out of memory", f["time"]))
@@ -195,15 +195,15 @@ def run_all(
 ) -> list[Result]:
     """All cases in order. `tell` hears (number, case, None, False) before one runs and (number, case, result, was there already)
     after it."""
-    found = []
+    results = []
     for i, case in enumerate(cases, 1):
         earlier = None if again and case.refused is None else known_result(case, files, limit)
         if earlier is None:
             tell(i, case, None, False)
         result = earlier or run_case(case, files, limit)
         tell(i, case, result, earlier is not None and case.refused is None)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def known_result(case: Case, files: CaseFiles, limit: float) -> Result | None:

@@ -74,8 +74,8 @@ class PageApp:
         if number >= len(self.runs):
             return refused("there is no such run", 404)
         async with self.locks[number]:
-            found = await run_in_threadpool(self.runs[number].snapshot)
-        return answered(found)
+            snapshot = await run_in_threadpool(self.runs[number].snapshot)
+        return answered(snapshot)
 
     async def verify(self, request: Request) -> Response:
         """Read every byte of a checkpoint. Without the run's lock: this may take minutes, and the run is looked at meanwhile."""
@@ -97,8 +97,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     return refused(f"this is a bug of fullshard: {type(error).__name__}: {error}", 500)
 
 
-def answered(found: Any) -> Response:
-    return Response(json.dumps(_finite(found), allow_nan=False), media_type="application/json")
+def answered(answer: Any) -> Response:
+    return Response(json.dumps(_finite(answer), allow_nan=False), media_type="application/json")
 
 
 def refused(why: str, status: int) -> Response:

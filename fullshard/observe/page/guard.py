@@ -66,10 +66,10 @@ class Guard:
 
     def _in_cookie(self, headers: Headers) -> str | None:
         try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+            morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
         except CookieError:
             return None
-        return found.value if found else None
+        return morsel.value if morsel else None
 
     def _in_query(self, scope: Scope) -> str | None:
         """The token in the address; of the page alone, not of what it asks for later."""

@@ -39,21 +39,22 @@ def plan_answer(question: PlanQuestion, describe: Describe, check: Callable[[], 
     asked: Json = {"sequence": question.sequence, "global_batch": question.global_batch, "fix": fix, "check": check}
     about: Json = {"command": question.command, "model": question.model, "cluster": question.cluster, "devices": cluster.devices}
     try:
-        found = find_plan(description, cluster, **asked)
+        result = find_plan(description, cluster, **asked)
     except NothingFitsError as error:
         shown = [_shortage_bar(s) for s in error.shortages]
         return about | {"fits": False, "sentence": str(error), "bars": shown}
     check()
-    return about | {"fits": True} | _found(found, description, cluster)
+    return about | {"fits": True} | _best_plan(result, description, cluster)
 
 
 def _cluster(question: PlanQuestion) -> Cluster:
-    found = Cluster.load(question.cluster)
-    return found if question.price is None else replace(found, device=replace(found.device, price=question.price))
+    cluster = Cluster.load(question.cluster)
+    return cluster if question.price is None else replace(cluster, device=replace(cluster.device, price=question.price))
 
 
-def _found(found: SearchResult, description: Description, cluster: Cluster) -> Json:
-    e, plan = found.estimate, found.plan
+def _best_plan(result: SearchResult, description: Description, cluster: Cluster) -> Json:
+    """What the page shows of the best plan."""
+    e, plan = result.estimate, result.plan
     step = lane_spans(plan, description, cluster, cpu_share=e.cpu_share)
     return {
         "sentence": _headline(plan, e),
@@ -67,16 +68,17 @@ def _found(found: SearchResult, description: Description, cluster: Cluster) -> J
         "price": e.price,
         "bottleneck": e.bottleneck,
         "calibration": e.calibration,
-        "notes": _notes(found),
+        "notes": _notes(result),
         "time": _time(e),
         "spans": [[s.lane, s.what, s.unit, s.start, s.end] for s in step.spans],
         "spans_seconds": step.seconds,
         "left_out": step.left_out,
         "alternatives": [
-            {"label": a.label, "needed": a.needed, "step_seconds": a.step_seconds, "reason": a.reason} for a in found.alternatives
+            {"label": a.label, "needed": a.needed, "step_seconds": a.step_seconds, "reason": a.reason}
+            for a in result.alternatives
         ],
-        "considered": found.considered,
-        "search_seconds": found.search_seconds,
+        "considered": result.considered,
+        "search_seconds": result.search_seconds,
         "digest": plan.digest,
         "plan": plan.to_json(),
     }
@@ -124,7 +126,7 @@ def _time(e: Estimate) -> list[tuple[str, float, str]]:
     return sorted((p for p in parts if p[1] > 0), key=lambda part: -part[1])
 
 
-def _notes(found: SearchResult) -> list[str]:
-    e = found.estimate
+def _notes(result: SearchResult) -> list[str]:
+    e = result.estimate
     other = [] if e.calibrated_for_device else ["this device has no calibration of its own, so step times can be further off"]
-    return [*e.notes, *other, *([] if TRAITS[found.engine].predicted else [ON_JAX])]
+    return [*e.notes, *other, *([] if TRAITS[result.engine].predicted else [ON_JAX])]

@@ -104,12 +104,12 @@ def _integer(name: str, text: str) -> int:
 
 def _price(text: str) -> float:
     try:
-        found = float(text)
+        price = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        price = 0.0
+    if not 0 < price < 1e9:
         raise FullshardError(f"the price is what a device costs an hour, a number above 0, not {text[:40]!r}")
-    return found
+    return price
 
 
 def refuse_model(model: str) -> None:

@@ -57,8 +57,8 @@ class PlanWorker:
                 raise SupersededError
 
         check()
-        found = self.answer(question, check)
-        self.known[question] = found
+        answer = self.answer(question, check)
+        self.known[question] = answer
         while len(self.known) > KEPT:
             self.known.popitem(last=False)
-        return found
+        return answer

@@ -28,24 +28,24 @@ class RunCheckpoints:
         dead, held = commit.garbage(place)
         left = [(name, "partial", "a killed process left it; `fullshard checkpoint gc` removes it") for name in dead]
         left += [(name, "partial", "it is being written") for name in held]
-        named = [(found[1], verdict, why) for name, verdict, why in left if (found := STAGED.fullmatch(name))]
+        named = [(match[1], verdict, why) for name, verdict, why in left if (match := STAGED.fullmatch(name))]
         return [_unread(name, verdict, why) for name, verdict, why in sorted(named)] + rows
 
     def _row(self, place: Local, name: str) -> dict[str, Any]:
         try:
             if wrong := visible_problems(place.child(name)):
                 return _unread(name, "damaged", wrong[0])
-            found = commit.read_manifest(place.child(name))
+            manifest = commit.read_manifest(place.child(name))
         except FullshardError as error:
             return _unread(name, "damaged", str(error))
         about = {
             "name": name,
-            "step": found.step,
-            "created": found.created,
-            "bytes": found.nbytes,
-            "metrics": dict(found.metrics),
+            "step": manifest.step,
+            "created": manifest.created,
+            "bytes": manifest.nbytes,
+            "metrics": dict(manifest.metrics),
         }
-        if (read := self.verified.get((name, found.created))) is None:
+        if (read := self.verified.get((name, manifest.created))) is None:
             return about | {"verdict": "whole", "why": "every file is there and has its size"}
         return about | {
             "verdict": "damaged" if read else "verified",

@@ -46,9 +46,9 @@ class MetricsReader:
         """Read what was appended since the last look. A file that was cut back or replaced is read again from its start."""
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self.file or found.st_size < self.offset:
-                    self._begin(found.st_ino)
+                status = os.fstat(file.fileno())
+                if status.st_ino != self.file or status.st_size < self.offset:
+                    self._begin(status.st_ino)
                 file.seek(self.offset)
                 data = file.read(MOST_READ)
         except OSError:
@@ -78,8 +78,8 @@ class MetricsReader:
         elif "loss" in record:
             self.recorded += 1
             self.rows.append({"step": record["step"], **{name: _number(record.get(name)) for name in COLUMNS}})
-        elif (found := _number(record.get("eval_loss"))) is not None:
-            self.evaluations.append({"step": record["step"], "loss": found})
+        elif (loss := _number(record.get("eval_loss"))) is not None:
+            self.evaluations.append({"step": record["step"], "loss": loss})
 
     def series(self) -> Columns:
         """The columns that have numbers, thinned out; with `step`."""
@@ -107,8 +107,8 @@ def thinned(rows: list[Row], most: int) -> list[Row]:
 
 
 def _loss(row: Row) -> float:
-    found = row["loss"]
-    return float("inf") if found is None else found  # not finite: worth to be seen
+    loss = row["loss"]
+    return float("inf") if loss is None else loss  # not finite: worth to be seen
 
 
 def _number(value: Any) -> float | None:

@@ -63,9 +63,9 @@ class RunView:
         self.next_look = time.monotonic() + SETTLED
 
     def verify(self, name: str) -> Json:
-        found = self.checkpoints.verify(name)
+        problems = self.checkpoints.verify(name)
         self.next_look = 0.0
-        return found
+        return problems
 
     def _checkpoints(self, directory: Path) -> list[Json]:
         if directory != self.checkpoints.directory:
@@ -76,12 +76,12 @@ class RunView:
             return [{"name": "checkpoints", "verdict": "unknown", "why": str(error), "metrics": {}}]
 
     def _ranks(self) -> list[Json]:
-        found = [_read(path) for path in sorted((self.directory / "ranks").glob("[0-9]*.json"))[:4096]]
-        told = [r for r in found if isinstance(r.get("rank"), int) and isinstance(r.get("time"), int | float)]
-        if not told:
+        records = [_read(path) for path in sorted((self.directory / "ranks").glob("[0-9]*.json"))[:4096]]
+        ranks = [r for r in records if isinstance(r.get("rank"), int) and isinstance(r.get("time"), int | float)]
+        if not ranks:
             return []
-        newest = max(told, key=lambda r: r["time"])
-        return [r | {"health": health(r, time.time())} for r in told if r["rank"] < newest.get("world", 1)]
+        newest = max(ranks, key=lambda r: r["time"])
+        return [r | {"health": health(r, time.time())} for r in ranks if r["rank"] < newest.get("world", 1)]
 
     def _state(self, done: int, steps: Any, ranks: list[Json]) -> str:
         """What the run does, in a word or two."""
@@ -123,10 +123,10 @@ def health(rank: Json, now: float) -> str:
 
 def last_profile(directory: Path) -> Json | None:
     """The breakdown of the last profiled step, with its step; None if there is none."""
-    found = [
+    profiles = [
         (int(m[1]), path) for path in (directory / "profile").glob("step-*") if (m := re.fullmatch(r"step-(\d+)", path.name))
     ]
-    for step, path in sorted(found, reverse=True):
+    for step, path in sorted(profiles, reverse=True):
         if breakdown := _read(path / "breakdown.json"):
             return {"step": step, "breakdown": breakdown}
     return None
@@ -135,12 +135,12 @@ def last_profile(directory: Path) -> Json | None:
 def _read(path: Path) -> Json:
     """A JSON object, or an empty one: files may be absent, or written at this moment by another version."""
     try:
-        found = parse_json(read_text(path, "file", SMALL))
+        value = parse_json(read_text(path, "file", SMALL))
     except (FullshardError, json.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _table(found: Json, key: str) -> Json:
-    value = found.get(key)
+def _table(record: Json, key: str) -> Json:
+    value = record.get(key)
     return value if isinstance(value, dict) else {}

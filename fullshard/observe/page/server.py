@@ -43,16 +43,16 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> PageAddress:
     """Take an address of this machine. `port` 0: any that is free."""
     address = _loopback(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((address, port))
-        found.listen(128)
+        listener.bind((address, port))
+        listener.listen(128)
     except OSError as error:
-        found.close()
+        listener.close()
         why = "is in use by another program" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise FullshardError(f"port {port} of {address} {why}; give another --port, or leave it out") from None
-    return PageAddress(found, address, found.getsockname()[1], secrets.token_urlsafe(24))
+    return PageAddress(listener, address, listener.getsockname()[1], secrets.token_urlsafe(24))
 
 
 def _loopback(host: str) -> str:

@@ -5,7 +5,7 @@ transfers, waiting for data, launch gaps, idle. So the lanes of a step add up to
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fullshard.observe.profile.intervals import Intervals, intersect, length, partition, subtract, union
@@ -45,21 +45,22 @@ def break_down(trace: RankTrace) -> RankBreakdown:
     return RankBreakdown(
         trace.rank,
         statistics.fmean(length([w.interval]) for w in trace.steps),
-        _mean([s.lanes for s in steps]),
-        _mean([s.busy for s in steps]),
-        {unit: _mean([s.units.get(unit, {}) for s in steps]) for unit in dict.fromkeys(u for s in steps for u in s.units)},
+        mean_of([s.lanes for s in steps]),
+        mean_of([s.busy for s in steps]),
+        {unit: mean_of([s.units.get(unit, {}) for s in steps]) for unit in dict.fromkeys(u for s in steps for u in s.units)},
     )
 
 
-def _mean(tables: list[dict[str, float]]) -> dict[str, float]:
+def mean_of(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each key. A table without it counts as 0."""
     keys = dict.fromkeys(k for t in tables for k in t)
     return {k: statistics.fmean(t.get(k, 0.0) for t in tables) for k in keys}
 
 
 def _step(trace: RankTrace, window: StepWindow) -> RankBreakdown:
-    here = [s for s in trace.spans if s.begin < window.end and s.end > window.begin]
+    spans = [s for s in trace.spans if s.begin < window.end and s.end > window.begin]
     compute, talks, copies = (
-        union(s.interval for s in here if s.kind in kinds) for kinds in (("compute",), COLLECTIVES, TRANSFERS)
+        union(s.interval for s in spans if s.kind in kinds) for kinds in (("compute",), COLLECTIVES, TRANSFERS)
     )
     lanes = partition(
         window.interval,
@@ -72,11 +73,11 @@ def _step(trace: RankTrace, window: StepWindow) -> RankBreakdown:
         },
         "idle",
     )
-    kinds: list[str] = list(dict.fromkeys(s.kind for s in here))
-    busy = {kind: _length_in(window, (s for s in here if s.kind == kind)) for kind in kinds}
+    kinds: list[str] = list(dict.fromkeys(s.kind for s in spans))
+    busy = {kind: _length_in(window, (s for s in spans if s.kind == kind)) for kind in kinds}
     busy["communication"] = length(intersect([window.interval], talks))
     seconds = {lane: length(parts) for lane, parts in lanes.items()}
-    return RankBreakdown(trace.rank, window.end - window.begin, seconds, busy, _units(trace, window, here, lanes))
+    return RankBreakdown(trace.rank, window.end - window.begin, seconds, busy, _units(trace, window, spans, lanes))
 
 
 def _length_in(window: StepWindow, spans: Iterable[WorkSpan]) -> float:
@@ -84,32 +85,32 @@ def _length_in(window: StepWindow, spans: Iterable[WorkSpan]) -> float:
 
 
 def _units(
-    trace: RankTrace, window: StepWindow, here: list[WorkSpan], lanes: dict[str, Intervals]
+    trace: RankTrace, window: StepWindow, spans: list[WorkSpan], lanes: dict[str, Intervals]
 ) -> dict[str, dict[str, float]]:
     """Seconds of each unit: its compute by phase, its collectives and copies with their exposed parts, and idle time in it."""
-    found: dict[str, dict[str, float]] = {}
-    for unit in dict.fromkeys(s.unit for s in here if s.unit is not None):
-        own = [s for s in here if s.unit == unit]
-        row = found[unit] = {}
+    units: dict[str, dict[str, float]] = {}
+    for unit in dict.fromkeys(s.unit for s in spans if s.unit is not None):
+        of_unit = [s for s in spans if s.unit == unit]
+        row = units[unit] = {}
         for phase in PHASES:
-            row[phase] = _length_in(window, (s for s in own if s.kind == "compute" and s.phase == phase))
+            row[phase] = _length_in(window, (s for s in of_unit if s.kind == "compute" and s.phase == phase))
         for cause, kinds in (("gather", ("gather",)), ("reduce", ("reduce", "all_reduce")), ("transfers", TRANSFERS)):
-            parts = intersect([window.interval], union(s.interval for s in own if s.kind in kinds))
+            parts = intersect([window.interval], union(s.interval for s in of_unit if s.kind in kinds))
             row[cause] = length(parts)
             exposed = lanes["transfers" if kinds is TRANSFERS else "communication"]
             row[f"{cause}_exposed"] = length(intersect(exposed, parts))
     for unit, idle in idle_by_unit(trace.places, lanes["idle"]).items():
-        found.setdefault(unit, {})["idle"] = idle
-    return found
+        units.setdefault(unit, {})["idle"] = idle
+    return units
 
 
 def idle_by_unit(places: Iterable[HostPlace], idle: Intervals) -> dict[str, float]:
     """Idle seconds by the unit that the host was in, the innermost one."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     left = idle
     for place in sorted(places, key=lambda p: -p.begin):  # an inner place begins after the outer one
         inside = intersect(left, [(place.begin, place.end)])
         if inside and place.unit:
-            found[place.unit] = found.get(place.unit, 0.0) + length(inside)
+            seconds[place.unit] = seconds.get(place.unit, 0.0) + length(inside)
             left = subtract(left, [(place.begin, place.end)])
-    return found
+    return seconds

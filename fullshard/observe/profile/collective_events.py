@@ -30,7 +30,7 @@ def is_operator(name: str) -> bool:
     return name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(("wait_tensor", "barrier"))
 
 
-def kernel_size(kind: SpanKind, args: Event) -> tuple[int, int]:
+def kernel_size(args: Event) -> tuple[int, int]:
     """(bytes of the whole tensor, ranks) of an NCCL kernel, from what torch writes beside it."""
     wide = max(_number(args.get("In msg nelems")), _number(args.get("Out msg nelems")))
     return wide * _item(args.get("dtype")), _number(args.get("Group size"))

@@ -13,19 +13,19 @@ FSDP = re.compile(  # part of FSDP's work, names of the unit's modules; without 
 
 def find_phases(marks: Sequence[tuple[float, str]], steps: Iterable[StepWindow]) -> list[HostPlace]:
     """The phases of each step. A mark is the end of a phase."""
-    found = []
+    places = []
     for window in steps:
         begin = max([end for _, end in window.data], default=window.begin)
         for at, phase in marks:
             if begin <= at <= window.end:
-                found.append(HostPlace(begin, at, None, phase))
+                places.append(HostPlace(begin, at, None, phase))
                 begin = at
-    return found
+    return places
 
 
 def find_units(ranges: Sequence[tuple[float, float, str]], names: dict[str, str]) -> list[HostPlace]:
     """Units at work, and FSDP's parts inside. `ranges`: (begin, end, name). `names`: units by their modules' names."""
-    found: list[HostPlace] = []
+    places: list[HostPlace] = []
     forward: dict[str, float] = {}
     backward: dict[str, tuple[float, float]] = {}
     for begin, end, label in sorted(ranges):
@@ -33,24 +33,24 @@ def find_units(ranges: Sequence[tuple[float, float, str]], names: dict[str, str]
             continue
         part, label = match[1], match[2] or ""
         unit = names.get(label, label or "the root")
-        found.append(HostPlace(begin, end, unit, "", part))
+        places.append(HostPlace(begin, end, unit, "", part))
         if part == "pre_forward":
             forward.setdefault(unit, begin)  # a unit of several modules begins with each of them
         elif part == "post_forward" and unit in forward:
-            found.append(HostPlace(forward.pop(unit), end, unit, "forward"))
+            places.append(HostPlace(forward.pop(unit), end, unit, "forward"))
         elif part == "pre_backward":
             if unit in backward:
-                found.append(HostPlace(*backward[unit], unit, "backward"))
+                places.append(HostPlace(*backward[unit], unit, "backward"))
             backward[unit] = (begin, end)
         elif part.startswith("post_backward") and unit in backward:
             backward[unit] = (backward[unit][0], end)
-    found += [HostPlace(*interval, unit, "backward") for unit, interval in backward.items()]
-    return sorted(found, key=lambda p: (p.begin, -p.end))
+    places += [HostPlace(*interval, unit, "backward") for unit, interval in backward.items()]
+    return sorted(places, key=lambda p: (p.begin, -p.end))
 
 
 def places_at(places: Sequence[HostPlace], times: Sequence[float]) -> list[HostPlace | None]:
     """The innermost place at each of these times: of those that have begun and not ended, the one that began last."""
-    found: list[HostPlace | None] = [None] * len(times)
+    innermost: list[HostPlace | None] = [None] * len(times)
     order = sorted(range(len(places)), key=lambda i: places[i].begin)
     active: list[tuple[float, float, int]] = []
     following = 0
@@ -62,5 +62,5 @@ def places_at(places: Sequence[HostPlace], times: Sequence[float]) -> list[HostP
             following += 1
         while active and active[0][1] < at:
             heapq.heappop(active)
-        found[index] = places[active[0][2]] if active else None
-    return found
+        innermost[index] = places[active[0][2]] if active else None
+    return innermost

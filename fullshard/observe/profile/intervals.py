@@ -8,13 +8,13 @@ Intervals = list[Interval]
 
 def union(parts: Iterable[Interval], holes: float = 0.0) -> Intervals:
     """The time in any of the parts. Holes of up to `holes` between them count too."""
-    found: Intervals = []
+    merged: Intervals = []
     for begin, end in sorted(p for p in parts if p[1] > p[0]):
-        if found and begin <= found[-1][1] + holes:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and begin <= merged[-1][1] + holes:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def length(parts: Iterable[Interval]) -> float:
@@ -24,22 +24,22 @@ def length(parts: Iterable[Interval]) -> float:
 
 def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> Intervals:
     """The time in both of two sets."""
-    found: Intervals = []
+    common: Intervals = []
     i = j = 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if begin < end:
-            found.append((begin, end))
+            common.append((begin, end))
         if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def subtract(first: Sequence[Interval], second: Sequence[Interval]) -> Intervals:
     """The time in the first set and not in the second."""
-    found: Intervals = []
+    rest: Intervals = []
     j = 0
     for begin, end in first:
         while j < len(second) and second[j][1] <= begin:
@@ -47,19 +47,19 @@ def subtract(first: Sequence[Interval], second: Sequence[Interval]) -> Intervals
         k, at = j, begin
         while k < len(second) and second[k][0] < end:
             if second[k][0] > at:
-                found.append((at, second[k][0]))
+                rest.append((at, second[k][0]))
             at = max(at, second[k][1])
             k += 1
         if at < end:
-            found.append((at, end))
-    return found
+            rest.append((at, end))
+    return rest
 
 
 def partition(window: Interval, sets: dict[str, Intervals], rest: str) -> dict[str, Intervals]:
     """The window cut into the sets: each moment belongs to the first set that has it, or to `rest`."""
     left: Intervals = [window]
-    found: dict[str, Intervals] = {}
+    shares: dict[str, Intervals] = {}
     for name, parts in sets.items():
-        found[name] = intersect(left, parts)
+        shares[name] = intersect(left, parts)
         left = subtract(left, parts)
-    return found | {rest: left}
+    return shares | {rest: left}

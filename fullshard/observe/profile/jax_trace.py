@@ -30,11 +30,11 @@ def read_jax(document: Event) -> list[RankTrace]:
     steps = _steps(raw, start)
     on_device = _by_device(raw, _devices(document["traceEvents"]))
     issuing = tuple(_interval(e, start) for e in raw if str(e.get("name")).startswith("PjitFunction"))
-    found = []
+    traces = []
     for device in about["devices"]:
-        own = on_device.get(device, [])
-        spans = tuple(_span(e, start, about["operations"]) for e in own)
-        found.append(
+        events = on_device.get(device, [])
+        spans = tuple(_span(e, start, about["operations"]) for e in events)
+        traces.append(
             RankTrace(
                 rank=device,
                 world=about["world"],
@@ -47,7 +47,7 @@ def read_jax(document: Event) -> list[RankTrace]:
                 about={"held": about.get("held", {})},
             )
         )
-    return found
+    return traces
 
 
 def _interval(e: Event, start: float) -> tuple[float, float]:
@@ -57,12 +57,12 @@ def _interval(e: Event, start: float) -> tuple[float, float]:
 
 def _steps(raw: list[Event], start: float) -> tuple[StepWindow, ...]:
     data = [_interval(e, start) for e in raw if e.get("name") == DATA]
-    found = []
+    windows = []
     for e in sorted(raw, key=lambda e: e["ts"]):
         if match := STEP.fullmatch(str(e.get("name"))):
             begin, end = _interval(e, start)
-            found.append(StepWindow(int(match[1]), begin, end, tuple(d for d in data if begin <= d[0] < end)))
-    return tuple(found)
+            windows.append(StepWindow(int(match[1]), begin, end, tuple(d for d in data if begin <= d[0] < end)))
+    return tuple(windows)
 
 
 def _devices(events: list[Event]) -> dict[Any, int]:
@@ -73,7 +73,7 @@ def _devices(events: list[Event]) -> dict[Any, int]:
 
 def _by_device(raw: list[Event], devices: dict[Any, int]) -> dict[int, list[Event]]:
     """The operations of each device, without those that only contain others, such as loops."""
-    found: dict[int, list[Event]] = {}
+    by_device: dict[int, list[Event]] = {}
     stacks: dict[tuple[Any, Any], list[Event]] = {}
     containers: set[int] = set()
     for e in sorted((e for e in raw if _is_work(e)), key=lambda e: (e["ts"], -e.get("dur", 0))):
@@ -83,8 +83,8 @@ def _by_device(raw: list[Event], devices: dict[Any, int]) -> dict[int, list[Even
         containers |= {id(outer) for outer in stack}
         stack.append(e)
         device = devices.get(e.get("pid"), int(e.get("args", {}).get("device_ordinal", 0)))
-        found.setdefault(device, []).append(e)
-    return {device: [e for e in events if id(e) not in containers] for device, events in found.items()}
+        by_device.setdefault(device, []).append(e)
+    return {device: [e for e in events if id(e) not in containers] for device, events in by_device.items()}
 
 
 def _is_work(e: Event) -> bool:
@@ -106,10 +106,10 @@ def _kind_of(name: str) -> SpanKind:
 
 def _top(spans: tuple[WorkSpan, ...]) -> dict[str, tuple[float, int]]:
     """Seconds and calls by operation, without its number."""
-    found: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     for span in spans:
         if span.kind == "compute":
             name = re.sub(r"[.\d]+$", "", span.name)
-            seconds, count = found.get(name, (0.0, 0))
-            found[name] = (seconds + span.end - span.begin, count + 1)
-    return found
+            seconds, count = totals.get(name, (0.0, 0))
+            totals[name] = (seconds + span.end - span.begin, count + 1)
+    return totals

@@ -21,11 +21,11 @@ class MemoryPeak:
 
     @property
     def kinds(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        kinds: dict[str, int] = {}
         for row in self.units.values():
             for kind, nbytes in row.items():
-                found[kind] = found.get(kind, 0) + nbytes
-        return found
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+        return kinds
 
 
 def memory_peak(trace: RankTrace) -> MemoryPeak:
@@ -44,12 +44,12 @@ def _highest(trace: RankTrace) -> float:
     """When most is allocated, of all moments inside a step."""
     changes = [(a.begin, a.nbytes) for a in trace.allocations]
     changes += [(a.end, -a.nbytes) for a in trace.allocations if a.end is not None]
-    now, most, found = 0, -1, trace.steps[0].begin
+    now, most, when = 0, -1, trace.steps[0].begin
     for at, nbytes in sorted(changes):
         now += nbytes
         if now > most and any(w.begin <= at <= w.end for w in trace.steps):
-            most, found = now, at
-    return found
+            most, when = now, at
+    return when
 
 
 def _kinds(trace: RankTrace, alive: list[Allocation]) -> Iterable[tuple[Allocation, str | None, str]]:
@@ -86,9 +86,9 @@ def _phases(trace: RankTrace, rest: int) -> list[tuple[str, int, int]]:
     def held_at(time: float) -> int:
         return rest + sum(a.nbytes for a in trace.allocations if a.begin <= time and (a.end is None or a.end > time))
 
-    found = []
+    rows = []
     for phase in PHASES:
-        own = [p for p in trace.phases if p.phase == phase and last.begin <= p.begin <= last.end]
-        if own:
-            found.append((phase, held_at(min(p.begin for p in own)), held_at(max(p.end for p in own))))
-    return found
+        parts = [p for p in trace.phases if p.phase == phase and last.begin <= p.begin <= last.end]
+        if parts:
+            rows.append((phase, held_at(min(p.begin for p in parts)), held_at(max(p.end for p in parts))))
+    return rows

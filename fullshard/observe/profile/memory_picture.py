@@ -23,9 +23,9 @@ COLOURS = {  # of kinds: those that people with any colour vision tell apart
 MOST = 40  # units that are drawn
 
 
-def draw_memory(found: dict[str, Any], directory: Path) -> str:
+def draw_memory(profile: dict[str, Any], directory: Path) -> str:
     """Write the picture. Returns why there is none, or nothing."""
-    memory = found["memory"]
+    memory = profile["memory"]
     if not memory or not memory["kinds"]:
         return ""
     if find_spec("matplotlib") is None:
@@ -41,7 +41,7 @@ def draw_memory(found: dict[str, Any], directory: Path) -> str:
     axes = figure.subplots(2, 1, height_ratios=[len(bars) + 0.6, max(1, len(rows) - len(bars)) + 0.6])
     _bars(axes[0], bars, scale)
     _bars(axes[1], rows[len(bars) :], scale)
-    axes[0].set_title(f"Memory of rank {memory['rank']} at the peak of step {found['step']}")
+    axes[0].set_title(f"Memory of rank {memory['rank']} at the peak of step {profile['step']}")
     axes[1].set_title("measured, by unit", fontsize="medium")
     axes[1].set_xlabel(unit)
     kinds = dict.fromkeys(kind for _, row in rows for kind in row)

@@ -21,12 +21,12 @@ MOST_BYTES = 1 << 26  # of a breakdown
 
 def write_profile(prepared: Prepared, directory: Path) -> str:
     """Read the traces of a profile and write its other files. Returns the end of a sentence about it."""
-    found = complete(summarize(read_traces(trace_files(directory))), planned(prepared))
-    _write(directory / BREAKDOWN, json.dumps(found, indent=1) + "\n")
-    text = report(found)
-    note = draw_memory(found, directory)
+    profile = complete(summarize(read_traces(trace_files(directory))), planned(prepared))
+    _write(directory / BREAKDOWN, json.dumps(profile, indent=1) + "\n")
+    text = report(profile)
+    note = draw_memory(profile, directory)
     _write(directory / REPORT, text + (f"\n{note}\n" if note else ""))
-    return f"{directory / REPORT}; {recommendation_text(found)}"
+    return f"{directory / REPORT}; {recommendation_text(profile)}"
 
 
 def planned(prepared: Prepared) -> PlannedStep:
@@ -45,15 +45,15 @@ def planned(prepared: Prepared) -> PlannedStep:
     )
 
 
-def complete(found: dict[str, Any], step: PlannedStep | None) -> dict[str, Any]:
+def complete(profile: dict[str, Any], step: PlannedStep | None) -> dict[str, Any]:
     """A summary with what the planner predicts and recommends."""
     if step is not None and (estimate := step.estimate) is not None:
-        found["predicted"] = predicted_lanes(estimate)
-        if found["memory"]:
-            found["memory"]["estimated_bytes"] = estimate.device.allocated_bytes
-            found["memory"]["estimated_kinds"] = dict(sorted(estimate.device.terms.items(), key=lambda item: -item[1]))
-    found["recommendation"] = recommend(found, step)
-    return found
+        profile["predicted"] = predicted_lanes(estimate)
+        if profile["memory"]:
+            profile["memory"]["estimated_bytes"] = estimate.device.allocated_bytes
+            profile["memory"]["estimated_kinds"] = dict(sorted(estimate.device.terms.items(), key=lambda item: -item[1]))
+    profile["recommendation"] = recommend(profile, step)
+    return profile
 
 
 def _write(path: Path, text: str) -> None:
@@ -70,12 +70,12 @@ def last_profile(directory: Path) -> Path:
         return directory
     if not (directory / "plan.json").is_file():
         raise FullshardError(f"{directory} is no run: it has no plan.json; name a directory that `fullshard train --run` made")
-    found = [p for p in (directory / "profile").glob("step-*") if p.name.removeprefix("step-").isdecimal()]
-    if not found:
+    profiles = [p for p in (directory / "profile").glob("step-*") if p.name.removeprefix("step-").isdecimal()]
+    if not profiles:
         raise FullshardError(
             f"{directory} has no profile; write profile.at = 100 in its recipe, or `fullshard profile RECIPE` for a new run"
         )
-    return max(found, key=lambda p: p.stat().st_mtime_ns)
+    return max(profiles, key=lambda p: p.stat().st_mtime_ns)
 
 
 def read_profile(directory: Path, *, traces: bool = False) -> dict[str, Any]:
@@ -85,21 +85,21 @@ def read_profile(directory: Path, *, traces: bool = False) -> dict[str, Any]:
         raise FullshardError(
             f"{directory} has no {BREAKDOWN}, as a run that was killed leaves it; add --traces to read its traces"
         )
-    found = parse_json(read_text(path, "breakdown", MOST_BYTES), str(path)) if path.is_file() else {}
-    if path.is_file() and (not isinstance(found, dict) or found.get("version") != VERSION):
+    profile = parse_json(read_text(path, "breakdown", MOST_BYTES), str(path)) if path.is_file() else {}
+    if path.is_file() and (not isinstance(profile, dict) or profile.get("version") != VERSION):
         raise FullshardError(f"{path} is no breakdown of version {VERSION}; {AGAIN}")
     if not traces:
-        return found
+        return profile
     again = summarize(read_traces(trace_files(directory)))
     for key in ("predicted", "recommendation"):
-        again[key] = found.get(key)
+        again[key] = profile.get(key)
     return again
 
 
 def profile_text(directory: Path, *, traces: bool = False) -> tuple[str, dict[str, Any]]:
     """The report of a profile and its breakdown."""
-    found = read_profile(directory, traces=traces)
+    profile = read_profile(directory, traces=traces)
     try:
-        return report(found), found
+        return report(profile), profile
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise FullshardError(f"{directory / BREAKDOWN} is damaged ({type(error).__name__}: {error}); add --traces") from None

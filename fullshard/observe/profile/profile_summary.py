@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from fullshard.observe.profile.breakdown import LANES, RankBreakdown, break_down
+from fullshard.observe.profile.breakdown import LANES, RankBreakdown, break_down, mean_of
 from fullshard.observe.profile.memory_at_peak import memory_peak
 from fullshard.observe.profile.rank_trace import COLLECTIVES, RankTrace, WorkSpan
 
@@ -29,9 +29,9 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "world": first.world,
         "step_seconds": statistics.fmean(r.step_seconds for r in ranks),
         "lanes": {lane: statistics.fmean(r.lanes[lane] for r in ranks) for lane in LANES},
-        "busy": _mean_rows([r.busy for r in ranks]),
+        "busy": mean_of([r.busy for r in ranks]),
         "overlap": _overlap(ranks),
-        "ranks": [_rank(r, t) for r, t in zip(ranks, traces, strict=True)],
+        "ranks": [_rank(r) for r in ranks],
         "slowest": slowest(ranks),
         "units": _units(ranks),
         "collectives": _collectives(traces),
@@ -42,14 +42,14 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     }
 
 
-def _rank(found: RankBreakdown, trace: RankTrace) -> dict[str, Any]:
+def _rank(breakdown: RankBreakdown) -> dict[str, Any]:
     return {
-        "rank": found.rank,
-        "step_seconds": found.step_seconds,
-        "own_seconds": found.own_seconds,
-        "lanes": found.lanes,
-        "busy": found.busy,
-        "overlap": found.overlap,
+        "rank": breakdown.rank,
+        "step_seconds": breakdown.step_seconds,
+        "own_seconds": breakdown.own_seconds,
+        "lanes": breakdown.lanes,
+        "busy": breakdown.busy,
+        "overlap": breakdown.overlap,
     }
 
 
@@ -98,27 +98,22 @@ def _unit_behind(last: RankBreakdown, others: Sequence[RankBreakdown]) -> str | 
 
 def _units(ranks: Sequence[RankBreakdown]) -> list[dict[str, Any]]:
     names = dict.fromkeys(u for r in ranks for u in r.units)
-    return [{"unit": name} | _mean_rows([r.units.get(name, {}) for r in ranks]) for name in names]
-
-
-def _mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(k for row in rows for k in row)
-    return {k: statistics.fmean(row.get(k, 0.0) for row in rows) for k in keys}
+    return [{"unit": name} | mean_of([r.units.get(name, {}) for r in ranks]) for name in names]
 
 
 def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """Collectives by kind and size. The time of one is that of the rank that came last: the others wait in it."""
     steps = len(traces[0].steps)
-    own = [[s for s in t.spans if s.kind in COLLECTIVES] for t in traces]
+    spans = [[s for s in t.spans if s.kind in COLLECTIVES] for t in traces]
     groups: dict[tuple[str, int, int], list[float]] = {}
-    for same in zip(*own, strict=False) if len({len(o) for o in own}) == 1 else [(s,) for o in own for s in o]:
+    for same in zip(*spans, strict=False) if len({len(o) for o in spans}) == 1 else [(s,) for o in spans for s in o]:
         span: WorkSpan = same[0]
         groups.setdefault((span.kind, span.nbytes, span.ranks), []).append(min(s.end - s.begin for s in same))
-    found = []
+    rows = []
     for (kind, nbytes, ranks), seconds in sorted(groups.items(), key=lambda item: (item[0][0], -item[0][1])):
         usual = statistics.median(seconds)
         moved = nbytes * _moves(kind, ranks)
-        found.append(
+        rows.append(
             {
                 "kind": kind,
                 "bytes": nbytes,
@@ -128,7 +123,7 @@ def _collectives(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
                 "bytes_per_second": moved / usual if usual > 0 and moved else None,
             }
         )
-    return found
+    return rows
 
 
 def _moves(kind: str, ranks: int) -> float:
@@ -145,14 +140,14 @@ def _kernels(trace: RankTrace) -> list[dict[str, Any]]:
 
 
 def _memory(trace: RankTrace) -> dict[str, Any]:
-    found = memory_peak(trace)
+    peak = memory_peak(trace)
     return {
         "rank": trace.rank,
-        "bytes": found.nbytes,
+        "bytes": peak.nbytes,
         "allocator_bytes": trace.about.get("peak_bytes"),
-        "kinds": dict(sorted(found.kinds.items(), key=lambda item: -item[1])),
-        "units": {unit: row for unit, row in found.units.items() if any(row.values())},
-        "phases": [{"phase": phase, "before": before, "after": after} for phase, before, after in found.phases],
+        "kinds": dict(sorted(peak.kinds.items(), key=lambda item: -item[1])),
+        "units": {unit: row for unit, row in peak.units.items() if any(row.values())},
+        "phases": [{"phase": phase, "before": before, "after": after} for phase, before, after in peak.phases],
         "estimated_bytes": None,
         "estimated_kinds": None,
     }

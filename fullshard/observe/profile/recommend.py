@@ -52,50 +52,50 @@ def predicted_lanes(estimate: Estimate) -> dict[str, Any]:
     return {"step_seconds": estimate.step_seconds, "lanes": lanes, "busy": busy, "exposed": dict(estimate.exposed)}
 
 
-def recommend(found: dict[str, Any], step: PlannedStep | None) -> dict[str, Any] | None:
-    """The change that saves the most of a step; None if none saves a hundredth of it. `found`: a profile's summary."""
-    options = [*_slow_rank(found), *_more_workers(found, step.loaders if step else 1)]
+def recommend(profile: dict[str, Any], step: PlannedStep | None) -> dict[str, Any] | None:
+    """The change that saves the most of a step; None if none saves a hundredth of it. `profile`: a profile's summary."""
+    options = [*_slow_rank(profile), *_more_workers(profile, step.loaders if step else 1)]
     if step is not None and step.description is not None and step.estimate is not None:
-        options += _other_plans(found, step)
+        options += _other_plans(profile, step)
     best = max(options, key=lambda o: o["saves_seconds"], default=None)
     return best if best and best["saves_share"] > LEAST else None
 
 
-def _option(found: dict[str, Any], change: str, why: str, saves: float) -> dict[str, Any]:
-    return {"change": change, "why": why, "saves_seconds": saves, "saves_share": saves / found["step_seconds"]}
+def _option(profile: dict[str, Any], change: str, why: str, saves: float) -> dict[str, Any]:
+    return {"change": change, "why": why, "saves_seconds": saves, "saves_share": saves / profile["step_seconds"]}
 
 
-def _slow_rank(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    slow = found["slowest"]
+def _slow_rank(profile: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    slow = profile["slowest"]
     if slow and slow["slow"] and slow["lane"] != "data":
         saves = slow["own_seconds"] - slow["others_seconds"]
         where = f", in unit {slow['unit']}" if slow["unit"] else ""
         yield _option(
-            found,
+            profile,
             f"make rank {slow['rank']} as fast as the others: look at its host and device",
             f"the others wait for it in collectives; it loses the time in {LANE_WORDS[slow['lane']]}{where}",
             saves,
         )
 
 
-def _more_workers(found: dict[str, Any], loaders: int) -> Iterator[dict[str, Any]]:
+def _more_workers(profile: dict[str, Any], loaders: int) -> Iterator[dict[str, Any]]:
     """Enough workers to load a step's data in the time of the rest of the step, or one more."""
-    step, wait = found["step_seconds"], max(r["lanes"]["data"] for r in found["ranks"])
+    step, wait = profile["step_seconds"], max(r["lanes"]["data"] for r in profile["ranks"])
     rest = step - wait
     if wait <= LEAST * step or rest <= 0:
         return
     loading = wait if loaders == 0 else loaders * step  # of one worker, for the data of a step
     needed = max(loaders + 1, math.ceil(loading / rest))
     saves = step - max(rest, loading / needed)
-    yield _option(found, f"data.workers = {needed}", "the step waits for data", saves)
+    yield _option(profile, f"data.workers = {needed}", "the step waits for data", saves)
 
 
-def _other_plans(found: dict[str, Any], step: PlannedStep) -> Iterator[dict[str, Any]]:
+def _other_plans(profile: dict[str, Any], step: PlannedStep) -> Iterator[dict[str, Any]]:
     """Single changes of the plan that fit, with the share of a step that the planner expects them to save."""
     plan, description, cluster = step.plan, step.description, step.cluster
     assert description is not None
     assert step.estimate is not None
-    for change, why, other in _changes(plan, compiled=TRAITS[found["engine"]].one_program):
+    for change, why, other in _changes(plan, compiled=TRAITS[profile["engine"]].one_program):
         common: dict[str, Any] = {"loss": step.loss, "optimizer": step.optimizer, "clip": step.clip}
         common["cpu_share"] = cores_share(other, cluster, step.optimizer)
         try:
@@ -107,7 +107,7 @@ def _other_plans(found: dict[str, Any], step: PlannedStep) -> Iterator[dict[str,
             continue  # the model was not traced for it
         share = 1 - seconds / step.estimate.step_seconds
         if share > 0:
-            yield _option(found, change, why, share * found["step_seconds"])
+            yield _option(profile, change, why, share * profile["step_seconds"])
 
 
 def _changes(plan: Plan, *, compiled: bool) -> Iterator[tuple[str, str, Plan]]:

@@ -75,12 +75,12 @@ def _event(e: Event, start: float) -> _Event:
 
 def _steps(events: list[_Event]) -> tuple[StepWindow, ...]:
     data = [(e.begin, e.end) for e in events if e.name == DATA and e.cat == "user_annotation"]
-    found = []
+    windows = []
     for e in events:
         if e.cat == "user_annotation" and (match := STEP.fullmatch(e.name)):
             inside = tuple(d for d in data if e.begin <= d[0] < e.end)
-            found.append(StepWindow(int(match[1]), e.begin, e.end, inside))
-    return tuple(found)
+            windows.append(StepWindow(int(match[1]), e.begin, e.end, inside))
+    return tuple(windows)
 
 
 def _issues(e: _Event) -> bool:
@@ -102,12 +102,12 @@ def _with_units(placed: list[tuple[WorkSpan, float]], phases: list[HostPlace], p
 def _gpu_spans(events: list[_Event]) -> list[tuple[WorkSpan, float]]:
     """The device's work, each with the time at which the host launched it."""
     launched = {e.args.get("correlation"): e.begin for e in events if e.cat in LAUNCHES}
-    found = []
+    spans = []
     for e in events:
         if e.cat in ON_DEVICE:
             span = _gpu_span(e)
-            found.append((span, launched.get(e.args.get("correlation"), e.begin)))
-    return found
+            spans.append((span, launched.get(e.args.get("correlation"), e.begin)))
+    return spans
 
 
 def _gpu_span(e: _Event) -> WorkSpan:
@@ -117,18 +117,18 @@ def _gpu_span(e: _Event) -> WorkSpan:
         return WorkSpan(e.begin, e.end, kind, e.name, nbytes=int(e.args.get("bytes", 0)))
     if e.cat == "kernel" and (e.name.startswith("nccl") or "Collective name" in e.args):
         kind = kind_of(str(e.args.get("Collective name", e.name)))
-        nbytes, ranks = kernel_size(kind, e.args)
+        nbytes, ranks = kernel_size(e.args)
         return WorkSpan(e.begin, e.end, kind, e.name, nbytes=nbytes, ranks=ranks)
     return WorkSpan(e.begin, e.end, "compute", e.name)
 
 
 def _top_kernels(events: list[_Event]) -> dict[str, tuple[float, int]]:
-    found: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     for e in events:
         if e.cat == "kernel" and not e.name.startswith("nccl"):
-            seconds, count = found.get(e.name, (0.0, 0))
-            found[e.name] = (seconds + e.end - e.begin, count + 1)
-    return found
+            seconds, count = totals.get(e.name, (0.0, 0))
+            totals[e.name] = (seconds + e.end - e.begin, count + 1)
+    return totals
 
 
 # -- a CPU ---------------------------------------------------------------------------------------------------
@@ -136,16 +136,16 @@ def _top_kernels(events: list[_Event]) -> dict[str, tuple[float, int]]:
 
 def _cpu_spans(events: list[_Event], world: int) -> list[tuple[WorkSpan, float]]:
     """Outermost operators, and collectives from their operator's start to the end of gloo's part."""
-    found: list[tuple[WorkSpan, float]] = []
+    spans: list[tuple[WorkSpan, float]] = []
     until: dict[Any, float] = {}  # by thread, the end of the operator that its next ones may lie in
     for e in events:
         if e.cat == "cpu_op" and _computes(e.name) and e.begin >= until.get(e.thread, -1.0):
             until[e.thread] = e.end
-            found.append((WorkSpan(e.begin, e.end, "compute", e.name), e.begin))
+            spans.append((WorkSpan(e.begin, e.end, "compute", e.name), e.begin))
     operators = [e for e in events if e.cat == "cpu_op" and is_operator(e.name)]
     parts = _parts_of(operators, [e for e in events if e.name.startswith("gloo:")])
-    found += [(_collective(e, part, world), e.begin) for e, part in zip(operators, parts, strict=True)]
-    return found
+    spans += [(_collective(e, part, world), e.begin) for e, part in zip(operators, parts, strict=True)]
+    return spans
 
 
 def _parts_of(operators: list[_Event], parts: list[_Event]) -> Iterator[_Event | None]:
@@ -188,19 +188,19 @@ def _computes(name: str) -> bool:
 
 def _top_operators(events: list[_Event]) -> dict[str, tuple[float, int]]:
     """Seconds and calls by operator, without the operators that it calls."""
-    found: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     stacks: dict[Any, list[_Event]] = {}
     for e in (e for e in events if e.cat == "cpu_op" and _computes(e.name)):
         stack = stacks.setdefault(e.thread, [])
         while stack and stack[-1].end <= e.begin:
             stack.pop()
-        seconds, count = found.get(e.name, (0.0, 0))
-        found[e.name] = (seconds + e.end - e.begin, count + 1)
+        seconds, count = totals.get(e.name, (0.0, 0))
+        totals[e.name] = (seconds + e.end - e.begin, count + 1)
         if stack:
-            outer, calls = found[stack[-1].name]
-            found[stack[-1].name] = (outer - (e.end - e.begin), calls)
+            outer, calls = totals[stack[-1].name]
+            totals[stack[-1].name] = (outer - (e.end - e.begin), calls)
         stack.append(e)
-    return found
+    return totals
 
 
 # -- memory --------------------------------------------------------------------------------------------------

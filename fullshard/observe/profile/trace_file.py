@@ -39,19 +39,19 @@ def read_trace(path: Path) -> list[RankTrace]:
 def _document(path: Path) -> dict[str, Any]:
     try:
         with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-            found = json.load(file)
+            document = json.load(file)
     except (EOFError, gzip.BadGzipFile, ValueError) as error:
         raise FullshardError(f"the trace {path} is damaged ({error}); {AGAIN}") from None
     except OSError as error:
         raise FullshardError(f"the trace {path} cannot be read: {error.strerror or error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise FullshardError(f"{path} is no trace: it is not a JSON object; {AGAIN}")
-    return found
+    return document
 
 
 def trace_files(directory: Path) -> list[Path]:
     """The traces of a profile, in the order of ranks."""
-    found = sorted(directory.glob("rank-*.trace.json.gz"))
-    if not found:
+    files = sorted(directory.glob("rank-*.trace.json.gz"))
+    if not files:
         raise FullshardError(f"{directory} holds no traces; {AGAIN}")
-    return found
+    return files

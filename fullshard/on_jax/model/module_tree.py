@@ -8,8 +8,6 @@ from flax import nnx
 from fullshard.base.errors import FullshardError
 from fullshard.model.module_grouping import ModuleNode
 
-ParameterTree = dict[str, Any]  # parameters, or something for each of them, by name
-
 
 def children(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
     """The modules that are attributes of a module, or elements of a list."""

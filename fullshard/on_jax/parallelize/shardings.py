@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.text import first_of
 from fullshard.on_jax.offload.memory_kinds import DEVICE, at_home
 from fullshard.on_jax.tensors.dtypes import Shape
 from fullshard.plan.plan import Mesh, Plan, Unit
@@ -82,8 +83,7 @@ class Shardings:
         for name, p in self.parameters.items():
             if p.whole:
                 reasons.setdefault(p.whole, []).append(name)
-        more = lambda names: f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return tuple(f"{names[0]}{more(names)} stays whole on every device: {why}" for why, names in reasons.items())
+        return tuple(f"{first_of(names)} stays whole on every device: {why}" for why, names in reasons.items())
 
 
 def plan_shardings(plan: Plan, shapes: Mapping[str, Shape], mesh: jax.sharding.Mesh) -> Shardings:

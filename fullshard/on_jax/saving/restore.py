@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.text import first_of
 from fullshard.checkpoint.directories import Place
 from fullshard.checkpoint.manifest import Manifest, TensorRecord
 from fullshard.checkpoint.reader import Checkpoint, refuse_mismatch
@@ -76,9 +77,8 @@ def _count(checkpoint: Checkpoint, state: JaxState, tensors: dict[str, TensorRec
             "parameters; resume on the torch engine"
         )
     if fresh := [n for n in names if n not in steps] if steps else []:
-        more = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
         warnings.warn(
-            f"{checkpoint.place} has no optimizer state for {fresh[0]}{more}: it starts from zero, and its updates are counted "
+            f"{checkpoint.place} has no optimizer state for {first_of(fresh)}: it starts from zero, and its updates are counted "
             f"with those of the others, of which there were {next(iter(steps.values())):g}",
             stacklevel=5,
         )

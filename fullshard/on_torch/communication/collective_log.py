@@ -29,8 +29,8 @@ class Traffic:
 
     collectives: list[LoggedCollective] = field(default_factory=list)
 
-    def nbytes(self, kind: CollectiveName, ranks: int | None = None) -> int:
-        return sum(c.nbytes for c in self.collectives if c.kind == kind and ranks in (None, c.ranks))
+    def nbytes(self, kind: CollectiveName) -> int:
+        return sum(c.nbytes for c in self.collectives if c.kind == kind)
 
     def count(self, kind: CollectiveName) -> int:
         return sum(c.kind == kind for c in self.collectives)

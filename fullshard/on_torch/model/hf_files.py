@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError
-from fullshard.checkpoint.file_rules import FileRule, Shape, Step
+from fullshard.checkpoint.file_rules import FileRule, Shape, Step, bare_name
 from fullshard.on_torch.model.lora import without_adapters
 from fullshard.on_torch.model.scalars import as_vector
 from fullshard.on_torch.private.torch_internals import persistent_buffers
@@ -19,11 +19,6 @@ from fullshard.on_torch.private.torch_internals import persistent_buffers
 
 class LayoutError(FullshardError):
     """Files whose arrangement fullshard cannot read."""
-
-
-def bare_name(name: str) -> str:
-    """The name of a tensor in the model without adapters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def file_rules(model: nn.Module, wanted: Mapping[str, Tensor], files: Mapping[str, Shape]) -> list[FileRule]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.text import first_of
 from fullshard.on_torch.model.factory import Factory, tensors_of
 from fullshard.on_torch.model.factory_values import FactoryValues
 from fullshard.on_torch.private.torch_internals import dtensor_like
@@ -184,9 +185,8 @@ def names_with_nan(tensors: Mapping[str, Tensor]) -> list[str]:
 def refuse_unset(names: Sequence[str]) -> None:
     """Raise if there are tensors that were never initialised."""
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise FullshardError(
-            f"{', '.join(names[:3])}{more} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
+            f"{first_of(names, 3)} was never initialised (or is NaN): give its module a reset_parameters() that sets it, "
             "or pass shard(..., init=function_of_a_module), or init=on_torch.Factory(function_that_returns_the_model), which "
             "keeps the values of __init__"
         )

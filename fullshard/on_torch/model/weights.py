@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError
-from fullshard.checkpoint.file_rules import FilePiece, FileRule
+from fullshard.checkpoint.file_rules import FilePiece, FileRule, bare_name
 from fullshard.checkpoint.reader import intersection
 from fullshard.checkpoint.safetensors import SafetensorsDirectory
 from fullshard.checkpoint.weight_files import FLOATS, refuse_dtype, refuse_extra, refuse_missing, refuse_shape
-from fullshard.on_torch.model.hf_files import bare_name, file_rules
+from fullshard.on_torch.model.hf_files import file_rules
 from fullshard.on_torch.model.scalars import as_vector
 from fullshard.on_torch.model.tied_parameters import parameter_names
 from fullshard.on_torch.tensors.dtypes import SAFETENSORS_DTYPES

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError, first_line
+from fullshard.base.text import first_of
 from fullshard.on_torch.model.tied_parameters import parameter_names
 from fullshard.on_torch.parallelize.attention_backend import NO_KERNEL
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
@@ -47,8 +48,7 @@ def early_notes(model: nn.Module, plan: Plan) -> tuple[str, ...]:
     ]
     if not found or not units:
         return ()
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return (f"{found[0]}{more}: used outside the forward of its module, so gathered with the root for the whole forward",)
+    return (f"{first_of(found)}: used outside the forward of its module, so gathered with the root for the whole forward",)
 
 
 def explain_forward(model: nn.Module, plan: Plan) -> None:

@@ -64,7 +64,3 @@ def checksum_of(tensor: Tensor) -> int:
     local = local if local.layout is torch.strided else local.to_dense()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return int(local.contiguous().view(words).sum(dtype=torch.int64))
-
-
-def more_of(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.text import first_of
 from fullshard.on_torch.communication.block_quantization import ErrorMeter
 from fullshard.on_torch.model.changing_buffers import ChangingBuffers
 from fullshard.on_torch.offload.activations.activation_hooks import Activations
@@ -159,9 +160,8 @@ class State:
         given = {id(p) for group in groups for p in group["params"]}
         missing = [n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in given]
         if missing:
-            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise FullshardError(
-                f"the optimizer does not hold {missing[0]}{others}: it was built before the model was sharded, or the parameter "
+                f"the optimizer does not hold {first_of(missing)}: it was built before the model was sharded, or the parameter "
                 "was replaced, unfrozen or added since; build the optimizer after shard(), or call its add_param_group"
             )
         self.held_to_train = trained

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.base.text import first_of
 from fullshard.on_torch.loss.batch_checks import first_batch_fault
 from fullshard.on_torch.loss.chunked_loss import chunked_loss
 from fullshard.on_torch.loss.losses import LossFunction, TensorBatch, as_loss, summed_loss
@@ -21,7 +22,6 @@ from fullshard.on_torch.parallelize.inference import inference
 from fullshard.on_torch.parallelize.start_checks import (
     CheckError,
     checksum_of,
-    more_of,
     of_all_ranks,
     refuse_anywhere,
     refuse_unset_anywhere,
@@ -88,7 +88,7 @@ def check_frozen_loaded(state: State, values: dict[str, Tensor]) -> None:
     drawn, state.drawn = state.drawn, {}
     if drawn and not any(of_all_ranks(any(checksum_of(values[n]) != checksum for n, checksum in drawn.items()))):
         raise CheckError(
-            f"{next(iter(drawn))}{more_of(list(drawn))} is frozen at random values, and the rest is trained on top of them: load "
+            f"{first_of(list(drawn))} is frozen at random values, and the rest is trained on top of them: load "
             "the base model (shard(..., weights=DIRECTORY), or model.weights in a recipe), or pass first_step_checks=False if "
             "that is meant"
         )

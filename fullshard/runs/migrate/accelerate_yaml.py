@@ -96,7 +96,7 @@ def read_accelerate(draft: Draft, folder: Path) -> None:
     for key in [k for k in draft.leaves if k.startswith("parallelism_config.")]:
         if draft.get(key) in (1, "1"):
             draft.ignore(key, IDLE["parallelism_config.*"])
-    draft.settle(IDLE, lost)
+    draft.assign_rest(IDLE, lost)
 
 
 def _carry_ranks(draft: Draft) -> None:
@@ -107,11 +107,11 @@ def _carry_ranks(draft: Draft) -> None:
 def _carry_fsdp(draft: Draft) -> None:
     version, strategy = "fsdp_config.fsdp_reshard_after_forward", "fsdp_config.fsdp_sharding_strategy"
     source = strategy if strategy in draft.leaves else version
-    found = draft.word(source, True)
-    name = NUMBERED.get(found, "") if isinstance(found, int) and not isinstance(found, bool) else str(found).upper()
+    stage = draft.word(source, True)
+    name = NUMBERED.get(stage, "") if isinstance(stage, int) and not isinstance(stage, bool) else str(stage).upper()
     name = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(name, name)
     if name not in STRATEGIES:
-        raise FullshardError(f"{source} = {found!r} is no sharding strategy; write {', '.join(STRATEGIES)}, true or false")
+        raise FullshardError(f"{source} = {stage!r} is no sharding strategy; write {', '.join(STRATEGIES)}, true or false")
     sources = [key for key in ("distributed_type", source) if key in draft.leaves]
     draft.carry(sources, "plan.strategy", STRATEGIES[name])
     draft.ignore(version, f"{strategy} says it")
@@ -143,11 +143,11 @@ def _carry_deepspeed(draft: Draft, folder: Path) -> None:
         return
     stage = "deepspeed_config.zero_stage"
     sources = [key for key in ("distributed_type", stage) if key in draft.leaves]
-    found = draft.whole(stage) if stage in draft.leaves else 2
+    number = draft.whole(stage) if stage in draft.leaves else 2
     names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-    if found not in names:
-        raise FullshardError(f"{stage} = {found!r} is no ZeRO stage; write 0, 1, 2 or 3")
-    draft.carry(sources, "plan.strategy", names[found])
+    if number not in names:
+        raise FullshardError(f"{stage} = {number!r} is no ZeRO stage; write 0, 1, 2 or 3")
+    draft.carry(sources, "plan.strategy", names[number])
     for part, key in (("optimizer", "home.optimizer"), ("param", "home.params")):
         source, path_key = f"deepspeed_config.offload_{part}_device", f"deepspeed_config.offload_{part}_nvme_path"
         if source in draft.leaves:
@@ -171,13 +171,13 @@ def _take_over(draft: Draft, inner: Draft) -> None:
 
 
 def _carry_precision(draft: Draft) -> None:
-    found = draft.word("mixed_precision")
-    if found in ("bf16", "fp16"):
-        draft.carry("mixed_precision", "plan.compute", found)
-    elif found == "fp8":
+    dtype = draft.word("mixed_precision")
+    if dtype in ("bf16", "fp16"):
+        draft.carry("mixed_precision", "plan.compute", dtype)
+    elif dtype == "fp8":
         draft.lose("mixed_precision", FLOAT8)
         draft.assume("plan.compute", "bf16", "float8 is a choice of its own")
-    elif found in ("no", False) and "plan.compute" not in draft.entries:  # YAML reads a bare no as false
+    elif dtype in ("no", False) and "plan.compute" not in draft.entries:  # YAML reads a bare no as false
         draft.carry("mixed_precision", "plan.compute", "fp32")
     draft.ignore("mixed_precision", "the DeepSpeed file says it")
 

@@ -66,11 +66,11 @@ def migrate(path: Path, kind: str | None = None, ranks: int | None = None, overr
     if ranks is not None and ranks < 1:
         raise FullshardError(f"--ranks {ranks} must be at least 1")
     text = read_text(path, "configuration", MOST_BYTES)
-    found = _parse(path, text, kind)
-    kind = kind or _detect(path, found)
-    draft = Draft(TITLES[kind], {} if isinstance(found, Script) else flatten(found), ranks)
-    if isinstance(found, Script):
-        read_script(draft, found)
+    config = _parse(path, text, kind)
+    kind = kind or _detect(path, config)
+    draft = Draft(TITLES[kind], {} if isinstance(config, Script) else flatten(config), ranks)
+    if isinstance(config, Script):
+        read_script(draft, config)
     else:
         READERS[kind](draft, path.parent)
     finish(draft)
@@ -92,16 +92,16 @@ def _parse(path: Path, text: str, kind: str | None) -> dict[str, Any] | Script:
         case ".py":
             return _script(path, text)
         case ".json":
-            found = parse_json(text, str(path))
+            config = parse_json(text, str(path))
         case ".toml":
-            found = parse_toml(text, str(path))
+            config = parse_toml(text, str(path))
         case ".yaml" | ".yml":
-            found = _yaml(path, text)
+            config = _yaml(path, text)
         case _:
             raise FullshardError(f"{path} ends in none of .json, .yaml, .toml and .py; write --kind {', '.join(KINDS)}")
-    if not isinstance(found, dict) or not found:
+    if not isinstance(config, dict) or not config:
         raise FullshardError(f"{path} holds no table of keys; give a configuration file")
-    return found
+    return config
 
 
 def _script(path: Path, text: str) -> Script:
@@ -128,11 +128,11 @@ def _yaml(path: Path, text: str) -> Any:
         raise FullshardError(f"{path} is not YAML: it is nested deeper than {DEEPEST} levels") from None
 
 
-def _detect(path: Path, found: dict[str, Any] | Script) -> str:
+def _detect(path: Path, config: dict[str, Any] | Script) -> str:
     """The system whose keys the file has."""
-    if isinstance(found, Script):
+    if isinstance(config, Script):
         return "fsdp"
-    keys = {str(key) for key in found}
+    keys = {str(key) for key in config}
     known = {"deepspeed": DEEPSPEED_KEYS, "accelerate": ACCELERATE_KEYS, "torchtitan": TORCHTITAN_KEYS}
     scores = {kind: len(keys & names) for kind, names in known.items()}
     if {"model", "data", "optim", "train"} <= keys:

@@ -110,14 +110,15 @@ def read_deepspeed(draft: Draft) -> None:
     _carry_batch(draft)
     _carry_rest(draft)
     _ignore_switched_off(draft)
-    draft.settle(IDLE, LOST)
+    draft.assign_rest(IDLE, LOST)
 
 
-def carry_stage(draft: Draft, key: str = f"{ZERO}.stage") -> None:
+def carry_stage(draft: Draft) -> None:
     """The strategy of a ZeRO stage, which may be a number, its text, or absent (0)."""
     if ZERO in draft.leaves and isinstance(draft.get(ZERO), bool):  # an old spelling
         draft.carry(ZERO, "plan.strategy", "zero1" if draft.get(ZERO) else "ddp")
         return
+    key = f"{ZERO}.stage"
     stage = draft.whole(key)
     if stage is None:
         draft.default("plan.strategy", "ddp")
@@ -209,8 +210,8 @@ def _carry_precision(draft: Draft) -> None:
 def _carry_wire(draft: Draft) -> None:
     """ZeRO++: quantised gathers (qwZ), quantised reductions (qgZ), and LoCo, which keeps what rounding took."""
     weights, gradients, feedback = (f"{ZERO}.{key}" for key in ("zero_quantized_weights", "zero_quantized_gradients", LOCO))
-    found = {key: entry.value for key, entry in draft.entries.items() if key in ("plan.strategy", "plan.compute")}
-    if found.get("plan.strategy") == "ddp" or found.get("plan.compute") == "fp16":
+    values = {key: entry.value for key, entry in draft.entries.items() if key in ("plan.strategy", "plan.compute")}
+    if values.get("plan.strategy") == "ddp" or values.get("plan.compute") == "fp16":
         return
     if draft.get(weights) is True:
         draft.carry(weights, "plan.wire_gather", "int8")
@@ -239,7 +240,7 @@ def _carry_optimizer(draft: Draft) -> None:
         draft.assume("optim.name", "adamw", f"there is no {draft.get(source)} here")
     carry_number(draft, f"{options}.lr", "optim.lr")
     carry_number(draft, f"{options}.max_grad_norm", "optim.clip")
-    _settle_options(draft, options)
+    _assign_options(draft, options)
 
 
 def _carry_adam(draft: Draft, options: str) -> None:
@@ -253,7 +254,7 @@ def _carry_adam(draft: Draft, options: str) -> None:
     draft.default("optim.weight_decay", 0.0)
 
 
-def _settle_options(draft: Draft, options: str) -> None:
+def _assign_options(draft: Draft, options: str) -> None:
     for key in [k for k in draft.leaves if k.startswith(f"{options}.")]:
         if draft.get(key) == AUTO:
             draft.lose(key, TRAINER)
@@ -262,15 +263,15 @@ def _settle_options(draft: Draft, options: str) -> None:
     draft.drop(f"{options}.amsgrad", "optimizers here have no such option")
     if draft.get(f"{options}.bias_correction") is True:
         draft.ignore(f"{options}.bias_correction", "it is always on")
-    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_settled(k)]:
+    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_assigned(k)]:
         draft.lose(key, "optimizers here have no such option")
 
 
 def carry_number(draft: Draft, source: str, key: str) -> None:
     """Carry a number as a float, if the file has one."""
-    found = draft.number(source)
-    if found is not None:
-        draft.carry(source, key, float(found))
+    number = draft.number(source)
+    if number is not None:
+        draft.carry(source, key, float(number))
 
 
 def _carry_schedule(draft: Draft) -> None:
@@ -293,7 +294,7 @@ def _carry_schedule(draft: Draft) -> None:
         draft.carry(f"{options}.total_num_steps", "train.steps", total)
     _carry_end(draft, str(kind), options)
     _carry_peak(draft, options)
-    _settle_warmup(draft, options)
+    _assign_warmup(draft, options)
 
 
 def _carry_end(draft: Draft, kind: str, options: str) -> None:
@@ -316,14 +317,14 @@ def _carry_peak(draft: Draft, options: str) -> None:
     carry_number(draft, peak, "optim.lr")
 
 
-def _settle_warmup(draft: Draft, options: str) -> None:
+def _assign_warmup(draft: Draft, options: str) -> None:
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         if draft.get(f"{options}.{name}") != AUTO:
             draft.drop(f"{options}.{name}", "the rise begins at 0 here")
     if draft.get(f"{options}.warmup_type") == "log":
         draft.lose(f"{options}.warmup_type", "the rise is linear here")
     draft.ignore(f"{options}.warmup_type", "the rise is linear")
-    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_settled(k)]:
+    for key in [k for k in draft.leaves if k.startswith(f"{options}.") and not draft.is_assigned(k)]:
         if draft.get(key) == AUTO:
             draft.lose(key, TRAINER)
         else:

@@ -88,7 +88,7 @@ def read_script(draft: Draft, script: Script) -> None:
     _carry_rest(draft, script)
     for source in [k for k, v in draft.leaves.items() if v is NOT_HERE and k.partition(".")[2] not in _IDLE_NAMES]:
         draft.lose(source, LATER)
-    draft.settle(IDLE, LOST)
+    draft.assign_rest(IDLE, LOST)
 
 
 _IDLE_NAMES = {pattern.removeprefix("*.") for pattern in IDLE}
@@ -136,24 +136,24 @@ def _carry_strategy(draft: Draft, wraps: list[ScriptCall]) -> None:
 
 def _carry_offload(draft: Draft) -> None:
     for source in (f"{FSDP1}.cpu_offload", f"{FSDP2}.offload_policy"):
-        found = draft.get(source)
-        word = found.name if isinstance(found, Word) else ""
-        first = found.get("0", False) if isinstance(found, Word) else False
-        if word == "CPUOffloadPolicy" or (word == "CPUOffload" and found.get("offload_params", first) is True):
+        policy = draft.get(source)
+        word = policy.name if isinstance(policy, Word) else ""
+        first = policy.get("0", False) if isinstance(policy, Word) else False
+        if word == "CPUOffloadPolicy" or (word == "CPUOffload" and policy.get("offload_params", first) is True):
             draft.carry(source, "home.params", "host")
             draft.carry(source, "home.optimizer", "host")
-        elif found is not NOT_HERE:
+        elif policy is not NOT_HERE:
             draft.ignore(source, OFF)
 
 
 def _carry_precision(draft: Draft, script: Script) -> None:
     for source in (f"{FSDP1}.mixed_precision", f"{FSDP2}.mp_policy"):
-        found = draft.get(source)
-        if found is NOT_HERE:
+        policy = draft.get(source)
+        if policy is NOT_HERE:
             draft.assume("plan.compute", "fp32", "the script takes its precision from elsewhere")
-        if not isinstance(found, Word) or found.name not in ("MixedPrecision", "MixedPrecisionPolicy"):
+        if not isinstance(policy, Word) or policy.name not in ("MixedPrecision", "MixedPrecisionPolicy"):
             continue
-        compute, reduce = _dtype(found.get("param_dtype", found.get("0"))), _dtype(found.get("reduce_dtype", found.get("1")))
+        compute, reduce = _dtype(policy.get("param_dtype", policy.get("0"))), _dtype(policy.get("reduce_dtype", policy.get("1")))
         draft.carry(source, "plan.compute", compute or "fp32")
         draft.carry(source, "plan.reduce", reduce or compute or "fp32")
     for call in script.named("autocast", "GradScaler"):
@@ -165,8 +165,8 @@ def _carry_precision(draft: Draft, script: Script) -> None:
             draft.entries["plan.compute"] = Entry(dtype, f"{call.text} in line {call.line}")
 
 
-def _dtype(found: Any) -> str | None:
-    return DTYPES.get(found.name) if isinstance(found, Word) else None
+def _dtype(value: Any) -> str | None:
+    return DTYPES.get(value.name) if isinstance(value, Word) else None
 
 
 def _carry_optimizer(draft: Draft, script: Script) -> None:
@@ -222,9 +222,9 @@ def _carry_schedule(draft: Draft, script: Script) -> None:
         warmup = {"get_cosine_schedule_with_warmup", "get_linear_schedule_with_warmup", "get_constant_schedule_with_warmup"}
         names = (("num_warmup_steps", "1", "schedule.warmup"), ("num_training_steps", "2", "train.steps"))
         for name, position, key in names if call.name in warmup else (("T_max", "1", "train.steps"),):
-            found = next((n for n in (name, position) if isinstance(call.arguments.get(n), int)), None)
-            if found:
-                draft.carry(f"{call.name}.{found}", key, call.arguments[found])
+            argument = next((n for n in (name, position) if isinstance(call.arguments.get(n), int)), None)
+            if argument:
+                draft.carry(f"{call.name}.{argument}", key, call.arguments[argument])
         if SCHEDULES[call.name] != "constant":
             draft.default("schedule.final", 0.0)
         draft.drop(f"{call.name}.eta_min", "write schedule.final, the part of the rate that is left at the end")

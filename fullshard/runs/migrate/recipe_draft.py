@@ -40,29 +40,29 @@ class Draft:
 
     def number(self, key: str) -> float | int | None:
         """The number of a key; None where it is absent or `auto`."""
-        found = self.get(key)
-        if isinstance(found, str):
-            found = _number(found)
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+        value = self.get(key)
+        if isinstance(value, str):
+            value = _number(value)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def whole(self, key: str) -> int | None:
         """As `number`, of a count: JSON files write 1e9."""
-        found = self.number(key)
-        if found is not None and (found != int(found) or found < 0):
-            raise FullshardError(f"{key} = {found!r} must be a whole number of at least 0; mend it in the file")
-        return None if found is None else int(found)
+        number = self.number(key)
+        if number is not None and (number != int(number) or number < 0):
+            raise FullshardError(f"{key} = {number!r} must be a whole number of at least 0; mend it in the file")
+        return None if number is None else int(number)
 
     def word(self, key: str, default: Any = None) -> Any:
         """The value of a key if it is a plain one; otherwise its text, which no table of known values has."""
-        found = self.get(key, default)
-        return found if found is None or isinstance(found, str | int | float) else show(found)
+        value = self.get(key, default)
+        return value if value is None or isinstance(value, str | int | float) else show(value)
 
     def degree(self, key: str, default: int) -> int:
         """The number of ranks of an axis: 1 or more, or -1 for what is left."""
-        found = self.get(key, default)
-        if not isinstance(found, int) or isinstance(found, bool) or (found < 1 and found != -1):
-            raise FullshardError(f"{key} = {show(found)} must be a number of ranks; mend it in the file")
-        return found
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
+            raise FullshardError(f"{key} = {show(value)} must be a number of ranks; mend it in the file")
+        return value
 
     def carry(self, source: str | Iterable[str], key: str, value: Any, note: str = "") -> None:
         """Set a key of the recipe from keys of the file."""
@@ -88,10 +88,10 @@ class Draft:
         self.entries.setdefault(key, Entry(value, reason, assumed=True))
 
     def ignore(self, source: str, reason: str) -> None:
-        self._settle(self.idle, source, reason)
+        self._assign(self.idle, source, reason)
 
     def lose(self, source: str, reason: str) -> None:
-        self._settle(self.lost, source, reason)
+        self._assign(self.lost, source, reason)
 
     def drop(self, source: str, reason: str) -> None:
         """`lose` a key that says something; `ignore` one that is switched off."""
@@ -102,10 +102,10 @@ class Draft:
         else:
             self.ignore(source, OFF)
 
-    def settle(self, idle: Mapping[str, str], lost: Mapping[str, str]) -> None:
-        """Find a place for the keys that are left, by patterns: those of `lost` first. Nothing stays without one."""
+    def assign_rest(self, idle: Mapping[str, str], lost: Mapping[str, str]) -> None:
+        """Say of the keys that are left what becomes of them, by patterns: those of `lost` first."""
         for source in self.leaves:
-            if self.is_settled(source):
+            if self.is_assigned(source):
                 continue
             if why := _match(source, lost):
                 self.drop(source, why)
@@ -114,11 +114,11 @@ class Draft:
             else:
                 self.lose(source, UNKNOWN)
 
-    def is_settled(self, source: str) -> bool:
+    def is_assigned(self, source: str) -> bool:
         return source in self.carried or source in self.idle or source in self.lost
 
-    def _settle(self, where: dict[str, str], source: str, reason: str) -> None:
-        if source in self.leaves and not self.is_settled(source):
+    def _assign(self, where: dict[str, str], source: str, reason: str) -> None:
+        if source in self.leaves and not self.is_assigned(source):
             where[source] = reason
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import parse_toml
+from fullshard.base.text import counted
 from fullshard.runs.migrate.recipe_draft import Draft, Entry, show
 from fullshard.runs.recipe.recipe import FILL_IN, Recipe, make_recipe, override
 
@@ -23,7 +24,7 @@ def recipe_toml(draft: Draft, name: str, overrides: list[str]) -> str:
 
 def report(draft: Draft, name: str) -> str:
     """What was carried over and what was not, in lines."""
-    lines = [f"{name}: {draft.system}, {_count(len(draft.leaves), 'key')}: {len(draft.carried)} carried over, "]
+    lines = [f"{name}: {draft.system}, {counted(len(draft.leaves), 'key')}: {len(draft.carried)} carried over, "]
     lines[0] += f"{len(draft.idle)} without effect here, {len(draft.lost)} not carried over"
     assumed = {key: entry for key, entry in draft.entries.items() if entry.assumed}
     missing = {key: entry for key, entry in assumed.items() if entry.value == FILL_IN}
@@ -60,19 +61,19 @@ def _missing(draft: Draft) -> list[str]:
 
 def _sections(draft: Draft) -> list[str]:
     """A table for each section, its keys in the order of the reference."""
-    found = []
+    texts = []
     for section, kind in Recipe.model_fields.items():
         keys = [key for key in draft.entries if key.partition(".")[0] == section]
         order = _fields(kind.annotation)
         keys.sort(key=lambda key: order.index(key.partition(".")[2]) if key.partition(".")[2] in order else len(order))
         if keys:
-            found.append("\n".join([f"[{section}]", *(_line(key.partition(".")[2], draft.entries[key]) for key in keys), ""]))
+            texts.append("\n".join([f"[{section}]", *(_line(key.partition(".")[2], draft.entries[key]) for key in keys), ""]))
     known = {key for key in draft.entries if key.partition(".")[0] in Recipe.model_fields}
     if unknown := sorted(draft.entries.keys() - known):
         raise FullshardError(
             f"a recipe has no section {unknown[0].partition('.')[0]!r}; its sections are {', '.join(Recipe.model_fields)}"
         )
-    return found
+    return texts
 
 
 def _fields(kind: Any) -> list[str]:
@@ -101,8 +102,8 @@ def _lists(draft: Draft) -> list[str]:
     return ["\n".join(f"# {line}".rstrip() for line in lines), ""] if lines else []
 
 
-def _with_values(draft: Draft, found: dict[str, str]) -> dict[str, str]:
-    return {f"{key} = {show(draft.leaves[key])}": why for key, why in found.items()}
+def _with_values(draft: Draft, reasons: dict[str, str]) -> dict[str, str]:
+    return {f"{key} = {show(draft.leaves[key])}": why for key, why in reasons.items()}
 
 
 def _listed(title: str, items: dict[str, str]) -> list[str]:
@@ -118,7 +119,3 @@ def _listed(title: str, items: dict[str, str]) -> list[str]:
 def _one_line(text: str) -> str:
     """Text of a file without line breaks or control characters, which would end a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"

@@ -68,8 +68,8 @@ class Script:
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         if isinstance(node, ast.Call):
-            found = self._call(node, depth)
-            return Word(found.name, tuple(found.arguments.items()))
+            call = self._call(node, depth)
+            return Word(call.name, tuple(call.arguments.items()))
         if isinstance(node, ast.Dict | ast.Set | ast.List | ast.Tuple):
             inside = node.keys if isinstance(node, ast.Dict) else node.elts
             return [self.value(part, depth + 1) for part in inside if part is not None]
@@ -82,6 +82,7 @@ class Script:
         return self.value(values[0], depth + 1)
 
     def _attribute(self, node: ast.Attribute) -> Any:
+        """The last word of a name of torch, the default of an option, or NOT_HERE for what only running the script tells."""
         root = node.value
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -104,61 +105,61 @@ class Script:
                     arguments[keyword.arg] = self.value(keyword.value, depth + 1)
                 else:
                     arguments |= self._unpacked(keyword.value, depth)
-        own = self.aliases.get(name, name) if isinstance(node.func, ast.Name) else name
-        return ScriptCall(own, arguments, node.lineno, ast.unparse(node.func))
+        called = self.aliases.get(name, name) if isinstance(node.func, ast.Name) else name
+        return ScriptCall(called, arguments, node.lineno, ast.unparse(node.func))
 
     def _unpacked(self, node: ast.expr, depth: int) -> dict[str, Any]:
         """The items of `**name`: of the dict that it was made as, and of later `name["key"] = value`."""
         if not isinstance(node, ast.Name):
             return {"**": NOT_HERE}
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for value in self.assigned.get(node.id, []):
             if isinstance(value, ast.Dict):
                 pairs = zip(value.keys, value.values, strict=True)
-                found |= {
+                arguments |= {
                     k.value: self.value(v, depth + 1)
                     for k, v in pairs
                     if isinstance(k, ast.Constant) and isinstance(k.value, str)
                 }
             elif isinstance(value, ast.Call) and getattr(value.func, "id", "") == "dict":
-                found |= {k.arg: self.value(k.value, depth + 1) for k in value.keywords if k.arg}
-        found |= {key: self.value(value, depth + 1) for key, value in self.items.get(node.id, {}).items()}
-        return found if node.id in self.assigned else {"**": NOT_HERE}
+                arguments |= {k.arg: self.value(k.value, depth + 1) for k in value.keywords if k.arg}
+        arguments |= {key: self.value(value, depth + 1) for key, value in self.items.get(node.id, {}).items()}
+        return arguments if node.id in self.assigned else {"**": NOT_HERE}
 
 
 def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
     """Imported names, each with the last part of what it stands for."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0]: alias.name.rpartition(".")[2] for alias in node.names}
-    return found
+            names |= {alias.asname or alias.name.partition(".")[0]: alias.name.rpartition(".")[2] for alias in node.names}
+    return names
 
 
 def _assigned(nodes: list[ast.AST]) -> dict[str, list[ast.expr]]:
     """The expressions that are assigned to each plain name."""
-    found: dict[str, list[ast.expr]] = {}
+    values: dict[str, list[ast.expr]] = {}
     for node in nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         for target in targets:
             if isinstance(target, ast.Name) and node.value is not None:  # type: ignore[attr-defined]
-                found.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
-    return found
+                values.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
+    return values
 
 
 def _items(nodes: list[ast.AST]) -> dict[str, dict[str, ast.expr]]:
     """The expressions that are assigned to items of plain names: `name["key"] = value`."""
-    found: dict[str, dict[str, ast.expr]] = {}
+    items: dict[str, dict[str, ast.expr]] = {}
     for node in nodes:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and isinstance(target.slice, ast.Constant):
-            found.setdefault(target.value.id, {})[str(target.slice.value)] = node.value  # type: ignore[attr-defined]
-    return found
+            items.setdefault(target.value.id, {})[str(target.slice.value)] = node.value  # type: ignore[attr-defined]
+    return items
 
 
 def _options(nodes: list[ast.AST]) -> dict[str, Any]:
     """The defaults of argparse options, by attribute."""
-    found = {}
+    defaults = {}
     for node in nodes:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"):
             continue
@@ -167,7 +168,7 @@ def _options(nodes: list[ast.AST]) -> dict[str, Any]:
         long = next((n for n in names if n.startswith("--")), names[0] if names else "")
         if isinstance(default, ast.Constant | ast.UnaryOp) and long:
             try:
-                found[long.lstrip("-").replace("-", "_")] = ast.literal_eval(default)
+                defaults[long.lstrip("-").replace("-", "_")] = ast.literal_eval(default)
             except ValueError:
                 continue
-    return found
+    return defaults

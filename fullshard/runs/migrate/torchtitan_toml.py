@@ -81,7 +81,7 @@ def read_torchtitan(draft: Draft) -> None:
             draft.ignore(key, "there is one pipeline stage")
     if draft.get("checkpoint.load_step") == -1:
         draft.ignore("checkpoint.load_step", "`--resume auto` takes the newest")
-    draft.settle(IDLE, LOST)
+    draft.assign_rest(IDLE, LOST)
 
 
 def _carry_model(draft: Draft) -> None:

@@ -117,7 +117,7 @@ class _Opening:
         make = self._make(given, classes, encoder)
         rules = SampleRules(given.name, make, self._collate(make, encoder), self._remedy())
         if isinstance(data, Columns):
-            data = self._picked(data, make)
+            data = self._picked(data)
             _refuse_labels(data, make)
         identity = data.identity if not isinstance(data, TokenRows) else TokenData(data.source, data.sequence).identity
         return SampleData(rules, identity + _encoding(encoder), data, classes=classes)
@@ -176,7 +176,7 @@ class _Opening:
         label = self.recipe.data.column("label")
         return tuple(data.pick([label]).class_names(label) or ())
 
-    def _picked(self, data: Columns, make: MakeSample) -> Columns:
+    def _picked(self, data: Columns) -> Columns:
         wanted = self.recipe.data
         if wanted.objective in COLUMNS:
             return data.pick([wanted.column(part) for part in COLUMNS[wanted.objective]])

@@ -76,7 +76,8 @@ class PlanSection(_PlanKeys):
 
     @model_validator(mode="after")
     def _what_has_an_effect(self) -> Self:
-        """Parts make sense by themselves, once all of their choices are known here."""
+        """Refuse choices without effect beside the others of their part. A part of which a choice is still open is checked
+        when the plan is made."""
         given = choices_of_section(self)
         unknown = {
             row.owner for row in TABLE if row.owner and given.get(row.name) is None and (row.open or row.name not in given)
@@ -95,8 +96,8 @@ class PlanSection(_PlanKeys):
     @property
     def precision(self) -> Precision:
         given = {name: value for name, value in choices_of_section(self).items() if NAMED[name].owner == "precision"}
-        found: Precision = strategy_arguments(given, str)["precision"]
-        return found
+        precision: Precision = strategy_arguments(given, str)["precision"]
+        return precision
 
     @property
     def unit_rules(self) -> dict[str, Any]:

@@ -148,8 +148,8 @@ class Recipe(RecipeSection):
     def loss(self) -> str:
         """The loss by its name for the engine: `auto` is the objective's own."""
         causal = "plain" if self.model.call else "chunked"  # a call's logits may differ from the head's
-        own = causal if self.data.objective == "causal" else self.data.objective
-        return own if self.train.loss == "auto" else self.train.loss
+        default = causal if self.data.objective == "causal" else self.data.objective
+        return default if self.train.loss == "auto" else self.train.loss
 
     @property
     def unit(self) -> str:
@@ -210,14 +210,14 @@ def parse_value(override: str, text: str) -> Any:
         return text
     except (RecursionError, ValueError):
         pass  # refused below
-    found = parse_toml(f"x = {text}", repr(override))
-    return found["x"] if found.keys() == {"x"} else text  # a line break may have begun another key
+    table = parse_toml(f"x = {text}", repr(override))
+    return table["x"] if table.keys() == {"x"} else text  # a line break may have begun another key
 
 
 def _sentence(error: ValidationError) -> str:
     """The first thing wrong, in one sentence that names the key."""
-    found = error.errors()
-    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])  # a misspelt key is also a missing one
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])  # a misspelt key is also a missing one
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
         case "extra_forbidden":

@@ -156,8 +156,8 @@ class OptimSection(RecipeSection):
         name = value.get("name", "adamw") if isinstance(value, dict) else None
         if not isinstance(name, str) or name.lower() not in OWN:
             return value
-        own = OWN[name.lower()]
-        return own | {k: v for k, v in value.items() if v is not None or k not in own} | {"name": name.lower()}
+        defaults = OWN[name.lower()]
+        return defaults | {k: v for k, v in value.items() if v is not None or k not in defaults} | {"name": name.lower()}
 
     @field_validator("clip", mode="before")
     @classmethod

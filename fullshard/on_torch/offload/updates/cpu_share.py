@@ -87,12 +87,6 @@ def cores_seconds(rule: Rule) -> float:
         workers.close()
 
 
-def copy_seconds(device: torch.device, rule: Rule) -> float:
-    """Seconds of the copies of ELEMENTS' state in both directions at once, as the GPU lane does them."""
-    with _copies(device, rule) as both:
-        return _best(both)
-
-
 @contextmanager
 def _copies(device: torch.device, rule: Rule) -> Iterator[Callable[[], None]]:
     nbytes = ELEMENTS * 4 * (1 + rule.slots)
