@@ -7,7 +7,7 @@ phase that is of, and what a collective moves.
 import re
 from typing import Any
 
-from fullshard.observe.profile.rank_trace import RankTrace, SpanKind, StepWindow, WorkSpan
+from fullshard.observe.profile.rank_trace import RankTrace, SpanKind, StepWindow, WorkSpan, totals_by_name
 from fullshard.observe.profile.torch_trace import DATA, STEP
 
 Event = dict[str, Any]
@@ -43,7 +43,7 @@ def read_jax(document: Event) -> list[RankTrace]:
                 steps=steps,
                 spans=spans,
                 issuing=issuing,
-                top=_top(spans),
+                top=totals_by_name((_bare_name(s), s.end - s.begin) for s in spans if s.kind == "compute"),
                 about={"held": about.get("held", {})},
             )
         )
@@ -104,12 +104,6 @@ def _kind_of(name: str) -> SpanKind:
     return next((kind for word, kind in (NAMES | COPIES).items() if word in name), "compute")
 
 
-def _top(spans: tuple[WorkSpan, ...]) -> dict[str, tuple[float, int]]:
-    """Seconds and calls by operation, without its number."""
-    totals: dict[str, tuple[float, int]] = {}
-    for span in spans:
-        if span.kind == "compute":
-            name = re.sub(r"[.\d]+$", "", span.name)
-            seconds, count = totals.get(name, (0.0, 0))
-            totals[name] = (seconds + span.end - span.begin, count + 1)
-    return totals
+def _bare_name(span: WorkSpan) -> str:
+    """The name of an operation without its number."""
+    return re.sub(r"[.\d]+$", "", span.name)

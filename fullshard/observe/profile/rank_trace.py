@@ -1,5 +1,6 @@
 """What a profile knows of one rank, whichever engine traced it: spans of work, when which unit was at work, and memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,3 +81,12 @@ class RankTrace:
     places: tuple[HostPlace, ...] = ()  # of units, inner ones after outer ones
     allocations: tuple[Allocation, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
+
+
+def totals_by_name(calls: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
+    """Seconds and calls by name, from (name, seconds) of each call."""
+    totals: dict[str, tuple[float, int]] = {}
+    for name, seconds in calls:
+        before, count = totals.get(name, (0.0, 0))
+        totals[name] = (before + seconds, count + 1)
+    return totals

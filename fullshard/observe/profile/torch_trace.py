@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.observe.profile.collective_events import input_elements, is_operator, kernel_size, kind_of, operator_size
 from fullshard.observe.profile.host_places import find_phases, find_units, places_at
-from fullshard.observe.profile.rank_trace import Allocation, HostPlace, RankTrace, SpanKind, StepWindow, WorkSpan
+from fullshard.observe.profile.rank_trace import Allocation, HostPlace, RankTrace, SpanKind, StepWindow, WorkSpan, totals_by_name
 
 Event = dict[str, Any]
 STEP = re.compile(r"fullshard\.step (\d+)")
@@ -48,6 +48,7 @@ def read_torch(document: Event) -> RankTrace:
     places = find_units([(e.begin, e.end, e.name) for e in events if e.cat == "user_annotation"], about.get("units", {}))
     on_gpu = any(e.cat == "kernel" for e in events)
     world = int(document.get("distributedInfo", {}).get("world_size", about.get("world", 1)))
+    kernels = ((e.name, e.end - e.begin) for e in events if e.cat == "kernel" and not e.name.startswith("nccl"))
     placed = _gpu_spans(events) if on_gpu else _cpu_spans(events, world)
     return RankTrace(
         rank=int(about.get("rank", 0)),
@@ -57,7 +58,7 @@ def read_torch(document: Event) -> RankTrace:
         steps=steps,
         spans=tuple(_with_units(placed, phases, places)),
         issuing=tuple((e.begin, e.end) for e in events if _issues(e)),
-        top=_top_kernels(events) if on_gpu else _top_operators(events),
+        top=totals_by_name(kernels) if on_gpu else _top_operators(events),
         phases=tuple(phases),
         places=tuple(places),
         allocations=tuple(_allocations(document["traceEvents"], start, on_gpu)),
@@ -120,15 +121,6 @@ def _gpu_span(e: _Event) -> WorkSpan:
         nbytes, ranks = kernel_size(e.args)
         return WorkSpan(e.begin, e.end, kind, e.name, nbytes=nbytes, ranks=ranks)
     return WorkSpan(e.begin, e.end, "compute", e.name)
-
-
-def _top_kernels(events: list[_Event]) -> dict[str, tuple[float, int]]:
-    totals: dict[str, tuple[float, int]] = {}
-    for e in events:
-        if e.cat == "kernel" and not e.name.startswith("nccl"):
-            seconds, count = totals.get(e.name, (0.0, 0))
-            totals[e.name] = (seconds + e.end - e.begin, count + 1)
-    return totals
 
 
 # -- a CPU ---------------------------------------------------------------------------------------------------
