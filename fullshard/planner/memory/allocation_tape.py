@@ -1,6 +1,8 @@
 """The record of a step's allocations and frees, in the order in which they happen."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from fullshard.planner.memory.allocator import GRAIN
@@ -52,6 +54,23 @@ class Tape:
             number, nbytes, term, stream = found
             self._write(-nbytes, term, number, stream, operation)
 
+    def allocate_row(self, owner: str, tensor: str, row: tuple[int, ...], term: Term, stream: int, operation: int) -> None:
+        """Allocate tensors that come and go together: `tensor` and their number are their names."""
+        for i, nbytes in enumerate(row):
+            self.allocate(owner, f"{tensor}{i}", nbytes, term, stream, operation)
+
+    def free_row(self, owner: str, tensor: str, row: tuple[int, ...], operation: int) -> None:
+        for i in range(len(row)):
+            self.free(owner, f"{tensor}{i}", operation)
+
+    def replace_row(
+        self, owner: str, old: str, before: tuple[int, ...], tensor: str, row: tuple[int, ...], term: Term, operation: int
+    ) -> None:
+        """Allocate tensors, each before one of the `old` ones is freed."""
+        for i, nbytes in enumerate(row):
+            self.allocate(owner, f"{tensor}{i}", nbytes, term, COMPUTE, operation)
+            self.free(owner, f"{old}{i}", operation)
+
     def rename(self, owner: str, tensor: str, name: str, term: Term, operation: int) -> None:
         """Give an allocation another name and term."""
         number, nbytes, old, stream = self.alive.pop((owner, tensor))
@@ -63,16 +82,20 @@ class Tape:
             self.streams += [stream, stream]
             self.operations += [operation, operation]
 
-    def repeat(self, start: int, names: dict[int, int]) -> None:
+    def repeat(self, start: int, names: dict[int, int], once: Set[int] = frozenset()) -> None:
         """Repeat all entries since `start`, provided that they left alive what they found. `names`: from the numbers of what was
-        alive at `start` to the numbers that the same allocations have now."""
+        alive at `start` to the numbers that the same allocations have now. `once`: numbers that are not allocated again."""
         first = max(self.tensors[:start], default=0)
         shift = self.count - first
-        self.deltas += self.deltas[start:]
-        self.terms += self.terms[start:]
-        self.tensors += [n + shift if n > first else names.get(n, n) for n in self.tensors[start:]]
-        self.streams += self.streams[start:]
-        self.operations += self.operations[start:]
+        if once:
+            again = [i for i in range(start, len(self.tensors)) if self.tensors[i] not in once]
+            for column in (self.deltas, self.terms, self.streams, self.operations):
+                column += [column[i] for i in again]  # type: ignore[attr-defined, operator]
+            self.tensors += [n + shift if (n := self.tensors[i]) > first else names.get(n, n) for i in again]
+        else:
+            for column in (self.deltas, self.terms, self.streams, self.operations):
+                column += column[start:]  # type: ignore[attr-defined, operator]
+            self.tensors += [n + shift if n > first else names.get(n, n) for n in self.tensors[start:]]
         self.count += shift
 
     def rise(self, nbytes: int) -> None:
@@ -102,6 +125,24 @@ class PeakGauge(Tape):
         if self.now > self.highest:
             self.highest = self.now
 
+    def allocate_row(self, owner: str, tensor: str, row: tuple[int, ...], term: Term, stream: int, operation: int) -> None:
+        self.allocate(owner, tensor, rounded(row), term, stream, operation)
+
+    def free_row(self, owner: str, tensor: str, row: tuple[int, ...], operation: int) -> None:
+        self.free(owner, tensor, operation)
+
+    def replace_row(
+        self, owner: str, old: str, before: tuple[int, ...], tensor: str, row: tuple[int, ...], term: Term, operation: int
+    ) -> None:
+        now = self.now
+        for gone, nbytes in zip(before, row, strict=True):
+            self.now += nbytes // -GRAIN * -GRAIN
+            self.highest = max(self.highest, self.now)
+            self.now -= gone // -GRAIN * -GRAIN
+        self.now = now
+        self.free(owner, old, operation)
+        self.allocate(owner, tensor, rounded(row), term, COMPUTE, operation)
+
     def rise(self, nbytes: int) -> None:
         if self.now + nbytes > self.highest:
             self.highest = self.now + nbytes
@@ -110,3 +151,9 @@ class PeakGauge(Tape):
         found = self.alive.pop((owner, tensor), None)
         if found is not None:
             self.now -= found[1] // -GRAIN * -GRAIN
+
+
+@lru_cache(maxsize=4096)
+def rounded(row: tuple[int, ...]) -> int:
+    """Bytes that tensors of these sizes take."""
+    return sum(nbytes // -GRAIN * -GRAIN for nbytes in row)

@@ -9,6 +9,7 @@ last one. It maps a segment above only into a hole of returned memory, which a p
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 
 GRAIN = 512  # bytes: sizes are rounded up to multiples
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
@@ -34,16 +35,23 @@ class Allocator:
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak = self.peak_reserved = 0
         self.lowest = 1 << 60
-        self.pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}  # (stream, small) to free (size, address)
+        # By (stream, small): free (size, address), sorted.
+        self.pools: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self.blocks: dict[int, _Block] = {}  # free blocks by address
 
     def allocate(self, nbytes: int, stream: int) -> _Block:
         size = nbytes // -GRAIN * -GRAIN
         pool = (stream, size <= SMALL)
-        block = self._fitting(size, pool) or self._segment(size, pool)
+        free = self.pools[pool]
+        i = bisect_left(free, (size, 0))
+        if i == len(free):
+            block = self._segment(size, pool)
+        else:
+            block = self.blocks.pop(free.pop(i)[1])
+            block.free = False
         left = block.size - size
-        if left >= GRAIN if pool[1] else left > SMALL:
-            self._split(block, size)
+        if left > SMALL or (left >= GRAIN and pool[1]):
+            self._split(block, size, free)
         self.allocated += block.size
         if self.allocated > self.peak:
             self.peak = self.allocated
@@ -51,24 +59,25 @@ class Allocator:
 
     def free(self, block: _Block) -> None:
         self.allocated -= block.size
-        for side in (block.before, block.after):
-            if side is not None and side.free:
-                self._take(side)
-                self._merge(block, side)
+        free = self.pools[block.pool]
+        before, after = block.before, block.after
+        if before is not None and before.free:  # it becomes part of the block
+            self._take(before, free)
+            block.address, block.size, block.before = before.address, block.size + before.size, before.before
+            if before.before is not None:
+                before.before.after = block
+        if after is not None and after.free:
+            self._take(after, free)
+            block.size, block.after = block.size + after.size, after.after
+            if after.after is not None:
+                after.after.before = block
         block.free = True
         self.blocks[block.address] = block
-        insort(self.pools.setdefault(block.pool, []), (block.size, block.address))
+        insort(free, (block.size, block.address))
 
-    def _fitting(self, size: int, pool: tuple[int, bool]) -> _Block | None:
-        free = self.pools.get(pool)
-        if not free:
-            return None
-        i = bisect_left(free, (size, 0))
-        if i == len(free):
-            return None
-        block = self.blocks.pop(free.pop(i)[1])
-        block.free = False
-        return block
+    def _take(self, block: _Block, free: list[tuple[int, int]]) -> None:
+        del free[bisect_left(free, (block.size, block.address))]
+        del self.blocks[block.address]
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
         segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
@@ -77,7 +86,7 @@ class Allocator:
         self.lowest -= segment + ROUND  # segments never touch
         return _Block(self.lowest, segment, pool)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _Block, size: int, free: list[tuple[int, int]]) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)
         rest.before, rest.after = block, block.after
         if block.after is not None:
@@ -85,25 +94,7 @@ class Allocator:
         block.after, block.size = rest, size
         rest.free = True
         self.blocks[rest.address] = rest
-        insort(self.pools.setdefault(rest.pool, []), (rest.size, rest.address))
-
-    def _take(self, block: _Block) -> None:
-        free = self.pools[block.pool]
-        free.pop(bisect_left(free, (block.size, block.address)))
-        del self.blocks[block.address]
-        block.free = False
-
-    def _merge(self, block: _Block, side: _Block) -> None:
-        """`side`, a free neighbour, becomes part of `block`."""
-        if side is block.before:
-            block.address, block.before = side.address, side.before
-            if side.before is not None:
-                side.before.after = block
-        else:
-            block.after = side.after
-            if side.after is not None:
-                side.after.before = block
-        block.size += side.size
+        insort(free, (rest.size, rest.address))
 
 
 def replay(
@@ -123,11 +114,12 @@ def replay(
         elif before is not None and before == _layout(allocator, blocks):
             return [*found, found[-1]]
         allocator.peak, allocator.peak_reserved = allocator.allocated, allocator.reserved
+        allocate, free, pop = allocator.allocate, allocator.free, blocks.pop
         for delta, number, stream in zip(deltas[begin:end], tensors[begin:end], streams[begin:end], strict=True):
             if number and delta > 0:
-                blocks[number] = allocator.allocate(delta, stream)
+                blocks[number] = allocate(delta, stream)
             elif number:
-                allocator.free(blocks.pop(number))
+                free(pop(number))
         found.append((allocator.peak, allocator.peak_reserved))
     return found
 

@@ -4,19 +4,20 @@ Knows the buffers of FSDP2. Knows nothing of allocators.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from fullshard.model.costs import TOKENS, evaluate
 from fullshard.model.description import FLOATS, Description, Tensor
 from fullshard.model.kernel_workspaces import CUBLAS_WORKSPACE, WORKSPACES
-from fullshard.plan.plan import HomeName, Plan
+from fullshard.plan.plan import HomeName, Plan, Precision
 from fullshard.planner.memory.allocation_tape import ALL_REDUCE, COMPUTE, GATHER, REDUCE, TRANSFER, Tape, Term
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.step.few_blocks import SteadyBlocks
-from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, WaitingGradients
+from fullshard.planner.step.offload_bytes import SHARE, WaitingGradients, offload_bytes
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, unit_sizes, updates_in_one_pass
+from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, updates_in_one_pass
 
 LOSS_ROWS = 4 << 22  # bytes of the rows that torch's softmax of the chunked loss works on at a time, in fp32
 
@@ -36,8 +37,8 @@ class Replay:
         cublas: bool = True,
     ):
         self.plan, self.tape, self.slots, self.cublas = plan, Tape(), slots, cublas
-        self.units = unit_sizes(plan, description)
-        self.away = OffloadBytes(plan, self.units, slots, clip=clip, cpu_share=cpu_share)
+        self.away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
+        self.units = self.away.groups
         self.waiting = WaitingGradients(self.away)
         self.spilled: SpilledBytes[Term] = SpilledBytes()  # activations off the device
         p = plan.precision
@@ -50,7 +51,10 @@ class Replay:
         self.inputs = description.costs.inputs if description.costs else TOKENS
         # cuBLAS stands for a GPU here too: only its update takes gradients as they were computed.
         self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(plan, self.units, slots)
+        self.modules = {u.name: u.modules[0] for u in plan.units}
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
+        self.tables: dict[str, int] = {}  # bytes of the table of a unit's reduction
+        self.has_states = False
         self.at = 0
         self.last = ""  # the gradient that the current reduction holds until its end
 
@@ -80,8 +84,8 @@ class Replay:
         for unit in self.plan.units:
             sizes = self.units[unit.name]
             if unit.home.params == "device":
-                for p, n in zip(sizes.parameters, sizes.shards, strict=True):
-                    self._add("rest", f"param:{p.name}", n * (self.compute if sizes.away else self.master), "params")
+                row = scaled(sizes.shards, self.compute if sizes.away else self.master)
+                self.tape.allocate_row("rest", f"params:{unit.name}.", row, "params", COMPUTE, self.at)
             if sizes.away and unit.home.optimizer == "device":  # master and moments, apart from the shard's memory
                 self._add("rest", f"state:{unit.name}", self.away.state_of(sizes), "optimizer")
             if sizes.world > 1 and self.plan.wire.error_feedback:
@@ -99,16 +103,13 @@ class Replay:
 
     def states(self) -> None:
         """Allocate optimizer state, which the first update makes."""
-        for unit in self.plan.units:
-            sizes = self.units[unit.name]
-            for i in () if sizes.away else sizes.trained:
-                name = sizes.parameters[i].name
-                if ("rest", f"state0:{name}") in self.tape.alive:
-                    continue
-                if self.slots == 2:  # Adam's step count, a tensor on the device for each parameter
-                    self._add("rest", f"step:{name}", 4, "optimizer")
-                for slot in range(self.slots):
-                    self._add("rest", f"state{slot}:{name}", self.plan.precision.moment_bytes(sizes.shards[i]), "optimizer")
+        if self.has_states:
+            return
+        self.has_states = True
+        for sizes in self.units.values():
+            if not sizes.away:
+                row = _state_row(sizes.trained_shards, self.plan.precision, self.slots)
+                self.tape.allocate_row("rest", f"state:{sizes.name}.", row, "optimizer", COMPUTE, self.at)
 
     def left_over(self) -> None:
         """Allocate gradients of the previous step whose updates are still under way; the first units' came last."""
@@ -176,10 +177,9 @@ class Replay:
             self._cast(sizes)
             self._drop(op.unit, "shard")
             return
-        for i, nbytes in enumerate(sizes.gathered_bytes(self.compute)):
-            self._add(op.unit, f"param{i}", nbytes, "gathered")
-        for i in range(len(sizes.gathered)):
-            self._drop(op.unit, f"part{i}")
+        row = sizes.gathered_bytes(self.compute)
+        self.tape.allocate_row(op.unit, "param", row, "gathered", COMPUTE, self.at)
+        self.tape.free_row(op.unit, "part", row, self.at)
 
     def _casts(self, sizes: UnitSizes) -> bool:
         """True if shards are cast to another dtype before they are gathered."""
@@ -189,20 +189,18 @@ class Replay:
         """On one rank the shards are cast, or copied, in one pass. Offloaded ones are copied one by one, or serve as they are."""
         if computes_with_shard(self.plan, sizes):
             return
-        for i, n in enumerate(sizes.shards):
-            self._add(sizes.name, f"param{i}", n * self.compute, "gathered")
+        self.tape.allocate_row(sizes.name, "param", scaled(sizes.shards, self.compute), "gathered", COMPUTE, self.at)
 
     def _release(self, op: Operation) -> None:
         self._drop(op.unit, "buffer")
 
     def _free(self, op: Operation) -> None:
-        for i in range(len(self.units[op.unit].gathered)):
-            self._drop(op.unit, f"param{i}")
+        self.tape.free_row(op.unit, "param", self.units[op.unit].gathered, self.at)
 
     def _keep(self, op: Operation) -> None:
-        for i, n in enumerate(self.units[op.unit].gathered):
-            self._add(op.unit, f"part{i}", n * self.compute // op.ranks, "gathered")
-            self._drop(op.unit, f"param{i}")
+        sizes = self.units[op.unit]
+        parts = tuple(n * self.compute // op.ranks for n in sizes.gathered)
+        self.tape.replace_row(op.unit, "param", sizes.gathered_bytes(self.compute), "part", parts, "gathered", self.at)
 
     def _accumulate(self, op: Operation) -> None:
         """Unreduced gradients wait for the next micro-batch, in the reduce dtype."""
@@ -220,8 +218,7 @@ class Replay:
     def _gradients(self, sizes: UnitSizes) -> list[tuple[str, int]]:
         """Names and elements of a unit's gradients. Names are relative to the unit's first module."""
         if sizes.name not in self.named:
-            unit = next(u for u in self.plan.units if u.name == sizes.name)
-            prefix, trained = f"{unit.modules[0]}.", (sizes.parameters[i] for i in sizes.trained)
+            prefix, trained = f"{self.modules[sizes.name]}.", (sizes.parameters[i] for i in sizes.trained)
             self.named[sizes.name] = [(f"grad:{p.name.removeprefix(prefix)}", p.numel) for p in trained]
         return self.named[sizes.name]
 
@@ -237,8 +234,9 @@ class Replay:
             self._add(op.unit, output, op.nbytes, term)
         else:
             self._add(op.unit, "reduce input", op.nbytes, "reduce")
-        (table,) = WORKSPACES["chunk_cat"](len(sizes.trained), *[sizes.shards[i] * self.reduce for i in sizes.trained])
-        self._add(op.unit, "table", table, "reduce")
+        if op.unit not in self.tables:
+            (self.tables[op.unit],) = WORKSPACES["chunk_cat"](len(sizes.trained), *scaled(sizes.trained_shards, self.reduce))
+        self._add(op.unit, "table", self.tables[op.unit], "reduce")
         self._drop(op.unit, "table")
         names = [tensor for tensor, _ in self._gradients(sizes)]
         last = names.pop() if op.ranks > 1 else ""  # a loop variable of FSDP2 holds it until the end
@@ -289,8 +287,9 @@ class Replay:
         return self.away.gradient if sizes.away else self.master
 
     def _drop_gradients(self, unit: str, names: list[str]) -> None:
+        summed = self.plan.batch.accumulate > 1
         for tensor in names[::-1]:  # the order in which a list frees its items
-            for name in (tensor, f"sum:{tensor}", f"whole:{tensor}"):
+            for name in (tensor, f"sum:{tensor}", f"whole:{tensor}") if summed else (tensor,):
                 self._drop(unit, name)
 
     def _all_reduce(self, op: Operation) -> None:
@@ -334,7 +333,7 @@ class Replay:
         for name, sizes in self.units.items():
             if not sizes.away:
                 self._drop(name, "gradient")
-                for tensor, _ in self._gradients(sizes):
+                for tensor, _ in self._gradients(sizes) if sizes.takes_gradients else ():
                     self._drop(name, f"gradient:{tensor}")
 
     # -- offload -------------------------------------------------------------------------------------
@@ -368,3 +367,15 @@ class Replay:
             self.spilled.add(op.unit, self.units[op.unit].home.activations, gone)
             for key in gone:
                 self._drop(*key)
+
+
+@lru_cache(maxsize=4096)
+def scaled(elements: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """Bytes of tensors of so many elements, of `item` bytes each."""
+    return tuple(n * item for n in elements)
+
+
+@lru_cache(maxsize=4096)
+def _state_row(shards: tuple[int, ...], precision: Precision, slots: int) -> tuple[int, ...]:
+    """Bytes of each tensor of optimizer state: Adam has a step count on the device for each parameter."""
+    return tuple(nbytes for n in shards for nbytes in [4] * (slots == 2) + [precision.moment_bytes(n)] * slots)

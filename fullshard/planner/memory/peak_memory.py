@@ -13,11 +13,11 @@ from fullshard.planner.memory.memory_replay import Replay
 from fullshard.planner.memory.steady_bytes import SteadyBytes
 from fullshard.planner.memory.xla_replay import XlaReplay
 from fullshard.planner.step.few_blocks import schedules
-from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, slots_of
+from fullshard.planner.step.offload_bytes import SHARE, offload_bytes, slots_of
 from fullshard.planner.step.schedule import Operation, schedule
-from fullshard.planner.step.unit_sizes import unit_sizes
 
 PLAYERS: dict[str, type[Replay]] = {"torch": Replay, "jax": XlaReplay}  # by engine
+FOR_GOOD = ("rest", "workspace")  # owners of what the first step allocates and no later one
 Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 
 
@@ -102,7 +102,7 @@ def peak_bytes(
 ) -> PeakBytes:
     """The bytes of `predict(…, reserved=False)` alone. Faster: a search asks for hundreds of plans."""
     slots = slots_of(optimizer or AdamW())
-    away = OffloadBytes(plan, unit_sizes(plan, description), slots, clip=clip, cpu_share=cpu_share)
+    away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
     how: dict[str, Any] = {"whole": away.backlog is not None, "loss": loss, "clip": clip, "engine": engine}
     for few, found in schedules(plan, description, _different(plan), marked=away.staying, **how):
         player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share)
@@ -178,12 +178,21 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
         before, alive = alive, {**tape.alive}
         alike = before is not None and _sizes(before) == _sizes(alive)
         starts.append(len(tape.deltas))
-        if before is not None and alike:  # the last step left everything as it found it, so this one repeats it
+        if before is not None and (once := _once(before, alive)):  # what the first step left stays, and nothing else is new
+            tape.repeat(starts[-2], {}, once)
+        elif before is not None and alike:  # the last step left everything as it found it, so this one repeats it
             tape.repeat(starts[-2], {entry[0]: alive[key][0] for key, entry in before.items()})
         else:
             player.play(operations)
     assert alive is not None
     return starts, alike, alive
+
+
+def _once(before: Alive, after: Alive) -> set[int]:
+    """The numbers of what the first step allocated for good; empty if it left something else behind."""
+    new = {key: entry[0] for key, entry in after.items() if key not in before}
+    for_good = all(owner in FOR_GOOD for owner, _ in new) and all(after.get(key) == entry for key, entry in before.items())
+    return set(new.values()) if for_good else set()
 
 
 def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
@@ -223,10 +232,9 @@ def _phase_of(operations: tuple[Operation, ...], index: int) -> str:
 
 def at_rest(plan: Plan, description: Description, slots: int) -> dict[str, dict[str, int]]:
     """Bytes that stay between steps, by tier and kind."""
-    units = unit_sizes(plan, description)
-    away = OffloadBytes(plan, units, slots)
+    away = offload_bytes(plan, description, slots)
     found: dict[str, dict[str, int]] = {}
-    for sizes in units.values():
+    for sizes in away.groups.values():
         shard = away.shard_of(sizes) if sizes.away else sum(sizes.shards) * away.master
         state = away.state_of(sizes) if sizes.away else slots * sizes.moment_bytes(plan.precision)
         for kind, place, nbytes in (

@@ -12,6 +12,7 @@ from typing import Any
 from fullshard.model.description import Description
 from fullshard.model.reduced_description import unit_kinds, without_units
 from fullshard.plan.plan import Plan
+from fullshard.planner.step.memo import remembered
 from fullshard.planner.step.schedule import Operation, schedule
 
 COUNTS = (6, 12)  # blocks of a row to try: some plans take longer to become steady
@@ -31,6 +32,11 @@ class FewBlocks:
 def few_blocks(plan: Plan, description: Description, count: int, marked: Set[str] = frozenset()) -> FewBlocks | None:
     """The plan with `count` blocks of each row of equal ones; None if no row has as many more. `marked`: units that are unlike
     others."""
+    make = lambda: _few_blocks(plan, description, count, marked)
+    return remembered(description, "few blocks", plan, (count, frozenset(marked)), make)
+
+
+def _few_blocks(plan: Plan, description: Description, count: int, marked: Set[str]) -> FewBlocks | None:
     rows: dict[str, int] = {}
     left_out: list[int] = []
     dropped: set[str] = set()
@@ -44,11 +50,9 @@ def few_blocks(plan: Plan, description: Description, count: int, marked: Set[str
         dropped |= {name for block in middle for name in block.units}
     if not dropped:
         return None
-    key = ("without", frozenset(dropped))
-    if key not in description.memo:
-        description.memo[key] = without_units(description, dropped)
     kept = replace(plan, units=tuple(u for u in plan.units if u.name not in dropped))
-    return FewBlocks(kept, description.memo[key], rows, left_out)
+    less = remembered(description, "without", None, (frozenset(dropped),), lambda: without_units(description, dropped))
+    return FewBlocks(kept, less, rows, left_out)
 
 
 def schedules(
@@ -112,12 +116,10 @@ def _unit_kinds(plan: Plan, description: Description) -> dict[str, int]:
     """The kind of each unit, as a number."""
     assert description.costs is not None
     costs = description.costs.on(plan.mesh)
-    key = ("kinds", id(costs))
-    if key not in description.memo:
-        numbers: dict[object, int] = {}
-        found = unit_kinds(description, costs)
-        description.memo[key] = {name: numbers.setdefault(kind, len(numbers)) for name, kind in found.items()}
-    return description.memo[key]
+    numbers: dict[object, int] = {}
+    number = lambda kind: numbers.setdefault(kind, len(numbers))
+    make = lambda: {name: number(kind) for name, kind in unit_kinds(description, costs).items()}
+    return remembered(description, "kinds", costs, (), make)
 
 
 class SteadyBlocks(ABC):

@@ -8,7 +8,9 @@ reduction. A shard in host memory may lie in half of the master's memory, and th
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from fullshard.model.description import Description
 from fullshard.plan.optimizer import SGD, Optimizer
 from fullshard.plan.plan import Home, HomeName, Plan
 from fullshard.plan.update_pieces import (
@@ -22,7 +24,8 @@ from fullshard.plan.update_pieces import (
     deal,
     shard_file_bytes,
 )
-from fullshard.planner.step.unit_sizes import UnitSizes, item
+from fullshard.planner.step.memo import remembered
+from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
 SHARE = 0.5  # of the pieces that the CPU updates, if the cluster is unknown
 
@@ -88,11 +91,10 @@ def offloaded(groups: dict[str, UnitSizes], grain: int = 1) -> list[UnitElements
     def grains(sizes: Iterable[int]) -> int:
         return sum(-(-n // grain) * grain for n in sizes)
 
-    return [
-        UnitElements(g.name, g.home, grains(g.shards), grains(g.shards[i] for i in g.trained), sum(g.shards))
-        for g in groups.values()
-        if g.away
-    ]
+    away = [g for g in groups.values() if g.away]
+    if grain == 1:
+        return [UnitElements(g.name, g.home, g.held, g.moving, g.held) for g in away]
+    return [UnitElements(g.name, g.home, grains(g.shards), grains(g.shards[i] for i in g.trained), g.held) for g in away]
 
 
 def pcie_traffic(plan: Plan, slots: int) -> tuple[float, int]:
@@ -150,7 +152,7 @@ class OffloadSizes:
         self.compute, self.master, self.gradient = item(p.compute), item(p.master), item(plan.offloaded_gradients)
         self.pieces = cut_units(units, cpu_share)
 
-    @property
+    @cached_property
     def state(self) -> float:
         """Bytes of master and moments, an element."""
         return state_width(self.plan, self.slots)
@@ -159,7 +161,7 @@ class OffloadSizes:
         """Bytes of a master and of each moment. Frozen parameters, which are not `moving`, have no moments."""
         return [elements * self.master, *[self.plan.precision.moment_bytes(moving)] * self.slots]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest piece, the size of every staging buffer."""
         return max((p.elements for p in self.pieces), default=0)
@@ -170,7 +172,7 @@ class OffloadSizes:
         the pieces that the next forward needs first are updated first."""
         return self.plan.backlog is not None or self.state_on_disk
 
-    @property
+    @cached_property
     def state_on_disk(self) -> bool:
         return any(u.home.optimizer == "disk" for u in self.offloaded.values())
 
@@ -271,6 +273,14 @@ class OffloadSizes:
         """Between disk and device: a unit's shard, and a piece's new parameters."""
         shards = self.file_bytes()
         return [max(shards)] * READ_SLOTS + [self.largest * self.compute] * WRITE_SLOTS if shards else []
+
+
+def offload_bytes(
+    plan: Plan, description: Description, slots: int, *, clip: bool = True, cpu_share: float = SHARE
+) -> "OffloadBytes":
+    """The bytes of a plan's offloaded units, which memory and time of the same plan share."""
+    make = lambda: OffloadBytes(plan, unit_sizes(plan, description), slots, clip=clip, cpu_share=cpu_share)
+    return remembered(description, "offload", plan, (slots, clip, cpu_share), make)
 
 
 class OffloadBytes(OffloadSizes):

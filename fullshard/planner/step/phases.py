@@ -5,7 +5,9 @@ from functools import lru_cache
 
 from fullshard.base.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section, Trace
+from fullshard.model.description import Description
 from fullshard.plan.plan import Plan, Unit
+from fullshard.planner.step.memo import remembered
 
 PhaseSections = list[tuple[Phase, str, Section]]
 
@@ -15,6 +17,15 @@ def phase_sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:
     plan's attention."""
     found = _sections(plan, costs, loss)
     return [(p, u, _with_flash(s)) for p, u, s in found] if plan.kernels.attention == "flash" else found
+
+
+def remembered_sections(plan: Plan, description: Description, loss: str) -> PhaseSections:
+    """The same of a description. Plans with the same choices share one list, which nobody changes."""
+    assert description.costs is not None
+    costs = description.costs.on(plan.mesh)
+    choices = tuple((u.name, u.modules, u.remat) for u in plan.units)
+    key = (plan.precision.compute, loss, plan.compile, plan.kernels.attention, choices)
+    return remembered(description, "sections", costs, key, lambda: phase_sections(plan, costs, loss))
 
 
 @lru_cache(maxsize=4096)

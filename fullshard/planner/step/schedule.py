@@ -13,8 +13,9 @@ from fullshard.model.costs import Costs, Phase, Section
 from fullshard.model.description import Description
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.float8_products import float8_sections
+from fullshard.planner.step.memo import remembered
 from fullshard.planner.step.offload_bytes import waits_for_norm
-from fullshard.planner.step.phases import as_compiled, neighbours, phase_sections
+from fullshard.planner.step.phases import as_compiled, neighbours, remembered_sections
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
@@ -75,7 +76,9 @@ def schedule(
 ) -> tuple[Operation, ...]:
     """The operations of one step. `micros`: indices of the micro-batches to include, by default all. `clip`: whether gradients
     are clipped, so that updates wait for the norm. `engine`: on JAX gradients are always reduced after every micro-batch."""
-    return tuple(_Step(plan, description, loss, clip, engine).run(micros or tuple(range(plan.batch.accumulate))))
+    micros = micros or tuple(range(plan.batch.accumulate))
+    make = lambda: tuple(_Step(plan, description, loss, clip, engine).run(micros))
+    return remembered(description, "schedule", plan, (loss, micros, clip, engine), make)
 
 
 def chunks(plan: Plan, description: Description, engine: str = "torch") -> list[int]:
@@ -116,13 +119,13 @@ class _Step:
     """FSDP's state while the schedule is built: which units are gathered, which gathers are under way."""
 
     def __init__(self, plan: Plan, description: Description, loss: str, clip: bool, engine: str):
-        costs = costs_of(plan, description, loss)
+        costs_of(plan, description, loss)
         self.plan = plan
         self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
         traced = as_compiled(plan, engine)
-        self.sections = float8_sections(traced, description, phase_sections(traced, costs, loss))
+        self.sections = float8_sections(traced, description, remembered_sections(traced, description, loss))
         self.scaled = False  # whether the scales of weights that are gathered in float8 are known
         self.near = neighbours(self.sections)
         self.description, self.engine = description, engine
@@ -330,8 +333,11 @@ class _Step:
 
     def _saved(self) -> dict[str, tuple[Saved, ...]]:
         """The activations that leave the device, by unit."""
-        batch = self.plan.batch
-        found = saved_tensors(self.sections, self.near, batch.micro_batch, batch.sequence) if self.leads else {}
+        if not self.leads:
+            return {}
+        shape = (self.plan.batch.micro_batch, self.plan.batch.sequence)
+        make = lambda: saved_tensors(self.sections, self.near, *shape)
+        found = remembered(self.description, "saved", self.sections, shape, make)
         return {name: found[name] for name in self.leads if found.get(name)}
 
     def _move(self, kind: OperationKind, what: Payload, unit: str, nbytes: int = 0) -> Operation:

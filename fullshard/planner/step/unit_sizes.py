@@ -8,6 +8,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.model.description import ITEM_BYTES, Description, Tensor, UnitDescription
 from fullshard.model.float8_weights import gathered_in_float8
 from fullshard.plan.plan import Home, Plan, Precision, Unit
+from fullshard.planner.step.memo import remembered
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,15 @@ class UnitSizes:
         """Elements when gathered, padding included."""
         return tuple(n * self.world for n in self.shards)
 
-    def gathered_bytes(self, item: int) -> list[int]:
+    def gathered_bytes(self, item: int) -> tuple[int, ...]:
         """Bytes of each parameter when gathered. `item`: of an element of the compute dtype."""
-        return [n * (1 if i in self.float8 else item) for i, n in enumerate(self.gathered)]
+        if item not in self._gathered_bytes:
+            self._gathered_bytes[item] = tuple(n * (1 if i in self.float8 else item) for i, n in enumerate(self.gathered))
+        return self._gathered_bytes[item]
+
+    @cached_property
+    def _gathered_bytes(self) -> dict[int, tuple[int, ...]]:
+        return {}
 
     def shard_bytes(self, item: int) -> int:
         """Bytes of this rank's shards as they are gathered."""
@@ -47,21 +54,36 @@ class UnitSizes:
         """Indices of the parameters that get gradients."""
         return tuple(i for i, p in enumerate(self.parameters) if p.trainable)
 
-    @property
+    @cached_property
+    def trained_shards(self) -> tuple[int, ...]:
+        """Elements at rest of the trained parameters."""
+        return tuple(self.shards[i] for i in self.trained)
+
+    @cached_property
+    def held(self) -> int:
+        """Elements of this rank's shards."""
+        return sum(self.shards)
+
+    @cached_property
     def moving(self) -> int:
         """Elements of this rank's shards of trained parameters."""
-        return sum(self.shards[i] for i in self.trained)
+        return sum(self.trained_shards)
 
     def moment_bytes(self, precision: Precision) -> int:
         """Bytes of one moment of the trained parameters, on the device."""
-        return sum(precision.moment_bytes(self.shards[i]) for i in self.trained)
+        return sum(map(precision.moment_bytes, self.trained_shards))
 
-    @property
+    @cached_property
+    def gradient_elements(self) -> int:
+        """Elements of the trained parameters' gradients before they are reduced."""
+        return sum(self.gathered[i] for i in self.trained)
+
+    @cached_property
     def away(self) -> bool:
         """True if parameters or state rest off the device; the shard is then in the compute dtype, apart from its master."""
         return self.home.params != "device" or self.home.optimizer != "device"
 
-    @property
+    @cached_property
     def takes_gradients(self) -> bool:
         """True if the shard is the whole and nobody else has it: gradients are not reduced."""
         return self.world == self.copies == 1 and not self.away
@@ -79,14 +101,31 @@ def updates_in_one_pass(plan: Plan, units: dict[str, UnitSizes], slots: int) -> 
 
 def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
     """The sizes of every unit of the plan, by name."""
-    known = {u.name: u for u in description.units}
-    local = description.costs.on(plan.mesh).shapes if plan.mesh.tensor > 1 and description.costs else {}
+    return remembered(description, "unit sizes", plan, (), lambda: _unit_sizes(plan, description))
+
+
+def _unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
+    mesh, memo = plan.mesh, description.memo.setdefault("sizes", {})
+    of_plan = (mesh.replicate, mesh.shard, mesh.tensor, mesh.expert, plan.precision.float8)
     found = {}
     for unit in plan.units:
-        if unit.name not in known:
-            raise FullshardError(f"unit {unit.name} of the plan is not in the description of {description.model}; plan again")
-        found[unit.name] = _unit(plan, unit, known[unit.name], local)
+        home = unit.home
+        key = (unit.name, unit.modules, unit.layout, unit.reshard, home.params, home.optimizer, home.activations, of_plan)
+        if (sizes := memo.get(key)) is None:
+            sizes = memo[key] = _unit(plan, unit, _described(unit, description), _local_shapes(plan, description))
+        found[unit.name] = sizes
     return found
+
+
+def _described(unit: Unit, description: Description) -> UnitDescription:
+    for described in description.units:
+        if described.name == unit.name:
+            return described
+    raise FullshardError(f"unit {unit.name} of the plan is not in the description of {description.model}; plan again")
+
+
+def _local_shapes(plan: Plan, description: Description) -> dict[str, tuple[int, ...]]:
+    return description.costs.on(plan.mesh).shapes if plan.mesh.tensor > 1 and description.costs else {}
 
 
 def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, tuple[int, ...]]) -> UnitSizes:

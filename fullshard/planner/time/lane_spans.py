@@ -51,8 +51,8 @@ def lane_spans(
     """The spans of one step of `plan` on `cluster`; arguments as of `timeline`."""
     every = tuple(range(plan.batch.accumulate))
     micros = every if len(every) <= MOST_MICRO_BATCHES else different_micro_batches(plan)
-    units, away, operations = step_operations(plan, description, cluster, micros, loss, optimizer, clip, cpu_share)
-    lanes = _RecordedLanes(plan, units, cluster, away)
+    away, operations = step_operations(plan, description, cluster, micros, loss, optimizer, clip, cpu_share)
+    lanes = _RecordedLanes(plan, cluster, away)
     play(lanes, operations)
     seconds = lanes.finish(repeats=0, spread=0.0).seconds
     found = sorted((*lanes.spans, *_transfers(lanes)), key=lambda s: s.start)

@@ -6,6 +6,7 @@ lanes of its own (`offload_lanes`), which go on from one step into the next.
 
 import math
 from dataclasses import dataclass, field
+from typing import get_args
 
 from fullshard.cluster.topology import Cluster
 from fullshard.model.costs import Phase
@@ -13,7 +14,7 @@ from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
 from fullshard.planner.step.phases import is_compiled
 from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
-from fullshard.planner.step.schedule import Operation
+from fullshard.planner.step.schedule import Operation, OperationKind
 from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, updates_in_one_pass
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
@@ -37,8 +38,8 @@ class Timeline:
 class StepLanes:
     """The lanes of one rank. `begin` a step, `run` its operations in order, then `finish`."""
 
-    def __init__(self, plan: Plan, units: dict[str, UnitSizes], cluster: Cluster, away: OffloadBytes, engine: str = "torch"):
-        self.plan, self.cluster, self.units, self.away = plan, cluster, units, away
+    def __init__(self, plan: Plan, cluster: Cluster, away: OffloadBytes, engine: str = "torch"):
+        self.plan, self.cluster, self.units, self.away = plan, cluster, away.groups, away
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # time at which a unit's update is done
         self.put_off: dict[str, float] = {}  # units whose update is not placed yet, and when it may begin
@@ -58,7 +59,7 @@ class StepLanes:
         self.serial = cluster.device.kind == "cpu"
         self.gather_passes = quantized_gather(plan.wire, self.compute, gpu=not self.serial)
         self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item, gpu=not self.serial)
-        self.one_pass = not self.serial and updates_in_one_pass(plan, units, away.slots)
+        self.one_pass = not self.serial and updates_in_one_pass(plan, self.units, away.slots)
         self.computed = self.one_pass and plan.keeps_computed_gradients
         self.fitted = cluster.calibration
         self.launches = engine == "torch"  # whether the host issues kernels one by one; XLA runs the step as one program
@@ -69,6 +70,8 @@ class StepLanes:
         self.reduced: dict[str, float] = {}  # time at which a unit's reduction is done
         self.starts: list[tuple[float, Timeline]] = []  # start of each micro-batch, and the seconds counted until then
         self.found = Timeline()
+        self.known: dict[tuple[str, int, int, int], tuple[float, str]] = {}  # seconds and link of collectives
+        self.place_one = {kind: getattr(self, f"_{kind}", None) for kind in get_args(OperationKind)}
 
     def begin(self) -> None:
         """Start another step. The result is that of the last one."""
@@ -83,7 +86,8 @@ class StepLanes:
 
     def run(self, op: Operation) -> None:
         """Place one operation."""
-        getattr(self, f"_{op.kind}", self._nothing)(op)
+        if place := self.place_one[op.kind]:  # frees take no time
+            place(op)
 
     def finish(self, repeats: int, spread: float) -> Timeline:
         """The seconds of the step. `repeats`: micro-batches like the second that were left out."""
@@ -106,9 +110,6 @@ class StepLanes:
                 mine[key] += times * (seconds - old.get(key, 0.0))
 
     # -- lanes ---------------------------------------------------------------------------------------
-
-    def _nothing(self, op: Operation) -> None:
-        """Frees take no time."""
 
     def _issue(self, kernels: float) -> None:
         if not self.launches:
@@ -144,8 +145,11 @@ class StepLanes:
     ) -> float:
         """Place a collective that may start at `earliest`; return when it ends. `passes`: seconds of the same lane before and
         after it, in which the link is free."""
-        seconds = collective_seconds(kind, nbytes, ranks, self.cluster, stride=stride)  # type: ignore[arg-type]
-        link = "network" if spread_of(ranks, stride, self.cluster).nodes > 1 else "node"
+        key = (kind, nbytes, ranks, stride)
+        if key not in self.known:
+            link = "network" if spread_of(ranks, stride, self.cluster).nodes > 1 else "node"
+            self.known[key] = collective_seconds(kind, nbytes, ranks, self.cluster, stride=stride), link  # type: ignore[arg-type]
+        seconds, link = self.known[key]
         start = max(self.free[lane], self.links[link], earliest, self.host)
         self.links[link] = start + seconds
         end = self.free[lane] = start + seconds + passes
@@ -383,7 +387,7 @@ class StepLanes:
 
     def _gradient_elements(self, sizes: UnitSizes) -> int:
         """Elements of a unit's unreduced gradients."""
-        return sum(sizes.gathered[i] for i in sizes.trained)
+        return sizes.gradient_elements
 
     def _trained_tensors(self) -> int:
         return sum(len(g.trained) for g in self.units.values())

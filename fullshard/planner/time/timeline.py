@@ -13,10 +13,9 @@ from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.few_blocks import FewBlocks, schedules
 from fullshard.planner.step.float8_products import float8_sections
-from fullshard.planner.step.offload_bytes import OffloadBytes, slots_of
-from fullshard.planner.step.phases import as_compiled, phase_sections
+from fullshard.planner.step.offload_bytes import OffloadBytes, offload_bytes, slots_of
+from fullshard.planner.step.phases import as_compiled, remembered_sections
 from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
-from fullshard.planner.step.unit_sizes import UnitSizes, unit_sizes
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.steady_time import SteadyTime
@@ -49,14 +48,13 @@ def timeline(
     """
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
-    units = unit_sizes(plan, description)
-    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
+    away = offload_bytes(plan, description, slots, clip=clip, cpu_share=share)
     shown = different_micro_batches(plan)
     quiet = cluster.of("quiet")
     hosts = [cluster] if quiet > QUIET_HOST else [cluster.with_host(pace) for pace in (quiet, 1.0, 2 - quiet)]
     common: dict[str, Any] = {"loss": loss, "clip": clip, "engine": engine}
     for few, found in schedules(plan, description, shown, whole=bool(away), **common):  # updates go on into the next step
-        lanes = [StepLanes(plan, units, host, away, engine) for host in hosts]
+        lanes = [StepLanes(plan, host, away, engine) for host in hosts]
         if all(play(at, found, few) for at in lanes):
             break
     late = cluster.calibration.rank_spread if spread is None else spread
@@ -79,13 +77,12 @@ def step_operations(
     clip: bool,
     cpu_share: float | None,
     engine: str = "torch",
-) -> tuple[dict[str, UnitSizes], OffloadBytes, tuple[Operation, ...]]:
-    """What is laid onto lanes: the units' sizes, what is offloaded, and the operations of these micro-batches."""
+) -> tuple[OffloadBytes, tuple[Operation, ...]]:
+    """What is laid onto lanes: the units and what of them is offloaded, and the operations of these micro-batches."""
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
-    units = unit_sizes(plan, description)
-    away = OffloadBytes(plan, units, slots, clip=clip, cpu_share=share)
-    return units, away, schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
+    away = offload_bytes(plan, description, slots, clip=clip, cpu_share=share)
+    return away, schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
 
 
 def play(lanes: StepLanes, operations: tuple[Operation, ...], few: FewBlocks | None = None) -> bool:
@@ -113,10 +110,11 @@ def _mean(steps: list[Timeline]) -> Timeline:
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str, engine: str = "torch") -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
     plan = as_compiled(plan, engine)
-    costs, batch, found = costs_of(plan, description, loss), plan.batch, 0.0
+    costs_of(plan, description, loss)
+    batch, found = plan.batch, 0.0
     p = plan.precision
     machine = Machine(cluster, p.compute, mesh=plan.mesh, kernels=plan.kernels, float8=p.float8)
-    sections = float8_sections(plan, description, phase_sections(plan, costs, loss), cast_weights=False)
+    sections = float8_sections(plan, description, remembered_sections(plan, description, loss), cast_weights=False)
     for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
