@@ -28,8 +28,9 @@ def refuse_missing(files: SafetensorsDirectory, missing: Sequence[str]) -> None:
     """Raise where the files lack tensors of the model."""
     if missing:
         known, first = list(files.entries), missing[0]
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise FullshardError(
-            f"{files.directory} has no tensor for {first}{_and_more(missing)}{nearest(first, known)} "
+            f"{files.directory} has no tensor for {first}{more}{nearest(first, known)} "
             f"(it has {len(known)}, for example {known[0] if known else 'none'}): it holds another model"
         )
 
@@ -37,10 +38,5 @@ def refuse_missing(files: SafetensorsDirectory, missing: Sequence[str]) -> None:
 def refuse_extra(files: SafetensorsDirectory, known: Collection[str]) -> None:
     """Raise where the files have tensors that the model lacks. `known`: the names that are the model's."""
     if extra := [n for n in files.entries if n not in known and not COMPUTED.search(n)]:
-        raise FullshardError(
-            f"{files.directory} has {extra[0]}{_and_more(extra)}, which this model lacks: it holds another model"
-        )
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+        more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise FullshardError(f"{files.directory} has {extra[0]}, which this model lacks{more}: it holds another model")

@@ -14,7 +14,7 @@ SECONDS = 1.5
 
 def judge_disk(prepared: Prepared, directory: str) -> list[str]:
     """A line or two. Collective: all ranks try the disk at the same time, as they will use it."""
-    held = unit_sizes(prepared.plan, described_units(prepared.recipe, prepared.model, prepared.engine))
+    held = unit_sizes(prepared.plan, described_units(prepared.recipe, prepared.model, prepared.engine.model))
     offload = OffloadBytes(prepared.plan, held, slots_of(make_optimizer(prepared.recipe)))
     activations = _activations(prepared)
     if not (filed := sum(offload.disk(activations).values())):  # nobody has traced the model's activations

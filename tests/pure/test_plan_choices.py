@@ -22,13 +22,24 @@ from fullshard.runs.run_directory import write_run
 
 @dataclass
 class Describes:
-    """Stands in for an engine: its models are presets, by name."""
+    """Stands in for an engine, and for its ranks and models: these are presets, by name."""
 
     name: str = "torch"
     traces: bool = True
 
-    def describe(self, model: str, *, micro_batch: int = 0, **_: Any) -> fs.Description:
-        if micro_batch and not self.traces:
+    @property
+    def model(self) -> "Describes":
+        return self
+
+    @property
+    def ranks(self) -> "Describes":
+        return self
+
+    def describe(self, model: str, **_: Any) -> fs.Description:
+        return fs.presets.describe(model)
+
+    def trace_costs(self, model: str, **_: Any) -> fs.Description:
+        if not self.traces:
             raise fs.FullshardError("it cannot be traced")
         return fs.presets.describe(model)
 

@@ -7,7 +7,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.status import say
 from fullshard.data.training_data import TrainingData
 from fullshard.engine.engine import Engine
-from fullshard.engine.model import TraceCosts
+from fullshard.engine.model import Models, ModelT, TraceCosts
 from fullshard.model import presets
 from fullshard.model.description import Description
 from fullshard.model.description_cache import cached_description
@@ -27,16 +27,16 @@ class Described:
 
 def describe_model(asked: Asked, model: Any, data: TrainingData, engine: Engine[Any, Any]) -> Described:
     """Describe the model that a plan is asked for, with the costs that choosing the plan takes."""
-    units = described_units(asked.recipe, model, engine, experts=asked.recipe.plan.expert > 1)
+    units = described_units(asked.recipe, model, engine.model, experts=asked.recipe.plan.expert > 1)
     known = _preset_costs(asked)
     if known is None and _needs_costs(asked):
         known = _traced_costs(asked, model, data, engine)
     return Described(units, known)
 
 
-def described_units(recipe: Recipe, model: Any, engine: Engine[Any, Any], *, experts: bool = False) -> Description:
+def described_units(recipe: Recipe, model: ModelT, models: Models[ModelT], *, experts: bool = False) -> Description:
     """The model's units, as the recipe's rules group them. What they cost is not traced."""
-    return engine.model.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
+    return models.describe(model, title=recipe.model.name, experts=experts, **recipe.plan.unit_rules)
 
 
 def describe_costs(recipe: Recipe, model: Any, engine: Engine[Any, Any], compute: DType) -> Description:

@@ -91,7 +91,7 @@ def check(recipe: Recipe, inputs: Inputs, planned: RecipePlan, engine: Engine[An
         filed = (
             planned.estimate.disk.allocated_bytes  # activations included
             if planned.estimate
-            else filed_bytes(plan, described_units(recipe, model, engine), make_optimizer(recipe))
+            else filed_bytes(plan, described_units(recipe, model, engine.model), make_optimizer(recipe))
         )
         refuse_full_disk(directory, filed, plan.mesh.devices)
     for part in (inputs.data, *([inputs.valid] if inputs.valid else [])):
