@@ -24,12 +24,12 @@ class DamagedError(FullshardError):
 
 
 class VerifyingCheckpoint(Checkpoint):
-    """Computes the checksums of a share of the files from what is read of them, in the files' order. What is not read, or out of
-    order, it reads itself."""
+    """Computes the checksums of a share of the files, if any, from what is read of them in the files' order. What is not read, or
+    out of order, it reads itself."""
 
-    def __init__(self, place: Place, share: tuple[int, int]):
+    def __init__(self, place: Place, share: tuple[int, int] | None):
         super().__init__(place)
-        own = share_of(self.manifest, place.files(), share)
+        own = share_of(self.manifest, place.files(), share) if share else []
         self.own = {n: FileChecksum(place, n, self.manifest.files[n].nbytes) for n in own}
 
     def read_pieces(self, file: str, pieces: Sequence[ReadPiece]) -> None:
@@ -48,16 +48,13 @@ def fill_from(where: str | Path | Place, ranks: RankAgreement, verify: Verify, f
     Damage raises on all ranks: by default before `fill` is called. With `meanwhile` it raises a DamagedError, also where `fill`
     raised because of it. With `no` the caller has compared the checksums.
     """
-    place = find_whole(where, ranks, verified=verify != "first")
-    if verify != "meanwhile":
-        checkpoint = Checkpoint(place)
-        ranks.gather_results(lambda: fill(checkpoint))
-        return checkpoint.manifest
-    verifying = VerifyingCheckpoint(place, find_nodes_by_listing(place, ranks).share(ranks.rank))
-    filled, why = attempt(lambda: fill(verifying))
-    checked, wrong = attempt(verifying.problems)
+    place, opened = find_whole(where, ranks, verified=verify != "first"), list[VerifyingCheckpoint]()
+    share = find_nodes_by_listing(place, ranks).share(ranks.rank) if verify == "meanwhile" else None
+    ranks.gather_results(lambda: opened.append(VerifyingCheckpoint(place, share)))
+    filled, why = attempt(lambda: fill(opened[0]))
+    checked, wrong = attempt(opened[0].problems)
     outcomes = ranks.gather([filled, None if filled else why, wrong if checked else [wrong]])
     if damage := [sentence for _, _, found in outcomes for sentence in found]:
         raise DamagedError(damage[0])
     unwrap([outcome[:2] for outcome in outcomes])
-    return verifying.manifest
+    return opened[0].manifest
