@@ -75,7 +75,7 @@ class Attempt:
     kill: Kill | None = None
 
 
-def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
+def run_once(attempt: Attempt, timeout: float = 200.0) -> list[int]:
     """Fork ranks that begin or resume the run; the exit statuses as waitpid gives them."""
     kill = attempt.kill
     with tempfile.TemporaryDirectory() as meeting:

@@ -104,7 +104,7 @@ def test_a_live_holder_is_named_and_a_killed_one_gives_way_at_once(place, monkey
     holder.wait()
     began = time.monotonic()
     with leased(place) as mine:
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         mine.check()
         assert list(read_leases(place)) == [mine.number] == [2]
     assert read_leases(place) == {}
@@ -179,7 +179,7 @@ def test_another_machine_is_watched_whatever_its_clock_says(place, quick):
 def test_a_holder_renews_and_one_that_was_replaced_finds_out(place, quick):
     with leased(place) as mine:
         before = read_leases(place)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while read_leases(place) == before:
             assert time.monotonic() < deadline
             time.sleep(0.05)
