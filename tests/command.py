@@ -33,5 +33,5 @@ def fullshard_process(*arguments: str, cwd: Path | str = ".", **environment: str
     """Run the command as a shell does."""
     command, plain = [sys.executable, "-m", "fullshard", *arguments], {**os.environ, **PLAIN, **environment}
     return subprocess.run(
-        command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False
+        command, cwd=cwd, env=plain, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False
     )

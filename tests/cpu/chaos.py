@@ -18,9 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.cpu.ranks import preloaded
 
 CALLS = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "rename", "unlink", "rmdir", "replace", "link")
 EVERYBODY = ("open shard", "pwrite shard", "fsync shard")  # phases that all ranks go through
@@ -72,7 +75,7 @@ class Attempt:
     kill: Kill | None = None
 
 
-def run_once(attempt: Attempt, timeout: float = 60.0) -> list[int]:
+def run_once(attempt: Attempt, timeout: float = 200.0) -> list[int]:
     """Fork ranks that begin or resume the run; the exit statuses as waitpid gives them."""
     kill = attempt.kill
     with tempfile.TemporaryDirectory() as meeting:
@@ -341,5 +344,16 @@ def _phases(store: bool, harder: set[str]) -> tuple[str, ...]:
     return STORE_PHASES if store else (*LEASE_PHASES, *RETENTION_PHASES) if "damage" in harder else PHASES
 
 
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])))
+def in_process(variables: dict[str, str], *arguments: Any) -> dict:
+    """`main` in a process of its own, which forks ranks: a fork itself, of a server that has imported torch."""
+    with ProcessPoolExecutor(1, preloaded()) as pool:
+        return pool.submit(_alone, variables, *arguments).result(3600)
+
+
+def _alone(variables: dict[str, str], *arguments: Any) -> dict:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ |= variables
+    return main(*arguments)

@@ -171,28 +171,24 @@ def uneven_against_train_step(cases: list[Case]) -> list[tuple[float, float, boo
     return found
 
 
-def resumed(cases: list[Case], checkpoint_dir: str, *, own: bool = False) -> list[float]:
+def resumed(case: Case, checkpoint_dir: str, *, own: bool = False) -> float:
     """How far a loop that was interrupted after three of six steps ends from one that was not. `own`: with the caller's
     optimizer."""
-    found = []
     with tempfile.TemporaryDirectory() as disk:
-        for i, case in enumerate(cases):
-            states = [_with_rates(case, disk, own=own) for _ in range(2)]
-            (whole, rates), (state, later) = states
-            for s in range(6):
-                if s == 3:
-                    fs.checkpoint.save(f"{checkpoint_dir}/{i}", whole, extra={"rates": rates.state_dict()})
-                uneven_step(whole, s, 1.0)
-                rates.step()
-            saved = fs.checkpoint.load(f"{checkpoint_dir}/{i}", state).state["extra"]
-            later.load_state_dict(saved["rates"])
-            for group, lr in zip(state.optimizer.param_groups, later.get_last_lr(), strict=True):
-                group["lr"] = lr
-            while state.step < 6:
-                uneven_step(state, state.step, 1.0)
-                later.step()
-            found.append(homes.apart(homes.values(whole), homes.values(state)))
-    return found
+        (whole, rates), (state, later) = (_with_rates(case, disk, own=own) for _ in range(2))
+        for s in range(6):
+            if s == 3:
+                fs.checkpoint.save(checkpoint_dir, whole, extra={"rates": rates.state_dict()})
+            uneven_step(whole, s, 1.0)
+            rates.step()
+        saved = fs.checkpoint.load(checkpoint_dir, state).state["extra"]
+        later.load_state_dict(saved["rates"])
+        for group, lr in zip(state.optimizer.param_groups, later.get_last_lr(), strict=True):
+            group["lr"] = lr
+        while state.step < 6:
+            uneven_step(state, state.step, 1.0)
+            later.step()
+        return homes.apart(homes.values(whole), homes.values(state))
 
 
 def _with_rates(case: Case, disk: str, *, own: bool) -> tuple[on_torch.State, torch.optim.lr_scheduler.LRScheduler]:

@@ -7,10 +7,18 @@ import os
 import tempfile
 import traceback
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 TIMEOUT = 240  # seconds a call may take before its ranks are taken for hung
 PRELOADED = ["fullshard.on_torch", "torch._dynamo", "peft"]  # by the server that ranks on a CPU are forks of
+
+
+def preloaded() -> BaseContext:
+    """Where a process starts as a fork of a server that has imported torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankError(AssertionError):
@@ -58,8 +66,7 @@ class Ranks:
     def _start(self) -> None:
         if self.processes:
             return
-        context = mp.get_context("forkserver" if self.device == "cpu" else "spawn")  # CUDA does not outlive a fork
-        context.set_forkserver_preload(PRELOADED)
+        context = preloaded() if self.device == "cpu" else mp.get_context("spawn")  # CUDA does not outlive a fork
         self.directory = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         for rank in range(self.world):

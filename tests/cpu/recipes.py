@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.data.pack_tokens import pack
-from fullshard.runs.prepare.prepare import Prepared, prepare
+from fullshard.engine.protocols import load_engine
+from fullshard.runs.prepare.prepare import Prepared, prepare_together
 from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run import execute
 
@@ -118,9 +121,9 @@ def make_model(path: Path, texts: list[str]) -> None:
 
 
 def train(here: Path, recipe: Path, overrides: list[str], directory: Path) -> Prepared:
-    """What `fullshard train` does on every rank."""
-    with contextlib.chdir(here):
-        prepared = prepare(load_recipe(recipe, overrides), 2)
+    """What `fullshard train` does on every rank that a launcher started."""
+    with contextlib.chdir(here), mock.patch.dict(os.environ, WORLD_SIZE="2"):
+        prepared = prepare_together(load_recipe(recipe, overrides), load_engine("torch"), dict, {})
         execute(prepared, directory)
     return prepared
 

@@ -1,6 +1,5 @@
 """Ranks of their own that end when one of them skips a unit in a later step, for `test_skips`."""
 
-import multiprocessing as mp
 import os
 import socket
 import sys
@@ -8,15 +7,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.cpu.ranks import PRELOADED
+from tests.cpu.ranks import preloaded
 
 LATER = 2  # the step, from 0, in which the fault begins
 
 
 def run(fault: str, *, world: int = 2, device: str = "cpu", **more: object) -> list[tuple[int | None, str]]:
     """The exit code and the stderr of each rank. None: it had to be killed."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = preloaded()
     with socket.socket() as free, tempfile.TemporaryDirectory() as directory:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -28,7 +26,7 @@ def run(fault: str, *, world: int = 2, device: str = "cpu", **more: object) -> l
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         codes = [process.exitcode for process in processes]

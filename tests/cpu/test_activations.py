@@ -42,7 +42,7 @@ def check(ranks, case: Case) -> None:
         assert spilled == fetched > 0
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_spilled_activations_change_no_bit(ranks, case):
     check(ranks, case)

@@ -65,6 +65,7 @@ def test_a_parameter_that_another_module_computes_with(ranks):
 
 
 @pytest.mark.oldest_torch
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", [*odd_models.PLAIN, *odd_models.SHOWN])
 def test_parameters_that_are_used_where_fsdp_does_not_expect_it(ranks, kind):
     """Containers, weights that other modules read, modules that are called past their hooks, frozen modules."""

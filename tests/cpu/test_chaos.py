@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.verify import problems
 from fullshard.data.pack_tokens import pack
-from tests.cpu.chaos import LEASE_PHASES, PHASES, RETENTION_PHASES, ROLLBACK_PHASES
+from tests.cpu.chaos import LEASE_PHASES, PHASES, RETENTION_PHASES, ROLLBACK_PHASES, in_process
 from tests.cpu.test_divergence import MODEL as FRAGILE
 from tests.cpu.test_divergence import plant
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -95,13 +92,9 @@ def test_kills_while_the_disk_is_full(here, kills):
 
 
 def carry_out(here: Path, kills: int, seed: int, world: int, options: list[str], **variables: str) -> dict:
-    """In a process of its own that forks ranks."""
-    line = [sys.executable, "-m", "tests.cpu.chaos", str(here), str(kills), str(seed), str(world), *options]
-    surroundings = environment() | variables
-    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stdout)
-    return json.loads(done.stdout)
+    found = in_process(environment() | variables, str(here), kills, seed, world, options)
+    print(found)
+    return found
 
 
 @pytest.mark.full
@@ -150,7 +143,7 @@ def whole_lines(run: Path) -> int:
 
 
 def wait_for_end(processes: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{p}").exists() and "State:\tZ" not in Path(f"/proc/{p}/status").read_text() for p in processes):
         assert time.monotonic() < deadline, "ranks outlived their launcher"
         time.sleep(0.05)

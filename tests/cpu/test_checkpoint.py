@@ -122,11 +122,11 @@ def test_background_work_is_done_in_order_by_a_thread_that_gives_way(priority):
     found = background.submit(lambda: (os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
     failed = background.submit(lambda: done[9])
     background.close()
-    nice, policy = found.result(10)
+    nice, policy = found.result(100)
     assert (nice > own[0]) == (priority == "nice")
     assert policy == (os.SCHED_IDLE if priority == "idle" else os.SCHED_OTHER)
     assert (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == own
-    assert [f.result(10) for f in futures] == [None] * 3
+    assert [f.result(100) for f in futures] == [None] * 3
     assert done == [0, 1, 2]
     assert isinstance(failed.exception(10), IndexError)
 

@@ -82,6 +82,7 @@ def test_zero3_gathers_twice_and_reduces_once(traffic_of, world, compute, item):
     assert sum(k == "gather" for k, _, _ in found) == 2 * len(UNITS)  # one collective a unit and pass
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_zero2_gathers_once_and_reduces_once(traffic_of, world):
     found, _ = traffic_of(world, "zero2", {"devices": world})[0]
@@ -103,6 +104,7 @@ def test_deferred_sync_reduces_once(traffic_of):
     assert total(found, "reduce") == 4 * whole(2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp_all_reduces_once(traffic_of, world):
     found, _ = traffic_of(world, "ddp", {"devices": world})[0]

@@ -67,6 +67,7 @@ def finite(checkpoint_dir: Local) -> bool:
     return all(np.isfinite(c.tensor(n)).all() for c in found for n in c.manifest.tensors if n.startswith("model."))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("more", [[], ["checkpoint.background=false"], ["home.optimizer=disk", "disk.path=."]], ids=str)
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(here, ranks, more):
     """A learning rate near the largest number of fp32: the first update makes weights infinite, after a step whose loss and

@@ -55,7 +55,8 @@ def test_compiled_equals_eager_and_blocks_compile_once(ranks, remat):
     assert 1 <= found["frames"] <= 2  # three blocks share one compilation; a second for changed flags is fine
 
 
-@pytest.mark.parametrize(("remat", "compile"), [("none", False), ("full", False), ("selective", False), ("full", True)])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("remat", "compile"), [("full", False), ("none", False), ("full", True), ("selective", False)])
 def test_attention_is_computed_by_the_plans_backend_in_blocks_alone(ranks, remat, compile):
     found = ranks(2).run(engine.attention, remat, compile)[0]
     assert found["losses"]["flash"] == pytest.approx(found["losses"]["auto"], rel=1e-6)

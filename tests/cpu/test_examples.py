@@ -20,7 +20,7 @@ def output(script: str, *arguments: str, cwd: Path, ranks: int = 2, quiet: bool 
     alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, *(TORCHRUN if ranks > 1 else []), str(ROOT / "examples" / script), *arguments]
     done = subprocess.run(
-        command, cwd=cwd, env=kept | alone, capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False
+        command, cwd=cwd, env=kept | alone, capture_output=True, encoding="utf-8", errors="replace", timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert not quiet or "Warning" not in done.stderr, done.stderr  # a newcomer would wonder

@@ -193,7 +193,8 @@ def test_checkpoints_load_under_other_moments(ranks, tmp_path, one, other, first
         assert found["exp_avg_sq"] <= second
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("moments", ["int8", "bf16"])
 def test_another_world_size_loads_what_was_saved(ranks, tmp_path, moments):
     ranks(2).run(low_bit.saved_whole, Case(moments=moments), str(tmp_path))
     one = ranks(1).run(low_bit.loaded_moments, Case(moments=moments), str(tmp_path))[0]
@@ -221,6 +222,7 @@ def test_the_loss_is_that_of_fp32(ranks):
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("moments", "share"), [("int8", 0.27), ("bf16", 0.5)])
 def test_resident_state_takes_what_is_planned(ranks, moments, share):
     """int8: 260 bytes for each block of 256. Counted by hand from the shards."""

@@ -74,7 +74,7 @@ def server(run):
         assert url.startswith("http://127.0.0.1:"), process.stderr.read()
         yield url
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=200)
         assert (process.returncode, said) == (0, "Ctrl-C ends it\n")
 
 

@@ -59,7 +59,7 @@ def test_a_call_on_one_rank_is_a_sentence_within_seconds(ranks, tmp_path):
     for found in ranks(2).run(saved_models.on_one_rank, str(tmp_path)):
         assert "rank 1 did not call it within 0.5 seconds of rank 0" in found["alone"]
         assert "call it on all ranks, not under `if rank == 0`" in found["alone"]
-        assert found["seconds"] < 10
+        assert found["seconds"] < 60  # a loaded machine; seconds on another
         assert found["both"] == "accepted"
 
 

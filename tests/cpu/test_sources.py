@@ -267,7 +267,7 @@ def test_a_signal_to_the_workers_too_ends_a_run_at_a_step(here):
     try:
         wait_until(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
         os.killpg(process.pid, signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 143, said

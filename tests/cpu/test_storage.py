@@ -336,7 +336,7 @@ def test_rates_are_measured_and_leave_nothing(directory):
 def test_a_trial_of_a_disk_ends_in_time_and_leaves_nothing(directory):
     start = time.perf_counter()
     rates = disk_rates(directory, 256 * MiB, seconds=0.02)
-    assert time.perf_counter() - start < 5.0
+    assert time.perf_counter() - start < 30.0
     assert all(1e6 < r < 1e12 for r in rates)
     assert list(directory.iterdir()) == []
 

@@ -160,7 +160,7 @@ def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     try:
         wait_until(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
         send(process, number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=200)
     finally:
         process.kill()
     *_, last_step, last = metrics(run)
@@ -184,7 +184,7 @@ def test_a_signal_before_the_first_step_is_no_traceback_either(here):
     try:
         wait_until(process, lambda: len(children(process.pid)) == 2)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -7,15 +7,15 @@ from tests.cpu import unused
 
 CASES = [
     ("zero3", {}),
-    ("zero3", {"own": True}),
+    pytest.param("zero3", {"own": True}, marks=pytest.mark.full),
     ("zero2", {"parts": 2, "never": True}),
     pytest.param("zero3", {"never": True}, marks=pytest.mark.full),
     pytest.param("zero3", {"never": True, "own": True}, marks=pytest.mark.full),
     pytest.param("zero1", {"parts": 2}, marks=pytest.mark.full),
     pytest.param("ddp", {}, marks=pytest.mark.full),
     pytest.param("ddp", {"never": True, "own": True, "parts": 2}, marks=pytest.mark.full),
-    ("zero3", {"home": fs.Home(optimizer="host"), "clip": 1e9}),
-    pytest.param("zero3", {"home": fs.Home("host", "host"), "own": True, "never": True}, marks=pytest.mark.full),
+    pytest.param("zero3", {"home": fs.Home(optimizer="host"), "clip": 1e9}, marks=pytest.mark.full),
+    ("zero3", {"home": fs.Home("host", "host"), "own": True, "never": True}),
     pytest.param("zero3", {"home": fs.Home(optimizer="host"), "parts": 2, "never": True}, marks=pytest.mark.full),
 ]
 

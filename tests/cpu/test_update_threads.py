@@ -16,7 +16,7 @@ def shared(workers, call, parts):
         ended.set()
 
     workers.share(call, parts, end)
-    assert ended.wait(10)
+    assert ended.wait(100)
     return errors
 
 
@@ -33,7 +33,7 @@ def test_a_thread_that_is_held_up_holds_up_its_own_part_only():
 
     def work(i):
         by[i] = threading.current_thread().name
-        time.sleep(0.5 if i == 0 else 0.001)
+        time.sleep(1.5 if i == 0 else 0.001)
 
     shared(workers, work, [(i,) for i in range(40)])
     assert sum(name == by[0] for name in by.values()) < 20  # half of them, were the parts dealt out beforehand

@@ -319,6 +319,7 @@ global_batch = 8
 final = false
 minutes = 0
 [plan]
+strategy = "zero3"
 names = ["model.layers.*.mlp", "lm_head"]
 prefetch_backward = 2
 """

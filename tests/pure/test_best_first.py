@@ -16,8 +16,8 @@ from fullshard.planner.search.search import find_plan
 from fullshard.planner.search.strategy_cells import cells
 
 ASKED = [
-    ("llama3-8b", "64xh100", 8192, 1024, None),
     ("llama-1.5b", "8xh100", 2048, 64, None),
+    ("llama3-8b", "64xh100", 8192, 1024, None),
     ("gpt2-xl", "4xl40s", 1024, 64, None),
 ]
 
@@ -95,8 +95,10 @@ def question(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return about, {name: pick.choice(CHOICES[name]) for name in pick.sample(sorted(CHOICES), pick.randint(1, 3))}
 
 
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("seed", range(40))
+QUICK = (4, 9, 13)  # whose searches take few seconds
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in range(40)])
 def test_a_freer_question_never_has_a_slower_answer(seed):
     about, fix = question(seed)
     try:

@@ -52,7 +52,7 @@ def test_a_worker_that_is_killed(tmp_path, corpus):
 def test_a_script_that_every_worker_runs_again(tmp_path, corpus):
     script = f"from fullshard.data.pack_tokens import pack; pack([{str(corpus)!r}], {str(tmp_path / 'x')!r}, workers=2)"
     (tmp_path / "script.py").write_text(script)
-    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=200)
     assert found.returncode == 1
     assert 'calls pack outside of `if __name__ == "__main__":`' in found.stderr
     assert not (tmp_path / "x").exists()
@@ -63,7 +63,7 @@ def test_a_script_from_standard_input(tmp_path, corpus, workers):
     chosen = "" if workers is None else f", workers={workers}"
     call = f"pack([{str(corpus)!r}], {str(tmp_path / 'x')!r}{chosen})"
     script = f"from fullshard.data.pack_tokens import pack\nif __name__ == '__main__':\n    {call}\n"
-    found = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=200)
     refused = "there is no file <stdin>; write workers=1, or put the script in a file" in found.stderr
     assert (found.returncode, refused) == ((1, True) if workers == 2 else (0, False))
     assert (tmp_path / "x").exists() == (workers != 2)

@@ -102,15 +102,15 @@ def test_a_newer_question_of_the_same_tab_ends_the_older():
 
     worker = PlanWorker(slow)
     older = worker.ask("a", PlanQuestion("gpt2", "8xh100", 1))
-    assert began.wait(5)
+    assert began.wait(60)
     waiting = worker.ask("a", PlanQuestion("gpt2", "8xh100", 2))
     newest = worker.ask("a", PlanQuestion("gpt2", "8xh100", 3))
     other = worker.ask("b", PlanQuestion("gpt2", "8xh100", 4))
-    assert newest.result(5) == {"sequence": 3}
-    assert other.result(5) == {"sequence": 4}
+    assert newest.result(60) == {"sequence": 3}
+    assert other.result(60) == {"sequence": 4}
     for future in (older, waiting):
         with pytest.raises(SupersededError):
-            future.result(5)
+            future.result(60)
     assert worker.ask("c", PlanQuestion("gpt2", "8xh100", 3)).done()  # remembered
 
 

@@ -128,7 +128,8 @@ def test_what_is_given_stays():
     assert {"compute", "remat", "compile", "prefetch", "sync", "micro_batch"} == made_by(best, "given")
 
 
-@pytest.mark.parametrize("plan", [{"strategy": "zero3"}, {"strategy": "mixed", "keep_whole": ["head"]}], ids=str)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("plan", [{"strategy": "mixed", "keep_whole": ["head"]}, {"strategy": "zero3"}], ids=str)
 def test_homes_leave_the_device_if_nothing_else_fits(plan):
     best = found(recipe("llama3-8b", plan=plan), "1xh100" if plan["strategy"] == "zero3" else "2xl40s")
     assert "host" in {u.home.optimizer for u in best.plan.units}
@@ -159,14 +160,14 @@ def test_a_model_that_cannot_be_traced():
 
 
 def test_a_resume_keeps_what_changes_results_on_other_devices():
-    before = found(recipe(plan={"strategy": "zero3"}, batch=16), "8xh100", kept=None).plan
+    before = found(recipe("llama-125m", plan={"strategy": "zero3"}, batch=16), "8xh100", kept=None).plan
     kept = kept_choices(before.to_dict())
     tiny = {"strategy": "zero3", "cluster": "4xcpu"}
-    after = found(recipe(plan=tiny, batch=16), "4xcpu", kept=kept)
+    after = found(recipe("llama-125m", plan=tiny, batch=16), "4xcpu", kept=kept)
     assert after.plan.precision == before.precision
     assert after.plan.compile
     assert {"compute", "compile"} <= made_by(after, "kept")
-    told = found(recipe(plan=tiny | {"compute": "fp32"}, batch=16), "4xcpu", kept=kept)
+    told = found(recipe("llama-125m", plan=tiny | {"compute": "fp32"}, batch=16), "4xcpu", kept=kept)
     assert told.plan.precision.compute == "fp32"
     assert "compute" in made_by(told, "given")
     assert kept_choices(None) == kept_choices({"precision": 3}) == {}

@@ -31,9 +31,9 @@ class ThreadAgreement(RankAgreement):
 
     def gather(self, value):
         self.board[self.rank] = value
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         found = list(self.board)
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         return found
 
 

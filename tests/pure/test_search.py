@@ -202,7 +202,7 @@ WRONG = {
     "plan llama3-8b --cluster 8xh100 --global-batch -8": "the global batch must be at least 1, not -8",
     "plan llama3-8b --cluster 8xh100 --sequence 0": "the sequence must be at least 1, not 0",
     "plan llama3-8b --cluster 8xh100 --limit much": "'much' is no amount of memory",
-    "plan llama3-70b --cluster 1xrtx4090 --sequence 8192": "nothing fits: the leanest plan",
+    "plan llama3-8b --cluster 1xrtx4090 --sequence 8192 --limit 3GiB": "nothing fits: the leanest plan",
     "plan llama3-8b --cluster none.json": "cannot read cluster none.json",
     "plan llama3-8b --cluster 8xh100 --fix home.optimizer=moon": "home.optimizer must be one of device, host, disk, not 'moon'",
     "plan llama3-8b --cluster 8xh100 --fix home.optimiser=host": "'home.optimiser' cannot be fixed",
@@ -235,8 +235,9 @@ def test_nothing_fits_says_what_would():
         r"optimizer, params and activations on host, .* needs 9.* of the device's 75\.73 GiB and .* of the host's 214\.58 GiB; "
         r"another remat than 'none' \(.*, remat full, .*\) or 4 devices with no choice fixed would fit"
     )
-    with pytest.raises(FullshardError, match=short):
+    with pytest.raises(NothingFitsError, match=short) as caught:
         find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
+    carries_the_plans_of_its_figures(caught.value)
     pinned = {"home.optimizer": "device", "home.params": "device", "home.activations": "device"}
     with pytest.raises(
         FullshardError, match=r"; optimizer.* on host.*\(.* of the host\) or 32 devices with no choice fixed would fit"
@@ -244,12 +245,10 @@ def test_nothing_fits_says_what_would():
         find_plan(presets.describe("llama3-70b"), Cluster.named("8xh100"), sequence=8192, fix=pinned)
 
 
-def test_nothing_fits_carries_the_plans_of_its_figures():
-    with pytest.raises(NothingFitsError) as caught:
-        find_plan(presets.describe("llama2-13b"), Cluster.named("1xh100"), sequence=16384, fix={"remat": "none"}, disk=False)
-    assert caught.value.shortages
-    for shortage in caught.value.shortages:
-        assert f"{bytes_text(shortage.needed)} of the device's {bytes_text(shortage.room)}" in str(caught.value)
+def carries_the_plans_of_its_figures(error: NothingFitsError) -> None:
+    assert error.shortages
+    for shortage in error.shortages:
+        assert f"{bytes_text(shortage.needed)} of the device's {bytes_text(shortage.room)}" in str(error)
         assert sum(shortage.peak.terms.values()) <= shortage.needed
 
 

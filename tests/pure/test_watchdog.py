@@ -47,7 +47,7 @@ def blocked(tmp_path):
 )
 def test_a_directory_that_blocks_ends_a_process_with_a_sentence(blocked, work):
     process = watched(blocked, f"{work}\nopen(run / 'pipe')")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     (line,) = said.splitlines()
     assert line.startswith("error: nothing went on for ")
     assert f"{blocked} has not answered for " in line
@@ -59,7 +59,7 @@ def test_sigterm_ends_a_save_that_blocks(blocked):
     process = watched(blocked, "dog.seconds = 300.0\nwith dog.saving():\n    print('here', flush=True); open(run / 'pipe')")
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     assert "in saving a checkpoint" in said
     assert process.returncode == 143
 
@@ -75,9 +75,9 @@ def test_a_signal_after_a_rank_has_failed_ends_without_a_word(tmp_path):
 
 def test_a_long_evaluation_that_goes_on_is_no_hang(tmp_path):
     """Its batches take longer together than a step may, and none of them alone."""
-    body = "w.FIRST = 1\ndog.begin(1)\nfor _ in dog.each(range(6), 'the evaluation'): time.sleep(0.5)"
+    body = "w.FIRST = 1\ndog.begin(1)\nfor _ in dog.each(range(6), 'the evaluation'): time.sleep(0.25)"
     process = watched(tmp_path, body)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     assert (process.returncode, said) == (0, "")
 
 
@@ -97,6 +97,6 @@ def test_a_disk_thread_tells_how_long_it_waits():
     assert not disk.wait(0.01)
     assert disk.taken() > 0.05
     gate.set()
-    assert disk.wait(5)
+    assert disk.wait(60)
     assert disk.taken() == 0.0
     disk.close()
