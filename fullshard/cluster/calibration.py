@@ -6,6 +6,8 @@ Published facts about hardware are in `fullshard.cluster.hardware`, and what was
 
 import dataclasses
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +35,15 @@ class Fitted(float):
         return number
 
 
+@cache
+def installed_torch() -> str:
+    """Major and minor version, without the seconds that an import takes; empty where there is none."""
+    try:
+        return ".".join(version("torch").split(".")[:2])
+    except PackageNotFoundError:
+        return ""
+
+
 def _about(unit: str, meaning: str) -> Any:
     """The metadata of a field of `Calibration`."""
     return MappingProxyType({"unit": unit, "meaning": meaning})
@@ -47,6 +58,7 @@ class Calibration:
 
     name: str
     devices: tuple[str, ...]
+    torch: str  # the version that ran
 
     # Rates of kernels
     attention_forward: Fitted = field(metadata=_about("of gemm rate", "fused attention of many tokens, forward, heads of 128"))
@@ -100,6 +112,13 @@ class Calibration:
         """True if the numbers were fitted to this kind of device."""
         return device.name in self.devices or (device.kind == "cpu" and "cpu" in self.devices)
 
+    def other_torch(self) -> str:
+        """What to say where another torch is installed than ran; nothing where none is."""
+        installed = installed_torch()
+        if installed in ("", self.torch):
+            return ""
+        return f"fitted with torch {self.torch}; kernels of torch {installed}, which is installed, may take longer or less long"
+
     def numbers(self) -> dict[str, Fitted]:
         """Every fitted number by its name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is Fitted}
@@ -133,6 +152,7 @@ _without = _from("no such effect on a CPU", CPU_GRID)
 HOPPER = Calibration(
     name="Hopper GPUs",
     devices=("h100", "h100e", "h200"),
+    torch="2.11",
     attention_forward=_layers(0.78),
     attention_backward=_layers(0.7),
     attention_short_forward=_layers(600.0),
@@ -178,6 +198,7 @@ CPU = replace(
     HOPPER,
     name="CPUs",
     devices=("cpu",),
+    torch="2.13",
     attention_forward=_cpu(0.7),
     attention_backward=_cpu(0.6),
     attention_short_forward=_without(0.0),

@@ -10,6 +10,7 @@ from fullshard.cluster.topology import Cluster
 from fullshard.model.costs import evaluate
 from fullshard.model.description import Description
 from fullshard.plan.choices import idle_loss_kernel
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_on_devices
@@ -61,7 +62,7 @@ class Estimate:
     calibration: str  # name of the fitted numbers that were used
     calibrated_for_device: bool  # False if those of another kind of device were used
     counted: str = "tokens"  # what `tokens_per_second` and `price` count: tokens, or rows of another kind
-    notes: tuple[str, ...] = ()  # what the estimate does not contain
+    notes: tuple[str, ...] = ()  # what the estimate does not contain, or was not fitted to
 
     @property
     def needed(self) -> int:
@@ -147,8 +148,13 @@ def estimate(
         calibration=cluster.calibration.name,
         calibrated_for_device=cluster.calibration.covers(cluster.device),
         counted="rows" if plan.batch.dims else "tokens",
-        notes=example.notes if example else (),
+        notes=(*(example.notes if example else ()), *filter(None, [_other_torch(cluster, engine)])),
     )
+
+
+def _other_torch(cluster: Cluster, engine: str) -> str:
+    """A plan for devices that are not here may run with another torch than is installed here; so this is no refusal."""
+    return cluster.calibration.other_torch() if TRAITS[engine].predicted else ""
 
 
 def refuse_idle_loss_kernel(plan: Plan, loss: str) -> None:
@@ -281,4 +287,4 @@ def _summary(e: Estimate) -> str:
         words.append(f"{e.price:.2f} a million {e.counted}")
     other = "" if e.calibrated_for_device else "; this device has no calibration of its own, so step times can be further off"
     notes = "".join(f"\nnote: {note}" for note in e.notes)
-    return f"{', '.join(words)}; bottleneck: {e.bottleneck}\ncalibration: {e.calibration}{other}{notes}"
+    return f"{', '.join(words)}; bottleneck: {e.bottleneck}{notes}\ncalibration: {e.calibration}{other}"

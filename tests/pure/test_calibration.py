@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import fullshard as fs
+from fullshard.cluster import calibration
 from fullshard.cluster.calibration import CALIBRATIONS, CPU, HOPPER, Fitted, calibration_of
 from fullshard.cluster.hardware import DEVICES
 from fullshard.model import presets
@@ -15,8 +16,8 @@ TREE = Path(__file__).parents[2]
 NUMBERS = [(c.name, name, number) for c in CALIBRATIONS for name, number in c.numbers().items()]
 
 
-@pytest.mark.parametrize(("calibration", "name", "number"), NUMBERS, ids=[f"{c}-{n}" for c, n, _ in NUMBERS])
-def test_every_number_has_a_source_and_a_check(calibration, name, number):
+@pytest.mark.parametrize(("of", "name", "number"), NUMBERS, ids=[f"{c}-{n}" for c, n, _ in NUMBERS])
+def test_every_number_has_a_source_and_a_check(of, name, number):
     assert isinstance(number, Fitted)
     assert number.source
     for path in re.findall(r"(?:benchmarks|tests|docs)/[\w./-]+\.\w+", f"{number.source} {number.check}"):
@@ -57,3 +58,16 @@ def test_an_estimate_names_the_calibration_that_it_used(devices, line, own):
     assert str(found).splitlines()[-1] == line
     assert found.to_dict()["calibrated_for_device"] is own
     assert found.to_dict()["calibration"] == line.removeprefix("calibration: ").split(";")[0]
+
+
+def test_another_torch_than_the_numbers_were_fitted_with_is_a_note(monkeypatch):
+    description, cluster = presets.describe("llama-nano"), fs.Cluster.load("8xh200")
+    said = {}
+    for installed in ("2.11", "2.12", ""):  # the last: planned where there is no torch
+        monkeypatch.setattr(calibration, "installed_torch", lambda installed=installed: installed)
+        found = fs.estimate(fs.zero3(description, 8), description, cluster)
+        said[installed] = found.notes
+        assert all(f"note: {note}" in str(found) for note in found.notes)
+    assert said["2.11"] == said[""] == ()
+    (note,) = said["2.12"]
+    assert note.startswith("fitted with torch 2.11; kernels of torch 2.12")
