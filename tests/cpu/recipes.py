@@ -8,10 +8,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fullshard.engine.protocols import load_engine
 from torch.distributed.tensor import DTensor
 
 from fullshard.data.pack_tokens import pack
+from fullshard.engine.engine import load_engine
 from fullshard.runs.prepare.prepare import Prepared, prepare_together
 from fullshard.runs.recipe.recipe import load_recipe
 from fullshard.runs.run import execute
