@@ -1,4 +1,5 @@
-"""Compare the memory of a JAX step on one GPU with two predictions: the planner's and XLA's own.
+"""Compare the memory of a JAX step on one GPU with two predictions: the planner's and XLA's own. `temporaries` and `bound` are
+XLA's temporaries and the most that the plan can need, which the first step is held against.
 
     python -m benchmarks.jax_memory -o benchmarks/results/DATE-jax-memory-h200.json
 
@@ -65,8 +66,10 @@ def measure(case: Case, sequence: int, device: str) -> dict:
     peak = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     on_jax.train_step(state, batches, loss=loss, clip=1.0).loss.block_until_ready()
     xla = on_jax.lowered_step(state, batches, loss=loss).compile().memory_analysis()
+    bound = sum(on_jax.memory_analysis(state, batches, loss=loss).bound.values())
     compiled = xla.argument_size_in_bytes + xla.output_size_in_bytes + xla.temp_size_in_bytes - xla.alias_size_in_bytes
-    return {"planner": predicted.device.allocated_bytes, "xla": compiled, "measured": peak() or None, "jax": jax.__version__}
+    found = {"planner": predicted.device.allocated_bytes, "xla": compiled, "measured": peak() or None, "jax": jax.__version__}
+    return found | {"temporaries": xla.temp_size_in_bytes, "bound": bound}
 
 
 def run_alone(args: argparse.Namespace, index: int) -> dict:

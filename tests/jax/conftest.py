@@ -4,6 +4,7 @@ Most of the time goes into XLA's compiler: what it has made is kept for other wo
 the next call.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",  # one module a program: 32 take more time together
 )
 CACHE = Path(__file__).parents[2] / "build/jax"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK])
@@ -18,3 +20,4 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+gc.set_threshold(100_000, 50, 100)  # a trace allocates much that lives on: by default a tenth of its time is looking for garbage

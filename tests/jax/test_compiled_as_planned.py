@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fullshard as fs
 from fullshard import FullshardError, on_jax
-from fullshard.on_jax.step import compiled_check
+from fullshard.on_jax.parallelize.unit_calls import UnitCall
+from fullshard.on_jax.step import compiled_check, train_step
 from fullshard.runs.run import Run
 from tests.jax.test_computed_as_planned import BATCH, DIM, LR, VOCABULARY, losses, sharded
 
@@ -118,6 +119,103 @@ def test_parameters_that_lie_whole_are_refused():
     whole = dict.fromkeys(state.params, state.shardings.everywhere())
     with pytest.raises(FullshardError, match="the compiled step 1,024; this is a bug of fullshard"):
         compiled_check._refuse_whole(state, whole, state.moment_shardings)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+WIDTH = 64
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Param(0.1 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.up[...])
+
+
+class Deep(nnx.Module):
+    """Blocks that may be scanned, of whose weights there is much more than of activations."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Wide(rngs) for _ in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, input_ids):
+        return self.head(on_jax.scan_layers(self.blocks, self.table(input_ids)))
+
+
+WHOLE = 4 * (LAYERS * WIDTH + 2 * VOCABULARY) * WIDTH / 1024  # KiB of all weights in fp32
+FEW = {name: rows[:, :2] for name, rows in BATCH.items()}
+
+
+def deep(strategy="zero3", accumulate=1, scan=True, **common) -> on_jax.JaxState:
+    shape, precision = fs.Batch(1, 2, accumulate), fs.Precision(compute="fp32")
+    plan = fs.strategy(strategy, on_jax.describe(Deep), devices=8, batch=shape, precision=precision, **common)
+    return on_jax.shard(Deep, plan, fs.AdamW(lr=LR), scan=scan)
+
+
+def memory_notes(state) -> list[str]:
+    on_jax.train_step(state, [FEW] * state.plan.batch.accumulate)
+    return [note for note in state.notes if "floating-point" not in note and "moves more" not in note]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("remat", "keeps"), [("full", "inputs"), ("selective", "inputs and its matrix products")])
+def test_a_unit_that_keeps_what_remat_frees_is_refused(monkeypatch, remat, keeps, scan):
+    monkeypatch.setattr(UnitCall, "_policy", lambda self: None)  # all is kept
+    name = "blocks.*" if scan else "blocks.0"
+    with pytest.raises(FullshardError) as caught:
+        memory_notes(deep(remat=remat, scan=scan))
+    assert f"unit {name}: remat = {remat!r} keeps its {keeps} for backward, but the step keeps " in str(caught.value)
+
+
+def test_an_old_state_beside_the_new_one_is_noted(monkeypatch):
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda *args, donate_argnums=(), **more: jit(*args, **more))
+    state = deep()
+    assert f"the compiled step has {3 * WHOLE / 8:.2f} KiB of the old state beside the new one" in memory_notes(state)[0]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_copies_of_all_weights_are_noted(monkeypatch, strategy):
+    """Six whole copies in fp32, for the time of the update: fewer may be XLA's scheduler on a CPU."""
+    update = train_step.update_units
+
+    def copying(shardings, transformation, grads, moments, homes, params, rate, skipped):
+        whole = [jax.lax.with_sharding_constraint(p, shardings.everywhere()).ravel() for p in params.values()]
+        lowest = [jnp.sort(jnp.concatenate(whole) * (rate + i))[0] for i in range(3)]
+        stepped, changed = update(shardings, transformation, grads, moments, homes, params, rate, skipped)
+        return {n: jnp.where(sum(lowest) == rate, 0, p) for n, p in stepped.items()}, changed
+
+    assert memory_notes(deep(strategy, scan=False)) == []
+    monkeypatch.setattr(train_step, "update_units", copying)
+    (note,) = memory_notes(deep(strategy, scan=False))
+    assert re.match(r"the compiled step needs 1.\d+ MiB besides its arguments, the plan at most .* \(gradients .* KiB, par", note)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_gradients_that_are_added_up_whole_are_noted(monkeypatch, strategy):
+    assert memory_notes(deep(strategy, accumulate=2, scan=False)) == []
+    state = deep(strategy, accumulate=2, scan=False)
+    whole = lambda tree: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, state.shardings.everywhere()), tree)
+    scan = jax.lax.scan
+
+    def carrying(body, begin, batches):
+        def kept(sums, batch):
+            sums, nothing = body(sums, batch)
+            return whole(sums), nothing
+
+        sums, nothing = scan(kept, whole(begin), batches)
+        return whole(sums), nothing
+
+    monkeypatch.setattr(jax.lax, "scan", carrying)
+    assert memory_notes(state)[0] == (
+        f"the compiled step has {WHOLE:.2f} KiB of whole parameters or gradients in memory from one micro-batch to the next, "
+        f"which the plan frees or reduces: those of table.embedding and {LAYERS + 1} more"
+    )
 
 
 def test_a_run_prints_what_its_first_step_notes():

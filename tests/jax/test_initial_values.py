@@ -71,7 +71,8 @@ def test_equal_blocks_share_their_programs():
     assert len({float(a.sum()) for a in arrays if a.shape == (64, 32)}) == 2 * 5 + 2  # gates, ups, table and head all differ
 
 
-@pytest.mark.parametrize(("processes", "least", "most"), [(1, 0.9, 1.5), pytest.param(2, 0.4, 0.8, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("processes", "least", "most"), [(1, 0.9, 1.5), (2, 0.4, 0.8)])
 def test_a_process_holds_no_more_than_its_part_of_the_model(processes, least, most):
     """The peak of a process's memory over what it had before, in models: its shards, and what one array takes to compute. One
     program for the whole model peaks at more than 2."""

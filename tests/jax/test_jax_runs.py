@@ -222,6 +222,7 @@ def test_tasks_of_srun_are_processes(slurm, here, whole):  # noqa: F811
     assert launched(here, "srun", launcher, **slurm) == pytest.approx(whole, abs=1e-6)
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun_are_processes(here, whole):
     launcher = [
         sys.executable,

@@ -138,7 +138,7 @@ def compute(state: on_jax.State) -> list[np.ndarray]:
 # -- the computation -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_loss_are_those_of_transformers(saved, name):
     model, where = saved(name)
@@ -467,6 +467,7 @@ def test_old_and_new_spellings_of_a_config(tmp_path):
     assert (read_size(path).dim, read_size(path).layers, read_size(path).ffn) == (32, 1, 128)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_the_names_of_its_description(name):
     described = fs.presets.describe(name)

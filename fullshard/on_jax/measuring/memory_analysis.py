@@ -12,7 +12,9 @@ from fullshard.base.text import bytes_text, count_text, table
 from fullshard.model.description import Description
 from fullshard.on_jax.loss.losses import LossFunction, chunked_loss, summed_loss
 from fullshard.on_jax.parallelize.state import JaxState
-from fullshard.on_jax.step.train_step import lowered_step
+from fullshard.on_jax.step.planned_temporaries import planned_temporaries
+from fullshard.on_jax.step.traced_values import TracedValues
+from fullshard.on_jax.step.train_step import traced_step
 from fullshard.planner.memory.peak_memory import PeakMemory, predict
 
 NUMBERS = 8  # bytes: learning rate and clipping limit
@@ -25,13 +27,15 @@ EXACTNESS = (  # benchmarks/results/2026-11-17-jax-memory-h200.json and that of 
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of one device. `held`: of the state and the batch by kind, as their arrays tell. `arguments`, `temporaries`: of the
-    compiled step, as XLA tells, in (device, host) memory. `updated`: bytes of arguments that the results reuse. `flops`: of one
-    device; the body of a loop counts once. `estimate`: the planner's peak, if it was asked for.
+    compiled step, as XLA tells, in (device, host) memory. `bound`: the most temporaries on the device that the plan can need, by
+    kind. `updated`: bytes of arguments that the results reuse. `flops`: of one device; the body of a loop counts once.
+    `estimate`: the planner's peak, if it was asked for.
     """
 
     held: dict[str, int]
     arguments: tuple[int, int]
     temporaries: tuple[int, int]
+    bound: dict[str, int]
     updated: int
     flops: float
     estimate: PeakMemory | None = None
@@ -46,6 +50,7 @@ class StepMemory:
         rows += [
             ["arguments of the step", _both(self.arguments)],
             ["temporaries", _both(self.temporaries)],
+            ["temporaries of the plan, at most", bytes_text(sum(self.bound.values()))],
             ["arguments and temporaries", bytes_text(self.peak)],
         ]
         text = table(["memory of a device", ""], rows, right=(1,))
@@ -65,13 +70,15 @@ def memory_analysis(
     `description`: of the same model, with costs, such as `fullshard.presets.describe(name)`; adds the planner's estimate.
     """
     estimate = None if description is None else _estimate(state, description, loss)
-    lowered = lowered_step(state, micro_batches, loss=loss)
+    traced = traced_step(state, micro_batches, loss)
+    lowered = traced.lower()
     compiled = lowered.compile()
     found, work = compiled.memory_analysis(), compiled.cost_analysis()
     return StepMemory(
         held=_held(state, lowered),
         arguments=(found.argument_size_in_bytes, found.host_argument_size_in_bytes),
         temporaries=(found.temp_size_in_bytes, found.host_temp_size_in_bytes),
+        bound=planned_temporaries(state, TracedValues.of(traced.jaxpr.jaxpr, len(state.params))),
         updated=found.alias_size_in_bytes + found.host_alias_size_in_bytes,
         flops=float((work[0] if isinstance(work, list) else work).get("flops", 0.0)),
         estimate=estimate,

@@ -1,6 +1,7 @@
 """The first step against the plan, once it is compiled: what contradicts the plan is refused, what is far off is noted."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,25 +12,33 @@ from fullshard.base.text import bytes_text, count_text
 from fullshard.model.description import ITEM_BYTES
 from fullshard.on_jax.communication.hlo_collectives import collectives_of
 from fullshard.on_jax.communication.kept_gathers import kept_gathers
+from fullshard.on_jax.communication.loop_values import alike, loop_values
+from fullshard.on_jax.parallelize.shardings import ParameterSharding
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.parallelize.unit_updates import parameter_of
 from fullshard.on_jax.step.compiled_collectives import CollectiveCheck, compare
+from fullshard.on_jax.step.planned_temporaries import planned_temporaries
 from fullshard.on_jax.step.traced_flops import traced_flops
+from fullshard.on_jax.step.traced_values import TracedValues
 
 TRAFFIC = 0.05  # of all that a step should move: what a unit has to move besides to be noted
 TIMES = 2.0  # and how many times what it should. A tied head gathers its table three times, not twice
+OLD = 0.01  # of the state: what may not be updated in place
+SPARE = {"cpu": 64 << 10, "gpu": 256 << 20}  # bytes that XLA takes for itself: copies of small arrays, workspaces of products
 WORK = 1.75  # times a device's share of the work: what it has to compute to be noted
 
 
-def check_compiled(state: JaxState, traced: Any, compiled: Any) -> tuple[str, ...]:
+def check_compiled(state: JaxState, traced: Any, values: TracedValues, compiled: Any) -> tuple[str, ...]:
     """Raise where a compiled step does not do what the plan says. Returns notes on what it does otherwise. `traced`: the step
-    that it was compiled from."""
+    that it was compiled from; `values`: what that computes and keeps."""
     _refuse_whole(state, *compiled.output_shardings[:2])
+    memory = compiled.memory_analysis()
+    notes = [*_old_state(state, memory), *_needed(state, values, memory)]
     if state.executed.mesh.devices == 1:
-        return ()
-    text = compiled.as_text()
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    notes = list(_kept(state, text, temporaries))
+        return tuple(notes)
+    text, temporaries = compiled.as_text(), memory.temp_size_in_bytes
+    notes += _kept(state, text, temporaries)
+    notes += _carried(state, text)
     notes += _moved(state, compare(state, collectives_of(text, state.executed.mesh)))
     return (*notes, *_computed(state, traced, compiled, temporaries))
 
@@ -64,6 +73,27 @@ def _refuse_more(state: JaxState, what: str, name: str, shape: tuple[int, ...], 
         )
 
 
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def _old_state(state: JaxState, memory: Any) -> Iterator[str]:
+    """A note if new parameters and optimizer state do not take the old ones' place."""
+    both = state.held_bytes("device"), state.held_bytes("host")
+    held = sum(found[kind] for found in both for kind in ("params", "optimizer"))
+    beside = held - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
+    if beside > OLD * held:
+        yield f"the compiled step has {bytes_text(beside)} of the old state beside the new one, of {bytes_text(held)}"
+
+
+def _needed(state: JaxState, values: TracedValues, memory: Any) -> Iterator[str]:
+    """A note on more temporaries than the plan can need."""
+    planned = planned_temporaries(state, values)
+    most, found = sum(planned.values()), memory.temp_size_in_bytes
+    if found > most + SPARE["cpu" if jax.default_backend() == "cpu" else "gpu"]:
+        kinds = ", ".join(f"{kind} {bytes_text(n)}" for kind, n in planned.items())
+        yield f"the compiled step needs {bytes_text(found)} besides its arguments, the plan at most {bytes_text(most)} ({kinds})"
+
+
 # -- gathered parameters ---------------------------------------------------------------------------------------
 
 
@@ -95,6 +125,29 @@ def _freed(state: JaxState) -> dict[str, int]:
             numel = math.prod(p.gathered.shard_shape(state.params[name].shape))
             found[p.unit.name] = found.get(p.unit.name, 0) + item * numel
     return found
+
+
+def _carried(state: JaxState, text: str) -> Iterator[str]:
+    """A note on whole parameters or gradients that the loop over micro-batches has in memory besides those of the plan."""
+    if state.plan.batch.accumulate == 1:
+        return
+    shapes = {n: (alike(p.shard.shard_shape(x.shape)), alike(p.gathered.shard_shape(x.shape))) for n, p, x in _arrays(state)}
+    found, in_shards = Counter(loop_values(text)), {shard for shard, _ in shapes.values()}
+    wide = jax.default_backend() == "cpu" and ITEM_BYTES[state.plan.precision.compute] < 4  # XLA's on a CPU are in fp32, too
+    for n, p, _ in _arrays(state):
+        found[shapes[n][1]] -= (2 if wide else 1) if p.unit.layout == "optimizer" else 0
+    more = [n for n, (_, whole) in shapes.items() if whole not in in_shards and found[whole] > 0]
+    if more:
+        others = f" and {len(more) - 1} more" if len(more) > 1 else ""
+        nbytes = sum(4 * math.prod(dims) * found[dims] for dims in {shapes[n][1] for n in more})
+        yield (
+            f"the compiled step has {bytes_text(nbytes)} of whole parameters or gradients in memory from one micro-batch to the "
+            f"next, which the plan frees or reduces: those of {more[0]}{others}"
+        )
+
+
+def _arrays(state: JaxState) -> list[tuple[str, ParameterSharding, jax.Array]]:
+    return [(name, p, state.params[name]) for name, p in state.shardings.parameters.items()]
 
 
 # -- collectives and work --------------------------------------------------------------------------------------

@@ -6,16 +6,22 @@ from typing import Any
 import numpy as np
 
 from fullshard.base.errors import FullshardError
+from fullshard.base.text import bytes_text
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.step.step_products import Product, StepProducts
+from fullshard.on_jax.step.traced_values import TracedValues
 from fullshard.on_jax.tensors.dtypes import JAX_DTYPES
 
+KEPT = 0.05  # of what a unit with remat computes: what it may keep besides. Without remat it keeps about a third
 
-def check_traced(state: JaxState, traced: Any) -> tuple[str, ...]:
-    """Raise where a traced step does not do what the plan says. Returns notes on what it does otherwise, as it was told to."""
+
+def check_traced(state: JaxState, traced: Any, values: TracedValues) -> tuple[str, ...]:
+    """Raise where a traced step does not do what the plan says. Returns notes on what it does otherwise, as it was told to.
+    `values`: of this step."""
     names = sorted(state.params)  # a tree of arguments has its keys in this order
     products = StepProducts.of(traced.jaxpr.jaxpr, names)
     _refuse_not_recomputed(state, products)
+    _refuse_kept(state, values)
     compute = np.dtype(JAX_DTYPES[state.plan.precision.compute])
     found = list(products.found.values())
     other = [p for p in found if set(p.dtypes) != {compute.name}]
@@ -51,6 +57,21 @@ def _refuse_not_recomputed(state: JaxState, products: StepProducts) -> None:
             raise FullshardError(
                 f"unit {unit.name}: remat = {unit.remat!r}, but {name} is read outside the calls of its module ({p.line}), which "
                 "backward does not repeat; call a method of the module, or write remat = 'none'"
+            )
+
+
+def _refuse_kept(state: JaxState, values: TracedValues) -> None:
+    """Raise for a unit that keeps for backward what its remat says is computed again."""
+    for unit in state.executed.units:
+        found = values.units.get(unit.name)
+        if found is None or unit.remat == "none":
+            continue
+        kept = found.inner + (found.products if unit.remat == "full" else 0)
+        if kept > KEPT * found.results:
+            what = "inputs" if unit.remat == "full" else "inputs and its matrix products"
+            raise FullshardError(
+                f"unit {unit.name}: remat = {unit.remat!r} keeps its {what} for backward, but the step keeps "
+                f"{bytes_text(kept // state.plan.mesh.data)} besides on each device; this is a bug of fullshard"
             )
 
 

@@ -24,6 +24,7 @@ from fullshard.on_jax.parallelize.unit_updates import update_units
 from fullshard.on_jax.step.compiled_check import check_compiled
 from fullshard.on_jax.step.compiled_collectives import CollectiveCheck, compare
 from fullshard.on_jax.step.step_check import check_traced
+from fullshard.on_jax.step.traced_values import TracedValues
 from fullshard.on_jax.tensors.dtypes import JAX_DTYPES
 
 Params = dict[str, jax.Array]
@@ -105,9 +106,14 @@ def lowered_step(
 ) -> Any:
     """The step of these batches as XLA gets it: `as_text()` shows it, `compile()` compiles it, if `train_step` did not.
     `platform`: another one than this process's, such as `cuda`, to show what is lowered for it."""
+    return traced_step(state, micro_batches, loss).lower(lowering_platforms=None if platform is None else (platform,))
+
+
+def traced_step(state: JaxState, micro_batches: Sequence[Any], loss: LossFunction) -> Any:
+    """The step of these batches as JAX traces it."""
     rate = limit = np.float32(1.0)
     args = (state.params, state.moments, state.rest, placed(state, micro_batches), rate, limit, _flags(state, ()))
-    return _program(state, loss).trace(*args).lower(lowering_platforms=None if platform is None else (platform,))
+    return _program(state, loss).trace(*args)
 
 
 def check_collectives(state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss) -> CollectiveCheck:
@@ -118,8 +124,9 @@ def check_collectives(state: JaxState, micro_batches: Sequence[Any], *, loss: Lo
 
 def _check(state: JaxState, traced: Any) -> None:
     """Hold a step against the plan, first as traced, then as compiled. The call that follows does neither again."""
-    notes = check_traced(state, traced)
-    notes += check_compiled(state, traced, traced.lower().compile())
+    values = TracedValues.of(traced.jaxpr.jaxpr, len(state.params))
+    notes = check_traced(state, traced, values)
+    notes += check_compiled(state, traced, values, traced.lower().compile())
     state.notes = tuple(dict.fromkeys((*state.notes, *notes)))
 
 
