@@ -199,6 +199,7 @@ def test_blocks_that_stood_aside_cost_what_blocks_cost(monkeypatch):
     assert abs(_peak(tape) - measured.peak) <= 64
 
 
+@pytest.mark.oldest_torch  # which has a wrong meta kernel
 def test_describing_leaves_the_model_as_it_was():
     model = build("plain")
     before = {n: (id(p), p.dtype) for n, p in model.named_parameters()}
