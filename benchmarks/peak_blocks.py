@@ -82,15 +82,15 @@ def planned_peak(plan: fs.Plan, description: fs.Description, loss: str) -> dict[
     tape = steady_tape(plan, description, operations, slots=2)
     highest, where = _highest(tape)
     alive: dict[int, Block] = {}
-    for i in range(where + 1):
-        number = tape.tensors[i]
-        if tape.deltas[i] > 0 and number:
-            op = operations[min(tape.operations[i], len(operations) - 1)]
+    operation = lambda index: operations[min(index, len(operations) - 1)]
+    for delta, term, number, _, index in tape.entries[: where + 1]:
+        if delta > 0 and number:
+            op = operation(index)
             what = f"{op.phase if op.kind == 'compute' else op.kind} of {op.unit or 'the step'}"
-            alive[number] = (tape.deltas[i] // -GRAIN * -GRAIN, f"{tape.terms[i]}: {what}")
+            alive[number] = (delta // -GRAIN * -GRAIN, f"{term}: {what}")
         elif number:
             alive.pop(number, None)
-    op = operations[min(tape.operations[where], len(operations) - 1)]
+    op = operation(tape.entries[where][4])
     return {"bytes": highest, "at": f"{op.kind} {op.phase} of {op.unit}", **summed(list(alive.values()))}
 
 

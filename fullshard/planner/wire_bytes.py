@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fullshard.model.costs import AXIS_COLLECTIVES, evaluate
 from fullshard.model.description import Description
 from fullshard.plan.plan import Plan
-from fullshard.planner.step.schedule import Operation, schedule
+from fullshard.planner.step.schedule import Operation, different_micro_batches, schedule
 from fullshard.planner.time.collectives import wire
 
 # The schedule's and the collective log's names of collectives, as `collectives.wire` has them.
@@ -46,8 +46,7 @@ def wire_bytes(
     plan: Plan, description: Description, *, loss: str = "chunked", clip: bool = True, engine: str = "torch"
 ) -> WireBytes:
     """Bytes that one rank of `plan` sends in a step. The model must be described with its costs."""
-    last = plan.batch.accumulate - 1
-    shown = tuple(sorted({0, min(1, last), last}))  # micro-batches between the second and the last are like the second
+    shown = different_micro_batches(plan)
     repeats = {1: plan.batch.accumulate - len(shown) + 1}
     found = dict.fromkeys(WireBytes.__dataclass_fields__, 0.0)
     for operation in schedule(plan, description, loss=loss, micros=shown, clip=clip, engine=engine):
@@ -68,9 +67,7 @@ def _along_axis(plan: Plan, operation: Operation) -> Iterable[tuple[str, float]]
     """Collectives inside a section: of the tensor axis, and the all-to-all of experts."""
     if plan.mesh.tensor * plan.mesh.expert == 1 or operation.section is None:
         return
-    batch = plan.batch
-    shape = (1, operation.tokens) if operation.phase == "chunk" else (batch.micro_batch, batch.sequence)
     for op in operation.section.ops:
         if op.kind in AXIS_COLLECTIVES:
             ranks = plan.mesh.expert if op.kind == "all_to_all" else plan.mesh.tensor
-            yield "axis", sent_bytes(op.kind, evaluate(op.moved, *shape), ranks)
+            yield "axis", sent_bytes(op.kind, evaluate(op.moved, *operation.shape), ranks)

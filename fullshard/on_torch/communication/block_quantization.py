@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fullshard.plan.choices import SCALE_BYTES
 from fullshard.plan.plan import Wire
+from fullshard.planner.step.quantized_wire import SLICE
 
 CodeName = Literal["int8", "fp8"]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 CODES: dict[str, Any] = {"int8": torch.int8, "fp8": getattr(torch, "float8_e4m3fn", None)}
 TINY = torch.finfo(torch.float32).tiny  # the smallest scale: blocks of zeros have one too
-SLICE = 1 << 24  # elements that are quantised at a time: as much fp32 memory is needed besides the message
 
 
 class BlockRange(NamedTuple):

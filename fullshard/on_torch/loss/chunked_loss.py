@@ -21,11 +21,10 @@ from fullshard.on_torch.loss.softmax_loss import scaled, softmax_loss_
 from fullshard.on_torch.model.model_call import call_model, computes_loss, find_logits, own_call
 from fullshard.on_torch.private.torch_internals import all_reduce
 from fullshard.on_torch.tensors.shard_ranges import local_box, local_tensor
+from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, SPLIT_CHUNK_BYTES
 
-BUDGET = 1 << 31  # bytes of logits alive at once, at most
-TILE = 256  # tokens; matrix products are fastest in whole tiles
-BYTES_PER_LOGIT = 4  # in float32; their gradient takes their place
-BYTES_PER_SPLIT_LOGIT = 8  # of a split vocabulary: 2 in bf16, 4 in float32, 2 for the gradient
+BUDGET, TILE = CHUNK_BUDGET, CHUNK_TILE
+BYTES_PER_LOGIT, BYTES_PER_SPLIT_LOGIT = CHUNK_BYTES, SPLIT_CHUNK_BYTES
 
 
 class ChunkedLossError(FullshardError):

@@ -26,15 +26,16 @@ Term = Literal[
 COMPUTE, GATHER, REDUCE, ALL_REDUCE, TRANSFER = 0, 1, 2, 3, 4  # streams of FSDP2 and of offload; each has its own memory pool
 
 
+# Bytes, negative when they are freed; term; number of the allocation, the same when it is freed, 0 for a change of its term;
+# stream; index of the operation that did it.
+Entry = tuple[int, Term, int, int, int]
+
+
 @dataclass
 class Tape:
-    """Allocations and frees. Entry i allocates `deltas[i]` bytes, or frees them if negative."""
+    """Allocations and frees in order."""
 
-    deltas: list[int] = field(default_factory=list)
-    terms: list[Term] = field(default_factory=list)
-    tensors: list[int] = field(default_factory=list)  # number of the allocation, the same when it is freed
-    streams: list[int] = field(default_factory=list)
-    operations: list[int] = field(default_factory=list)  # index of the operation that did it
+    entries: list[Entry] = field(default_factory=list)
     # By owner and tensor: number, bytes, term and stream.
     alive: dict[tuple[str, str], tuple[int, int, Term, int]] = field(default_factory=dict)
     count: int = 0
@@ -46,13 +47,13 @@ class Tape:
         self.free(owner, tensor, operation)
         self.count += 1
         self.alive[owner, tensor] = (self.count, nbytes, term, stream)
-        self._write(nbytes, term, self.count, stream, operation)
+        self.entries.append((nbytes, term, self.count, stream, operation))
 
     def free(self, owner: str, tensor: str, operation: int) -> None:
         found = self.alive.pop((owner, tensor), None)
         if found is not None:
             number, nbytes, term, stream = found
-            self._write(-nbytes, term, number, stream, operation)
+            self.entries.append((-nbytes, term, number, stream, operation))
 
     def allocate_row(self, owner: str, tensor: str, row: tuple[int, ...], term: Term, stream: int, operation: int) -> None:
         """Allocate tensors that come and go together: `tensor` and their number are their names."""
@@ -76,38 +77,31 @@ class Tape:
         number, nbytes, old, stream = self.alive.pop((owner, tensor))
         self.alive[owner, name] = (number, nbytes, term, stream)
         if old != term:  # two entries that cancel out, so that sums by term are right
-            self.deltas += [-nbytes, nbytes]
-            self.terms += [old, term]
-            self.tensors += [0, 0]
-            self.streams += [stream, stream]
-            self.operations += [operation, operation]
+            self.entries += [(-nbytes, old, 0, stream, operation), (nbytes, term, 0, stream, operation)]
 
     def repeat(self, start: int, names: dict[int, int], once: Set[int] = frozenset()) -> None:
         """Repeat all entries since `start`, provided that they left alive what they found. `names`: from the numbers of what was
         alive at `start` to the numbers that the same allocations have now. `once`: numbers that are not allocated again."""
-        first = max(self.tensors[:start], default=0)
+        first = max((entry[2] for entry in self.entries[:start]), default=0)
         shift = self.count - first
-        if once:
-            again = [i for i in range(start, len(self.tensors)) if self.tensors[i] not in once]
-            for column in (self.deltas, self.terms, self.streams, self.operations):
-                column += [column[i] for i in again]  # type: ignore[attr-defined, operator]
-            self.tensors += [n + shift if (n := self.tensors[i]) > first else names.get(n, n) for i in again]
-        else:
-            for column in (self.deltas, self.terms, self.streams, self.operations):
-                column += column[start:]  # type: ignore[attr-defined, operator]
-            self.tensors += [n + shift if n > first else names.get(n, n) for n in self.tensors[start:]]
+        self.entries += [
+            (delta, term, n + shift if n > first else names.get(n, n), stream, operation)
+            for delta, term, n, stream, operation in self.entries[start:]
+            if n not in once
+        ]
         self.count += shift
+
+    @property
+    def deltas(self) -> list[int]:
+        return [entry[0] for entry in self.entries]
+
+    @property
+    def terms(self) -> list[Term]:
+        return [entry[1] for entry in self.entries]
 
     def rise(self, nbytes: int) -> None:
         """Allocate and free so many bytes at once. Only for tapes that fold."""
         assert self.folds
-
-    def _write(self, delta: int, term: Term, number: int, stream: int, operation: int) -> None:
-        self.deltas.append(delta)
-        self.terms.append(term)
-        self.tensors.append(number)
-        self.streams.append(stream)
-        self.operations.append(operation)
 
 
 class PeakGauge(Tape):

@@ -35,9 +35,8 @@ class Allocator:
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak = self.peak_reserved = 0
         self.lowest = 1 << 60
-        # By (stream, small): free (size, address), sorted.
-        self.pools: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-        self.blocks: dict[int, _Block] = {}  # free blocks by address
+        # By (stream, small): free blocks by size, then by address.
+        self.pools: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
 
     def allocate(self, nbytes: int, stream: int) -> _Block:
         size = nbytes // -GRAIN * -GRAIN
@@ -47,7 +46,7 @@ class Allocator:
         if i == len(free):
             block = self._segment(size, pool)
         else:
-            block = self.blocks.pop(free.pop(i)[1])
+            block = free.pop(i)[2]
             block.free = False
         left = block.size - size
         if left > SMALL or (left >= GRAIN and pool[1]):
@@ -62,22 +61,17 @@ class Allocator:
         free = self.pools[block.pool]
         before, after = block.before, block.after
         if before is not None and before.free:  # it becomes part of the block
-            self._take(before, free)
+            del free[bisect_left(free, (before.size, before.address))]
             block.address, block.size, block.before = before.address, block.size + before.size, before.before
             if before.before is not None:
                 before.before.after = block
         if after is not None and after.free:
-            self._take(after, free)
+            del free[bisect_left(free, (after.size, after.address))]
             block.size, block.after = block.size + after.size, after.after
             if after.after is not None:
                 after.after.before = block
         block.free = True
-        self.blocks[block.address] = block
-        insort(free, (block.size, block.address))
-
-    def _take(self, block: _Block, free: list[tuple[int, int]]) -> None:
-        del free[bisect_left(free, (block.size, block.address))]
-        del self.blocks[block.address]
+        insort(free, (block.size, block.address, block))
 
     def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
         segment = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else -(-size // ROUND) * ROUND
@@ -86,15 +80,14 @@ class Allocator:
         self.lowest -= segment + ROUND  # segments never touch
         return _Block(self.lowest, segment, pool)
 
-    def _split(self, block: _Block, size: int, free: list[tuple[int, int]]) -> None:
+    def _split(self, block: _Block, size: int, free: list[tuple[int, int, _Block]]) -> None:
         rest = _Block(block.address + size, block.size - size, block.pool)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         rest.free = True
-        self.blocks[rest.address] = rest
-        insort(free, (rest.size, rest.address))
+        insort(free, (rest.size, rest.address, rest))
 
 
 def replay(
@@ -126,5 +119,5 @@ def replay(
 
 def _layout(allocator: Allocator, blocks: dict[int, _Block]) -> tuple[object, ...]:
     """The allocator's state: all that its further behaviour depends on."""
-    pools = {pool: list(free) for pool, free in allocator.pools.items() if free}
+    pools = {pool: [block[:2] for block in free] for pool, free in allocator.pools.items() if free}
     return pools, [(b.address, b.size) for _, b in sorted(blocks.items())], allocator.reserved

@@ -14,10 +14,12 @@ from fullshard.planner.memory.allocation_tape import ALL_REDUCE, COMPUTE, GATHER
 from fullshard.planner.memory.section_events import folded_events, sized_events
 from fullshard.planner.step.few_blocks import SteadyBlocks
 from fullshard.planner.step.offload_bytes import SHARE, WaitingGradients, offload_bytes
-from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
+from fullshard.planner.step.phases import BACKWARD, LOSS
+from fullshard.planner.step.quantized_wire import Quantization
 from fullshard.planner.step.saved_activations import SpilledBytes
 from fullshard.planner.step.schedule import Operation
-from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, updates_in_one_pass
+from fullshard.planner.step.unit_bytes import UnitBytes, scaled
+from fullshard.planner.step.unit_sizes import UnitSizes, item
 
 LOSS_ROWS = 4 << 22  # bytes of the rows that torch's softmax of the chunked loss works on at a time, in fp32
 
@@ -41,16 +43,9 @@ class Replay:
         self.units = self.away.groups
         self.waiting = WaitingGradients(self.away)
         self.spilled: SpilledBytes[Term] = SpilledBytes()  # activations off the device
-        p = plan.precision
-        self.compute, self.reduce, self.master = item(p.compute), item(p.reduce), item(p.master)
-        self.gather_passes, self.reduce_passes = (
-            quantized_gather(plan.wire, self.compute, gpu=cublas),
-            quantized_reduce(plan.wire, self.reduce, gpu=cublas),
-        )
-        self.rows, self.tokens = plan.batch.micro_batch, plan.batch.sequence
+        self.bytes = UnitBytes(plan, self.away, gpu=cublas)  # cuBLAS stands for a GPU here too
+        self.compute, self.reduce, self.master = self.bytes.compute, self.bytes.reduce, self.bytes.master
         self.inputs = description.costs.inputs if description.costs else TOKENS
-        # cuBLAS stands for a GPU here too: only its update takes gradients as they were computed.
-        self.computed = plan.keeps_computed_gradients and cublas and updates_in_one_pass(plan, self.units, slots)
         self.modules = {u.name: u.modules[0] for u in plan.units}
         self.named: dict[str, list[tuple[str, int]]] = {}  # names and elements of a unit's gradients
         self.tables: dict[str, int] = {}  # bytes of the table of a unit's reduction
@@ -84,8 +79,7 @@ class Replay:
         for unit in self.plan.units:
             sizes = self.units[unit.name]
             if unit.home.params == "device":
-                row = scaled(sizes.shards, self.compute if sizes.away else self.master)
-                self.tape.allocate_row("rest", f"params:{unit.name}.", row, "params", COMPUTE, self.at)
+                self.tape.allocate_row("rest", f"params:{unit.name}.", self.bytes.at_rest(sizes), "params", COMPUTE, self.at)
             if sizes.away and unit.home.optimizer == "device":  # master and moments, apart from the shard's memory
                 self._add("rest", f"state:{unit.name}", self.away.state_of(sizes), "optimizer")
             if sizes.world > 1 and self.plan.wire.error_feedback:
@@ -128,23 +122,24 @@ class Replay:
         """The tensors of all micro-batches; by default token ids and labels, int64."""
         for micro in range(self.plan.batch.accumulate):
             for name, size in self.inputs.items():
-                self._add("batch", f"{name}{micro}", evaluate(size, self.rows, self.tokens), "batch")
+                self._add(
+                    "batch", f"{name}{micro}", evaluate(size, self.plan.batch.micro_batch, self.plan.batch.sequence), "batch"
+                )
 
     # -- operations ------------------------------------------------------------------------------------------
 
     def _compute(self, op: Operation) -> None:
         section = op.section
         assert section is not None
-        rows, tokens = (1, op.tokens) if op.phase == "chunk" else (self.rows, self.tokens)
-        thread = "backward" if op.phase in ("backward", "done", "end") else "forward"
+        thread = "backward" if op.phase in BACKWARD else "forward"
         owners = {"": op.unit, "<": op.near[0], ">": op.near[1], "/": ""}
-        term: Term = "loss" if op.phase in ("chunk", "chunked", "loss") or not op.unit else "activations"
+        term: Term = "loss" if op.phase in LOSS or not op.unit else "activations"
         allocate, free, at = self.tape.allocate, self.tape.free, self.at  # looked up once, for speed
         events = folded_events if self.tape.folds else sized_events
         by_rows = op.phase == "chunk" and self.plan.kernels.loss == "torch"
         if by_rows:
             self._add(op.unit, "rows", LOSS_ROWS, "loss")
-        for action, tensor, unit, nbytes in events(section, rows, tokens):
+        for action, tensor, unit, nbytes in events(section, *op.shape):
             owner = owners.get(unit, unit)
             if action == "allocate":
                 allocate(owner, tensor, nbytes, "whole gradients" if tensor.startswith("grad:") else term, COMPUTE, at)
@@ -162,34 +157,20 @@ class Replay:
 
     def _gather(self, op: Operation) -> None:
         nbytes = op.nbytes
-        if self._casts(self.units[op.unit]):
+        if self.bytes.casts(self.units[op.unit]):
             self._add(op.unit, "flat", nbytes // op.ranks, "gathered", GATHER)
         self._add(op.unit, "buffer", nbytes, "gathered", GATHER)
         self._drop(op.unit, "flat")
-        if self.gather_passes:
+        if self.bytes.gather_passes:
             elements = nbytes // self.compute
-            self._quantized(self.gather_passes, op, elements // op.ranks, elements, "gathered", GATHER)
+            self._quantized(self.bytes.gather_passes, op, elements // op.ranks, elements, "gathered", GATHER)
         self._drop(op.unit, "shard")
 
     def _unpack(self, op: Operation) -> None:
-        sizes = self.units[op.unit]
-        if sizes.world == 1:
-            self._cast(sizes)
-            self._drop(op.unit, "shard")
-            return
-        row = sizes.gathered_bytes(self.compute)
+        row = self.bytes.unpacked(self.units[op.unit])
         self.tape.allocate_row(op.unit, "param", row, "gathered", COMPUTE, self.at)
         self.tape.free_row(op.unit, "part", row, self.at)
-
-    def _casts(self, sizes: UnitSizes) -> bool:
-        """True if shards are cast to another dtype before they are gathered."""
-        return self.compute != self.master and not sizes.away
-
-    def _cast(self, sizes: UnitSizes) -> None:
-        """On one rank the shards are cast, or copied, in one pass. Offloaded ones are copied one by one, or serve as they are."""
-        if computes_with_shard(self.plan, sizes):
-            return
-        self.tape.allocate_row(sizes.name, "param", scaled(sizes.shards, self.compute), "gathered", COMPUTE, self.at)
+        self._drop(op.unit, "shard")
 
     def _release(self, op: Operation) -> None:
         self._drop(op.unit, "buffer")
@@ -244,16 +225,16 @@ class Replay:
         if not in_place:
             self._add(op.unit, output, op.nbytes // op.ranks, term, REDUCE)
         self.last = last
-        if self.reduce_passes and op.ranks > 1:
+        if self.bytes.reduce_passes and op.ranks > 1:
             elements = op.nbytes // self.reduce
-            self._quantized(self.reduce_passes, op, elements, elements, "reduce", REDUCE)
+            self._quantized(self.bytes.reduce_passes, op, elements, elements, "reduce", REDUCE)
 
     def _take(self, sizes: UnitSizes, *, first: bool) -> None:
         """Each gradient becomes that of the shard, through a cast if need be, or is added to it."""
         for tensor, elements in self._gradients(sizes):
             summed = (sizes.name, f"sum:{tensor}") in self.tape.alive or (sizes.name, f"whole:{tensor}") in self.tape.alive
             wide = self.reduce if summed else self.compute
-            if first and (self.computed or wide == self.master):
+            if first and (self.bytes.computed or wide == self.master):
                 for name in (tensor, f"sum:{tensor}", f"whole:{tensor}"):
                     if (sizes.name, name) in self.tape.alive:
                         self.tape.rename(sizes.name, name, f"gradient:{tensor}", "gradients", self.at)
@@ -264,9 +245,9 @@ class Replay:
     def _reduced_name(self, sizes: UnitSizes, *, first: bool, in_place: bool) -> str:
         """What a reduction's output becomes: the gradient, or a temporary that is freed when its shard is settled, or, of one
         in place, when FSDP drops the input."""
-        if self.reduce == self._kept(sizes) and first:
+        if self.reduce == self.bytes.kept_gradient(sizes) and first:
             return "gradient"
-        held = sizes.copies > 1 and self.reduce != self._kept(sizes)
+        held = sizes.copies > 1 and self.reduce != self.bytes.kept_gradient(sizes)
         return "reduce input" if in_place and not held else "reduced"
 
     def _quantized(self, passes: Quantization, op: Operation, packed: int, unpacked: int, term: Term, stream: int) -> None:
@@ -282,10 +263,6 @@ class Replay:
         for name in ("unpacking", "messages", "message"):
             self._drop(op.unit, name)
 
-    def _kept(self, sizes: UnitSizes) -> int:
-        """Bytes of an element of a reduced gradient that waits for the update."""
-        return self.away.gradient if sizes.away else self.master
-
     def _drop_gradients(self, unit: str, names: list[str]) -> None:
         summed = self.plan.batch.accumulate > 1
         for tensor in names[::-1]:  # the order in which a list frees its items
@@ -300,7 +277,7 @@ class Replay:
         sizes = self.units[op.unit]
         if sizes.takes_gradients:
             return
-        kept = self._kept(sizes)
+        kept = self.bytes.kept_gradient(sizes)
         stream = ALL_REDUCE if sizes.copies > 1 else REDUCE
         if self.reduce != kept:
             self._add(op.unit, "gradient" if op.first else "cast", sizes.moving * kept, "gradients", stream)
@@ -367,12 +344,6 @@ class Replay:
             self.spilled.add(op.unit, self.units[op.unit].home.activations, gone)
             for key in gone:
                 self._drop(*key)
-
-
-@lru_cache(maxsize=4096)
-def scaled(elements: tuple[int, ...], item: int) -> tuple[int, ...]:
-    """Bytes of tensors of so many elements, of `item` bytes each."""
-    return tuple(n * item for n in elements)
 
 
 @lru_cache(maxsize=4096)

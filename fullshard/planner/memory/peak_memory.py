@@ -14,7 +14,7 @@ from fullshard.planner.memory.steady_bytes import SteadyBytes
 from fullshard.planner.memory.xla_replay import XlaReplay
 from fullshard.planner.step.few_blocks import schedules
 from fullshard.planner.step.offload_bytes import SHARE, offload_bytes, slots_of
-from fullshard.planner.step.schedule import Operation, schedule
+from fullshard.planner.step.schedule import Operation, different_micro_batches, schedule
 
 PLAYERS: dict[str, type[Replay]] = {"torch": Replay, "jax": XlaReplay}  # by engine
 FOR_GOOD = ("rest", "workspace")  # owners of what the first step allocates and no later one
@@ -68,7 +68,7 @@ def predict(
     cuBLAS multiplies, whose workspaces count; not on a CPU.
     """
     slots = slots_of(optimizer or AdamW())
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
+    operations = schedule(plan, description, loss=loss, micros=different_micro_batches(plan), clip=clip, engine=engine)
     player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
     taken = None
     if reserved and engine == "torch":
@@ -82,7 +82,7 @@ def predict(
     return PeakMemory(
         allocated,
         taken,
-        _phase_of(operations, player.tape.operations[where]),
+        _phase_of(operations, player.tape.entries[where][4]),
         terms,
         at_rest(plan, description, slots),
         player.away.host(player.spilled.host),
@@ -104,7 +104,7 @@ def peak_bytes(
     slots = slots_of(optimizer or AdamW())
     away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
     how: dict[str, Any] = {"whole": away.backlog is not None, "loss": loss, "clip": clip, "engine": engine}
-    for few, found in schedules(plan, description, _different(plan), marked=away.staying, **how):
+    for few, found in schedules(plan, description, different_micro_batches(plan), marked=away.staying, **how):
         player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share)
         player.tape = gauge = PeakGauge()
         watch = SteadyBytes(few, gauge, player.spilled) if few else None
@@ -130,22 +130,16 @@ def most_by_term(
 
     `groups`: the name of a term's group.
     """
-    operations = schedule(plan, description, loss=loss, micros=_different(plan), clip=clip, engine=engine)
+    operations = schedule(plan, description, loss=loss, micros=different_micro_batches(plan), clip=clip, engine=engine)
     slots = slots_of(optimizer or AdamW())
     player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
     tape = _steady(player, description, operations).tape
     now, most = dict.fromkeys(groups.values(), 0), dict.fromkeys(groups.values(), 0)
-    for delta, term in zip(tape.deltas, tape.terms, strict=True):
+    for delta, term, *_ in tape.entries:
         name = groups[term]
         now[name] += delta
         most[name] = max(most[name], now[name])
     return most
-
-
-def _different(plan: Plan) -> tuple[int, ...]:
-    """Indices of the micro-batches that can differ in their peak: the first, the second and the last."""
-    last = plan.batch.accumulate - 1
-    return tuple(sorted({0, min(1, last), last}))
 
 
 def steady(plan: Plan, description: Description, operations: tuple[Operation, ...], slots: int) -> Tape:
@@ -177,7 +171,7 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
     for _ in range(3):
         before, alive = alive, {**tape.alive}
         alike = before is not None and _sizes(before) == _sizes(alive)
-        starts.append(len(tape.deltas))
+        starts.append(len(tape.entries))
         if before is not None and (once := _once(before, alive)):  # what the first step left stays, and nothing else is new
             tape.repeat(starts[-2], {}, once)
         elif before is not None and alike:  # the last step left everything as it found it, so this one repeats it
@@ -202,13 +196,14 @@ def _sizes(alive: Alive) -> dict[tuple[str, str], tuple[object, ...]]:
 
 def _with_allocator(tape: Tape, starts: list[int], alike: bool) -> tuple[int, int]:
     """Peaks of (allocated, reserved) over three steps."""
-    peaks = replay(tape.deltas, tape.tensors, tape.streams, starts, alike=alike)
+    numbers, streams = [entry[2] for entry in tape.entries], [entry[3] for entry in tape.entries]
+    peaks = replay(tape.deltas, numbers, streams, starts, alike=alike)
     return peaks[-1][0], max(reserved for _, reserved in peaks)
 
 
 def _highest(tape: Tape, begin: int = 0) -> tuple[int, int]:
     """The highest sum of rounded sizes from entry `begin` on, and the entry that reaches it."""
-    sums = list(accumulate(d // -GRAIN * -GRAIN if d > 0 else -(-d // -GRAIN * -GRAIN) for d in tape.deltas[begin:]))
+    sums = list(accumulate(d // -GRAIN * -GRAIN if d > 0 else -(-d // -GRAIN * -GRAIN) for d, *_ in tape.entries[begin:]))
     highest = max(sums)
     return highest, begin + sums.index(highest)
 
@@ -218,7 +213,7 @@ def _terms(tape: Tape, begin: int, where: int, before: Alive) -> dict[str, int]:
     found: dict[str, int] = {}
     for _, nbytes, term, _ in before.values():
         found[term] = found.get(term, 0) + -(-nbytes // GRAIN) * GRAIN
-    for delta, term in zip(tape.deltas[begin : where + 1], tape.terms[begin : where + 1], strict=True):
+    for delta, term, *_ in tape.entries[begin : where + 1]:
         size = -(-abs(delta) // GRAIN) * GRAIN
         found[term] = found.get(term, 0) + (size if delta > 0 else -size)
     return {term: size for term, size in found.items() if size}

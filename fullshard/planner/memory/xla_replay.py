@@ -25,7 +25,7 @@ class XlaReplay(Replay):
 
     def _compute(self, op: Operation) -> None:
         if op.phase == "chunk" and op.section is not None:
-            self._add(op.unit, "softmax", _logits_bytes(op.section, op.tokens) // self.compute * item("fp32"), "loss")
+            self._add(op.unit, "softmax", _logits_bytes(op.section, op.shape[1]) // self.compute * item("fp32"), "loss")
         super()._compute(op)
         self._drop(op.unit, "softmax")
 

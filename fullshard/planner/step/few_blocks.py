@@ -5,7 +5,7 @@ begins (`SteadyBlocks`), counts the blocks that are left out there, and goes on:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,10 +116,12 @@ def _unit_kinds(plan: Plan, description: Description) -> dict[str, int]:
     """The kind of each unit, as a number."""
     assert description.costs is not None
     costs = description.costs.on(plan.mesh)
+    return remembered(description, "kinds", costs, (), lambda: _numbered(unit_kinds(description, costs)))
+
+
+def _numbered(kinds: Mapping[str, object]) -> dict[str, int]:
     numbers: dict[object, int] = {}
-    number = lambda kind: numbers.setdefault(kind, len(numbers))
-    make = lambda: {name: number(kind) for name, kind in unit_kinds(description, costs).items()}
-    return remembered(description, "kinds", costs, (), make)
+    return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
 
 class SteadyBlocks(ABC):

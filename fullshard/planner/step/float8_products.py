@@ -13,7 +13,7 @@ from fullshard.model.costs import Event, Op, Phase, Polynomial, Section, constan
 from fullshard.model.description import Description, UnitDescription
 from fullshard.model.float8_weights import computes_in_float8, gathered_in_float8
 from fullshard.plan.plan import Plan, Unit
-from fullshard.planner.step.phases import PhaseSections, is_compiled
+from fullshard.planner.step.phases import PhaseSections, as_compiled, is_compiled, remembered_sections
 
 Shapes = frozenset[tuple[int, ...]]  # of weights, each sorted
 
@@ -35,6 +35,14 @@ class _Layers:
     compiled: bool
     shares: bool
     unsaved: frozenset[tuple[str, int]]
+
+
+def step_sections(
+    plan: Plan, description: Description, loss: str, engine: str = "torch", *, cast_weights: bool = True
+) -> PhaseSections:
+    """What a micro-batch of a plan runs, in order: the traced phases, with the products that the plan computes in float8."""
+    traced = as_compiled(plan, engine)
+    return float8_sections(traced, description, remembered_sections(traced, description, loss), cast_weights=cast_weights)
 
 
 def float8_sections(plan: Plan, description: Description, sections: PhaseSections, *, cast_weights: bool = True) -> PhaseSections:

@@ -10,6 +10,25 @@ from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step.memo import remembered
 
 PhaseSections = list[tuple[Phase, str, Section]]
+BACKWARD: tuple[Phase | str, ...] = ("backward", "done", "end")
+LOSS: tuple[Phase | str, ...] = ("chunk", "chunked", "loss")
+
+
+def refuse_unpredicted(plan: Plan, description: Description) -> None:
+    """Raise for a plan that cannot be predicted from the description's costs."""
+    if description.costs is None:
+        raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
+    description.costs.on(plan.mesh).check(plan.batch.micro_batch, plan.batch.sequence, plan.batch.dims)
+    if plan.precision.output not in (None, plan.precision.compute):
+        raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
+    blocks = {u.name for u in description.units if u.kind == "block"}
+    for unit in plan.units:
+        if (unit.home.params, unit.home.optimizer) == ("disk", "device"):
+            raise FullshardError(
+                f"unit {unit.name}: home.params = 'disk' is not carried out with home.optimizer = 'device'; write 'disk'"
+            )
+        if unit.remat != "none" and unit.name not in blocks:
+            raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
 
 
 def phase_sections(plan: Plan, costs: Costs, loss: str) -> PhaseSections:

@@ -10,7 +10,7 @@ from fullshard.plan.choices import SCALE_BYTES
 from fullshard.plan.plan import Wire, WireFormat
 
 FLOAT = 4  # bytes of the fp32 values between steps
-SLICE = 1 << 24  # as in on_torch/block_quantization.py: elements that are quantised at a time
+SLICE = 1 << 24  # elements that are quantised at a time: as much fp32 memory is needed besides the message
 FUSED_BLOCK = 1 << 14  # elements of the largest block that a GPU packs in one pass
 # Kernels for each parameter of a message: norm, scale and its copy, division, rounding, copy; two for each reading of a message.
 PACK_KERNELS, UNPACK_KERNELS, FEEDBACK_KERNELS = 7, 2, 13

@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.base.errors import FullshardError
-from fullshard.model.costs import Costs, Phase, Section
+from fullshard.model.costs import Phase, Section
 from fullshard.model.description import Description
 from fullshard.plan.plan import Plan
-from fullshard.planner.step.float8_products import float8_sections
+from fullshard.planner.step.float8_products import step_sections
 from fullshard.planner.step.memo import remembered
 from fullshard.planner.step.offload_bytes import waits_for_norm
-from fullshard.planner.step.phases import as_compiled, neighbours, remembered_sections
+from fullshard.planner.step.phases import neighbours, refuse_unpredicted
 from fullshard.planner.step.saved_activations import Saved, leads, saved_tensors
 from fullshard.planner.step.unit_sizes import UnitSizes, item, unit_sizes
 
-# As in on_torch/loss_chunks.py. JAX, whose softmax is apart from the logits, has chunks as of a split vocabulary.
-CHUNK_BUDGET, CHUNK_BYTES, SPLIT_CHUNK_BYTES, CHUNK_TILE = 1 << 31, 4, 8, 256
+# Of chunks of the loss, which the torch engine cuts by the same numbers.
+CHUNK_BUDGET = 1 << 31  # bytes of logits alive at once, at most
+CHUNK_TILE = 256  # tokens; matrix products are fastest in whole tiles
+CHUNK_BYTES = 4  # of a logit, in fp32; its gradient takes its place
+SPLIT_CHUNK_BYTES = 8  # of a split vocabulary, 2 in bf16, 4 in fp32, 2 for the gradient; and on JAX, whose softmax is apart
 
 OperationKind = Literal[
     "compute",  # run a section of the trace
@@ -59,7 +61,7 @@ class Operation:
     sent: int = 0
     section: Section | None = None
     near: tuple[str, str] = ("", "")  # the units before and after: their tensors occur in sections
-    tokens: int = 0  # of a chunk of the loss, which is one compute
+    shape: tuple[int, int] = (0, 0)  # rows and tokens that a compute works on: of a micro-batch, or of a chunk of the loss
     first: bool = False  # True if there is no earlier gradient to add to
     what: Payload = ""  # what a transfer moves, or a wait is for
     saved: tuple[Saved, ...] = ()  # the activations that are spilled, forgotten or fetched
@@ -81,6 +83,12 @@ def schedule(
     return remembered(description, "schedule", plan, (loss, micros, clip, engine), make)
 
 
+def different_micro_batches(plan: Plan) -> tuple[int, ...]:
+    """Indices of the first micro-batch, the second and the last: those between are like the second."""
+    last = plan.batch.accumulate - 1
+    return tuple(sorted({0, min(1, last), last}))
+
+
 def chunks(plan: Plan, description: Description, engine: str = "torch") -> list[int]:
     """Tokens of each chunk of the chunked loss."""
     costs, tokens = description.costs, plan.batch.micro_batch * plan.batch.sequence
@@ -96,36 +104,17 @@ def largest_chunk(vocabulary: int, *, small: bool = False) -> int:
     return chunk - (chunk % CHUNK_TILE if chunk > CHUNK_TILE else 0)
 
 
-def costs_of(plan: Plan, description: Description, loss: str) -> Costs:
-    """The costs of one rank. Raise for plans that cannot be predicted from them."""
-    if description.costs is None:
-        raise FullshardError("this description has no costs; describe the model with micro_batch and sequence")
-    costs = description.costs.on(plan.mesh)
-    costs.check(plan.batch.micro_batch, plan.batch.sequence, plan.batch.dims)
-    if plan.precision.output not in (None, plan.precision.compute):
-        raise FullshardError(f"precision.output = {plan.precision.output!r} cannot be predicted yet; leave it out")
-    blocks = {u.name for u in description.units if u.kind == "block"}
-    for unit in plan.units:
-        if (unit.home.params, unit.home.optimizer) == ("disk", "device"):
-            raise FullshardError(
-                f"unit {unit.name}: home.params = 'disk' is not carried out with home.optimizer = 'device'; write 'disk'"
-            )
-        if unit.remat != "none" and unit.name not in blocks:
-            raise FullshardError(f"unit {unit.name}: remat = {unit.remat!r} is predicted for blocks only; write 'none'")
-    return costs
-
-
 class _Step:
     """FSDP's state while the schedule is built: which units are gathered, which gathers are under way."""
 
     def __init__(self, plan: Plan, description: Description, loss: str, clip: bool, engine: str):
-        costs_of(plan, description, loss)
+        refuse_unpredicted(plan, description)
         self.plan = plan
+        self.shape = (plan.batch.micro_batch, plan.batch.sequence)
         self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
-        traced = as_compiled(plan, engine)
-        self.sections = float8_sections(traced, description, remembered_sections(traced, description, loss))
+        self.sections = step_sections(plan, description, loss, engine)
         self.scaled = False  # whether the scales of weights that are gathered in float8 are known
         self.near = neighbours(self.sections)
         self.description, self.engine = description, engine
@@ -176,15 +165,15 @@ class _Step:
             else:
                 yield self._compute(phase, unit, section)
 
-    def _compute(self, phase: Phase, unit: str, section: Section, tokens: int = 0) -> Operation:
+    def _compute(self, phase: Phase, unit: str, section: Section, shape: tuple[int, int] | None = None) -> Operation:
         near = self.near.get(unit, ("", ""))
-        return Operation("compute", unit, self.micro, phase, section=section, near=near, tokens=tokens)
+        return Operation("compute", unit, self.micro, phase, section=section, near=near, shape=shape or self.shape)
 
     def _chunks(self, i: int) -> Iterator[Operation]:
         """All chunks of the loss, with the next phase between any two; the caller issues it after the last."""
         sizes = chunks(self.plan, self.description, self.engine)
         for j, size in enumerate(sizes):
-            yield self._compute(*self.sections[i], tokens=size)
+            yield self._compute(*self.sections[i], shape=(1, size))
             if j < len(sizes) - 1:
                 yield self._compute(*self.sections[i + 1])
 
@@ -335,9 +324,8 @@ class _Step:
         """The activations that leave the device, by unit."""
         if not self.leads:
             return {}
-        shape = (self.plan.batch.micro_batch, self.plan.batch.sequence)
-        make = lambda: saved_tensors(self.sections, self.near, *shape)
-        found = remembered(self.description, "saved", self.sections, shape, make)
+        make = lambda: saved_tensors(self.sections, self.near, *self.shape)
+        found = remembered(self.description, "saved", self.sections, self.shape, make)
         return {name: found[name] for name in self.leads if found.get(name)}
 
     def _move(self, kind: OperationKind, what: Payload, unit: str, nbytes: int = 0) -> Operation:

@@ -89,16 +89,6 @@ class UnitSizes:
         return self.world == self.copies == 1 and not self.away
 
 
-def computes_with_shard(plan: Plan, sizes: UnitSizes) -> bool:
-    """True if an offloaded unit's shard, in the compute dtype on the device, is the whole: it is gathered without a copy."""
-    return sizes.world == 1 and plan.mesh.tensor == 1 and sizes.away and sizes.home.params == "device"
-
-
-def updates_in_one_pass(plan: Plan, units: dict[str, UnitSizes], slots: int) -> bool:
-    """True if a GPU clips and updates resident units in one pass: with Adam, unless the plan says otherwise."""
-    return slots == 2 and plan.kernels.update != "torch" and not all(sizes.away for sizes in units.values())
-
-
 def unit_sizes(plan: Plan, description: Description) -> dict[str, UnitSizes]:
     """The sizes of every unit of the plan, by name."""
     return remembered(description, "unit sizes", plan, (), lambda: _unit_sizes(plan, description))

@@ -9,12 +9,12 @@ from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
-from fullshard.planner.step.schedule import Operation
-from fullshard.planner.time.step_lanes import BACKWARD, StepLanes
-from fullshard.planner.time.timeline import different_micro_batches, play, step_operations
+from fullshard.planner.step.phases import BACKWARD, LOSS
+from fullshard.planner.step.schedule import Operation, different_micro_batches
+from fullshard.planner.time.step_lanes import StepLanes
+from fullshard.planner.time.timeline import play, step_operations
 
 MOST_MICRO_BATCHES = 4  # are drawn one by one; of more, the first two and the last
-LOSS = ("chunk", "chunked", "loss")  # phases
 GAP = 1 / 4000  # of a step: work of one kind for one unit that is nearer than this is one span
 
 

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from fullshard.cluster.topology import Cluster
-from fullshard.model.costs import Phase
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
-from fullshard.planner.step.phases import is_compiled
-from fullshard.planner.step.quantized_wire import Quantization, quantized_gather, quantized_reduce
+from fullshard.planner.step.phases import BACKWARD, is_compiled
+from fullshard.planner.step.quantized_wire import Quantization
 from fullshard.planner.step.schedule import Operation, OperationKind
-from fullshard.planner.step.unit_sizes import UnitSizes, computes_with_shard, item, updates_in_one_pass
+from fullshard.planner.step.unit_bytes import UnitBytes
+from fullshard.planner.step.unit_sizes import UnitSizes
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
 from fullshard.planner.time.roofline import Machine, SectionTime
 
 LANES = ("compute", "gather", "reduce", "copies", "tensor", "experts")
-BACKWARD: tuple[Phase | str, ...] = ("backward", "done", "end")
 ROUNDING = 1e-9  # seconds: shorter waits are rounding errors of subtractions
 
 
@@ -51,16 +50,13 @@ class StepLanes:
         self.began = 0.0  # start of the step
         precision = plan.precision
         self.machine = Machine(cluster, precision.compute, mesh=plan.mesh, kernels=plan.kernels, float8=precision.float8)
-        self.compute, self.reduce_item, self.master = item(precision.compute), item(precision.reduce), item(precision.master)
         self.free = dict.fromkeys(LANES, 0.0)
         self.links = {"node": 0.0, "network": 0.0}
         self.host = 0.0
         self.slowdown = 0.0  # seconds that compute has still to take longer because of collectives beside it
         self.serial = cluster.device.kind == "cpu"
-        self.gather_passes = quantized_gather(plan.wire, self.compute, gpu=not self.serial)
-        self.reduce_passes = quantized_reduce(plan.wire, self.reduce_item, gpu=not self.serial)
-        self.one_pass = not self.serial and updates_in_one_pass(plan, self.units, away.slots)
-        self.computed = self.one_pass and plan.keeps_computed_gradients
+        self.bytes = UnitBytes(plan, away, gpu=not self.serial)
+        self.compute, self.reduce_item, self.master = self.bytes.compute, self.bytes.reduce, self.bytes.master
         self.fitted = cluster.calibration
         self.launches = engine == "torch"  # whether the host issues kernels one by one; XLA runs the step as one program
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
@@ -181,10 +177,9 @@ class StepLanes:
         backward = op.phase in BACKWARD
         if backward and self.transfers.began < 0 and (self.away.late or op.micro == self.plan.batch.accumulate - 1):
             self.transfers.began = self.free["compute"]
-        shape = (1, op.tokens) if op.phase == "chunk" else (self.plan.batch.micro_batch, self.plan.batch.sequence)
         if op.unit in self.compiled and op.phase in ("forward", "backward"):
             self._issue(self.fitted.compiled_guards)
-        self._place(self.machine.section(op.section, *shape, backward=backward, chunk=op.phase == "chunk"))
+        self._place(self.machine.section(op.section, *op.shape, backward=backward, chunk=op.phase == "chunk"))
 
     def _place(self, work: SectionTime) -> None:
         if not work.kernels:
@@ -210,12 +205,12 @@ class StepLanes:
     def _gather(self, op: Operation) -> None:
         sizes = self.units[op.unit]
         stride = axis(self.plan.mesh, "shard")[1] * sizes.stride
-        cast = 0.0 if sizes.away else self.machine.copy(sum(sizes.shards) * self.master + sizes.shard_bytes(self.compute))
+        cast = self.machine.copy(self.bytes.copied_in(sizes))
         if self.serial:
             self._on_compute(cast, "copies")
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
         elements, earliest = sum(sizes.gathered), max(self.unpacked + cast, there)
-        passes = self._quantized(self.gather_passes, op, elements / op.ranks, elements, elements)
+        passes = self._quantized(self.bytes.gather_passes, op, elements / op.ranks, elements, elements)
         end = self._collective("gather", "all_gather", op.sent or op.nbytes, op.ranks, stride, earliest, passes)
         self.ready[op.unit] = end
 
@@ -226,10 +221,8 @@ class StepLanes:
         self._wait(updated, "update")
         self._wait(self.arrived.pop(op.unit, 0.0), "fetch")
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
-        nbytes = sum(sizes.gathered_bytes(self.compute))
-        read = nbytes if sizes.world > 1 or sizes.away else sum(sizes.gathered) * self.master
-        copied = 0 if computes_with_shard(self.plan, sizes) else read + nbytes
-        self._on_compute(self.machine.copy(copied), "copies", self._hook_ops(sizes, sizes.gathered))
+        copied = self.machine.copy(self.bytes.copied_out(sizes))
+        self._on_compute(copied, "copies", self._hook_ops(sizes, sizes.gathered))
         self.unpacked = self.free["compute"]
 
     def _accumulate(self, op: Operation) -> None:
@@ -253,13 +246,13 @@ class StepLanes:
         elements = self._gradient_elements(sizes)
         joined = self.machine.join(elements, read, self.reduce_item)
         if sizes.takes_gradients:
-            joined = 0.0 if self.computed or read == self.master else self.machine.copy(elements * (read + self.master))
+            joined = 0.0 if self.bytes.computed or read == self.master else self.machine.copy(elements * (read + self.master))
         self._on_compute(joined, "copies", self._hook_ops(sizes, sizes.trained))
         self.reduced[op.unit] = self.free["compute"]
         if op.ranks > 1:
             stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
             kind = "all_to_all" if op.sent else "reduce_scatter"
-            passes = self._quantized(self.reduce_passes, op, elements, elements, elements / op.ranks)
+            passes = self._quantized(self.bytes.reduce_passes, op, elements, elements, elements / op.ranks)
             nbytes, ready = op.sent or op.nbytes, self.free["compute"]
             self.reduced[op.unit] = self._collective("reduce", kind, nbytes, op.ranks, stride, ready, passes)
 
@@ -279,8 +272,7 @@ class StepLanes:
     def _norm(self, op: Operation) -> None:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
-        kept = self.compute if self.computed else self.master
-        nbytes = sum(g.moving * (self.away.gradient if g.away else kept) for g in self.units.values())
+        nbytes = sum(g.moving * self.bytes.kept_gradient(g) for g in self.units.values())
         self._on_compute(
             self.machine.foreach(nbytes),
             "norm",
@@ -296,8 +288,8 @@ class StepLanes:
     def _update_resident(self, resident: list[UnitSizes], *, clip: bool) -> None:
         elements = sum(g.moving for g in resident)
         tensors = sum(len(g.trained) for g in resident)
-        clipped = self.machine.foreach(elements * 2 * self.master) if clip and not self.one_pass else 0.0
-        gradient = self.compute if self.computed else self.master
+        clipped = self.machine.foreach(elements * 2 * self.master) if clip and not self.bytes.one_pass else 0.0
+        gradient = self.compute if self.bytes.computed else self.master
         moments = self.away.slots * sum(g.moment_bytes(self.plan.precision) for g in resident)
         moved = elements * (2 * self.master + gradient) + 2 * moments  # parameter and state in and out
         self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)

@@ -12,14 +12,14 @@ from fullshard.model.description import Description
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.few_blocks import FewBlocks, schedules
-from fullshard.planner.step.float8_products import float8_sections
+from fullshard.planner.step.float8_products import step_sections
 from fullshard.planner.step.offload_bytes import OffloadBytes, offload_bytes, slots_of
-from fullshard.planner.step.phases import as_compiled, remembered_sections
-from fullshard.planner.step.schedule import Operation, chunks, costs_of, schedule
+from fullshard.planner.step.phases import BACKWARD, refuse_unpredicted
+from fullshard.planner.step.schedule import Operation, chunks, different_micro_batches, schedule
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.steady_time import SteadyTime
-from fullshard.planner.time.step_lanes import BACKWARD, StepLanes, Timeline
+from fullshard.planner.time.step_lanes import StepLanes, Timeline
 
 QUIET_HOST = 0.97  # share of its mean pace on a quiet core: above this, the host's cores count as equal
 STEPS = 3  # with offload, until one step leaves as much to the next as it found
@@ -59,12 +59,6 @@ def timeline(
             break
     late = cluster.calibration.rank_spread if spread is None else spread
     return _mean([at.finish(repeats=plan.batch.accumulate - len(shown), spread=late) for at in lanes])
-
-
-def different_micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Indices of the first micro-batch, the second and the last: those between are like the second."""
-    last = plan.batch.accumulate - 1
-    return tuple(sorted({0, min(1, last), last}))
 
 
 def step_operations(
@@ -109,12 +103,11 @@ def _mean(steps: list[Timeline]) -> Timeline:
 
 def kernels_seconds(plan: Plan, description: Description, cluster: Cluster, loss: str, engine: str = "torch") -> float:
     """Seconds of a step's own kernels: a lower bound of step time for every strategy."""
-    plan = as_compiled(plan, engine)
-    costs_of(plan, description, loss)
+    refuse_unpredicted(plan, description)
     batch, found = plan.batch, 0.0
     p = plan.precision
     machine = Machine(cluster, p.compute, mesh=plan.mesh, kernels=plan.kernels, float8=p.float8)
-    sections = float8_sections(plan, description, remembered_sections(plan, description, loss), cast_weights=False)
+    sections = step_sections(plan, description, loss, engine, cast_weights=False)
     for phase, _, section in sections:
         shapes = [(batch.micro_batch, batch.sequence)]
         if phase == "chunk":
