@@ -1,7 +1,8 @@
 """Eight simulated devices, and quick compilation. The flags count only if they are set before JAX starts.
 
-Most of the time goes into XLA's compiler: what it has made is kept for other workers, for runs in processes of their own and for
-the next call.
+Most of the time goes into XLA's compiler: what it has made is kept for other workers and for the next call. Not for runs in
+processes of their own: a step of two CPU devices that is read from the cache can issue its collectives in another order on each
+device, and then waits for ever (seen with jaxlib 0.10.2).
 """
 
 import gc
@@ -17,7 +18,10 @@ QUICK = (
 CACHE = Path(__file__).parents[2] / "build/jax"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax  # noqa: E402  after the flags
+
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 gc.set_threshold(100_000, 50, 100)  # a trace allocates much that lives on: by default a tenth of its time is looking for garbage
