@@ -15,7 +15,6 @@ def beginning(case: Case) -> Case:
     return replace(case, legs=tuple(legs))
 
 
-@pytest.mark.quick(24)
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_a_caller_does_the_state_is_that_of_the_unsharded_model(ranks, seed):
     case = beginning(draw_case(seed))
