@@ -19,7 +19,7 @@ from fullshard.ranks.agreement import RankAgreement
 Verify = Literal["first", "meanwhile", "no"]
 
 
-class DamagedError(FullshardError):
+class DamagedCheckpointError(FullshardError):
     """A checkpoint was found damaged while a state was filled from it: the state is worth nothing until it is filled again."""
 
 
@@ -45,7 +45,7 @@ class VerifyingCheckpoint(Checkpoint):
 def fill_from(where: str | Path | Place, ranks: RankAgreement, verify: Verify, fill: Callable[[Checkpoint], None]) -> Manifest:
     """Call `fill` with the checkpoint at `where`; return its manifest. Collective.
 
-    Damage raises on all ranks: by default before `fill` is called. With `meanwhile` it raises a DamagedError, also where `fill`
+    Damage raises on all ranks: by default before `fill` is called. With `meanwhile` it raises a DamagedCheckpointError, also where `fill`
     raised because of it. With `no` the caller has compared the checksums.
     """
     place, opened = find_whole(where, ranks, verified=verify != "first"), list[VerifyingCheckpoint]()
@@ -55,6 +55,6 @@ def fill_from(where: str | Path | Place, ranks: RankAgreement, verify: Verify, f
     checked, wrong = attempt(opened[0].problems)
     outcomes = ranks.gather([filled, None if filled else why, wrong if checked else [wrong]])
     if damage := [sentence for _, _, found in outcomes for sentence in found]:
-        raise DamagedError(damage[0])
+        raise DamagedCheckpointError(damage[0])
     unwrap([outcome[:2] for outcome in outcomes])
     return opened[0].manifest

@@ -117,7 +117,7 @@ class Calibration:
         installed = installed_torch()
         if installed in ("", self.torch):
             return ""
-        return f"fitted with torch {self.torch}; kernels of torch {installed}, which is installed, may take longer or less long"
+        return f"fitted with torch {self.torch}; torch {installed} is installed, whose kernels may differ"
 
     def numbers(self) -> dict[str, Fitted]:
         """Every fitted number by its name."""

@@ -18,7 +18,7 @@ from fullshard.checkpoint.other_formats.export import export
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import Saving
-from fullshard.checkpoint.verified_load import DamagedError, Verify
+from fullshard.checkpoint.verified_load import DamagedCheckpointError, Verify
 from fullshard.engine.trainer import RunState
 from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.runs.metrics import Metrics
@@ -90,7 +90,7 @@ class Checkpoints:
                 manifest = self._load(place, "meanwhile")
                 self.writer.verified.add(commit.checkpoint_name(manifest.step))
                 return manifest
-            except DamagedError as error:
+            except DamagedCheckpointError as error:
                 self.bar.say(f"passed over: {error}")
                 place, more = self._newest(Checkpoint(place).manifest.step, contents=False)
                 damaged += [str(error), *more]

@@ -151,7 +151,7 @@ WHOLE = 4 * (LAYERS * WIDTH + 2 * VOCABULARY) * WIDTH / 1024  # KiB of all weigh
 FEW = {name: rows[:, :2] for name, rows in BATCH.items()}
 
 
-def deep(strategy="zero3", accumulate=1, scan=True, **common) -> on_jax.JaxState:
+def deep(strategy="zero3", accumulate=1, scan=True, **common) -> on_jax.State:
     shape, precision = fs.Batch(1, 2, accumulate), fs.Precision(compute="fp32")
     plan = fs.strategy(strategy, on_jax.describe(Deep), devices=8, batch=shape, precision=precision, **common)
     return on_jax.shard(Deep, plan, fs.AdamW(lr=LR), scan=scan)

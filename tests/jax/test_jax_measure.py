@@ -44,7 +44,7 @@ def test_a_part_that_fails_is_a_note(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("no such kernel\nmore")
 
-    for part in ("_gemms", "_attention", "_collectives", "_disk"):
+    for part in ("_gemms", "_attention", "_collectives", "measured_disk"):
         monkeypatch.setattr(timing, part, fails)
     found = measure(tmp_path, quick=True)
     assert "matrix products was left out: no such kernel" in found.measured.notes

@@ -70,4 +70,4 @@ def test_another_torch_than_the_numbers_were_fitted_with_is_a_note(monkeypatch):
         assert all(f"note: {note}" in str(found) for note in found.notes)
     assert said["2.11"] == said[""] == ()
     (note,) = said["2.12"]
-    assert note.startswith("fitted with torch 2.11; kernels of torch 2.12")
+    assert note.startswith("fitted with torch 2.11; torch 2.12 is installed")

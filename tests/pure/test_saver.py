@@ -16,7 +16,7 @@ from fullshard.checkpoint.reader import Checkpoint, open_checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, NotFiniteError, Saving
 from fullshard.checkpoint.shared_disks import Nodes, find_whole
-from fullshard.checkpoint.verified_load import DamagedError, fill_from
+from fullshard.checkpoint.verified_load import DamagedCheckpointError, fill_from
 from fullshard.checkpoint.verify import FileChecksum, problems
 from fullshard.ranks.agreement import RankAgreement
 
@@ -178,7 +178,7 @@ def test_what_fills_a_state_is_verified_without_reading_it_twice(tmp_path, monke
     of_file = {file.name: sum(n for name, n in read if name == file.name) for file in files}
     assert of_file == {file.name: file.stat().st_size for file in files}
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"\x01")
-    assert on_all_ranks(load) == [(DamagedError, f"{files[1]} is damaged: its checksum does not match")] * WORLD
+    assert on_all_ranks(load) == [(DamagedCheckpointError, f"{files[1]} is damaged: its checksum does not match")] * WORLD
 
 
 def test_each_node_writes_each_item_once():

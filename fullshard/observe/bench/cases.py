@@ -157,8 +157,8 @@ def _peer_refusal(tree: Tree) -> str | None:
 
 def predict(prepared: Prepared, engine: Engine[Any, Any]) -> Predicted | None:
     """The planner's numbers; None for a model whose costs are not known."""
-    recipe, plan, description, found = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
-    if found is None and engine.model.trace_costs is not None and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
+    recipe, plan, description, estimate = prepared.recipe, prepared.plan, prepared.description, prepared.estimate
+    if estimate is None and engine.model.trace_costs is not None and recipe.data.objective == "causal" and plan.mesh.tensor == 1:
         description = describe_costs(recipe, prepared.model, engine, plan.precision.compute)
         estimate = expected_of(recipe, plan, description, prepared.cluster)
     if estimate is None or description is None:
