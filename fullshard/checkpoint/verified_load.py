@@ -45,8 +45,8 @@ class VerifyingCheckpoint(Checkpoint):
 def fill_from(where: str | Path | Place, ranks: RankAgreement, verify: Verify, fill: Callable[[Checkpoint], None]) -> Manifest:
     """Call `fill` with the checkpoint at `where`; return its manifest. Collective.
 
-    Damage raises on all ranks: by default before `fill` is called. With `meanwhile` it raises a DamagedCheckpointError, also where `fill`
-    raised because of it. With `no` the caller has compared the checksums.
+    Damage raises on all ranks: by default before `fill` is called. With `meanwhile` it raises a DamagedCheckpointError, also
+    where `fill` raised because of it. With `no` the caller has compared the checksums.
     """
     place, opened = find_whole(where, ranks, verified=verify != "first"), list[VerifyingCheckpoint]()
     share = find_nodes_by_listing(place, ranks).share(ranks.rank) if verify == "meanwhile" else None
