@@ -21,7 +21,7 @@ from fullshard.planner.search.plan_space import PlanRequest, precision_of
 from fullshard.planner.search.strategy_cells import Cell
 from fullshard.planner.strategies import choose
 
-SAFE_ROOM = 0.88  # of memory: offloaded plans whose reduced-model estimate is below this always fit
+SAFE_ROOM = 0.88  # of memory: offloaded plans whose allocated bytes are below this always fit
 
 Change = tuple[str, PlanRequest, Plan]  # in words; the changed request; its leanest plan
 
@@ -215,7 +215,7 @@ def _would_fit(request: PlanRequest, plan: Plan, room: int) -> bool:
 
 
 def _first_to_fit_offloaded(changes: list[Change], room: int) -> str | None:
-    """The smallest change that fits with offload, by the reduced model alone. Larger changes never need more memory."""
+    """The smallest change that fits with offload, by allocated bytes alone. Larger changes never need more memory."""
     at = bisect_left(changes, True, key=lambda change: _fits_offloaded(change[1], change[2], int(SAFE_ROOM * room)))
     return changes[at][0] if at < len(changes) else None
 

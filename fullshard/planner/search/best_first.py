@@ -5,10 +5,11 @@ the allocator adds. Each look puts what it found back in its place, so the first
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from fullshard.plan.plan import Home, Plan
+from fullshard.plan.plan import Plan
 from fullshard.planner.search.exact_estimates import FullModel, FullResult
 from fullshard.planner.search.offload_candidates import offloaded_candidates
 from fullshard.planner.search.offload_levels import OffloadLevels, place_level
@@ -33,7 +34,7 @@ class Found:
     result: FullResult
 
 
-class BestFirst:
+class BestFirst(ABC):
     """A queue of looks, by the seconds that they promise. `limit`: what takes as many seconds is not looked at."""
 
     def __init__(self, request: PlanRequest, full: FullModel, limit: float = float("inf")):
@@ -60,9 +61,9 @@ class BestFirst:
         if result.seconds < self.limit:
             self.best, self.limit = Found(strategy, result), result.seconds
 
+    @abstractmethod
     def begin(self, strategy: StrategyFamilies, cell: Cell) -> None:
         """Look at a cell for the first time."""
-        raise NotImplementedError
 
 
 class OnDevice(BestFirst):
@@ -169,7 +170,8 @@ def fastest(request: PlanRequest, full: FullModel, among: list[tuple[StrategyFam
     away = Offloaded(request, full, limit).run(plain)
     if away is None and there is None and request.disk and "activations" not in request.fixed_homes:
         away = Offloaded(replace(request, disk_activations=True), full).run(plain)
-    if away is None and there is not None and "optimizer" not in request.fixed_homes:
+    kept = "optimizer" in request.fixed_homes or "update_kernel" in request.fix  # a chosen kernel needs state on the device
+    if away is None and there is not None and not kept:
         return StateAway(request, full, limit).run(among) or there
     return away or there
 
@@ -183,6 +185,6 @@ class StateAway(OnDevice):
         self.put(time.seconds - waits - time.compute.get("update", 0.0), self._leave, strategy, cell)
 
     def _leave(self, strategy: StrategyFamilies, cell: Cell) -> None:
-        home = replace(Home(optimizer="host"), **self.request.fixed_homes)
-        plans = tuple(replace(p, units=tuple(replace(u, home=home) for u in p.units)) for p in cell.plans)
+        away = [tuple(replace(u, home=replace(u.home, optimizer="host")) for u in p.units) for p in cell.plans]
+        plans = tuple(replace(p, units=units) for p, units in zip(cell.plans, away, strict=True))
         self.put(self.full.seconds(plans[0]), self._first, strategy, replace(cell, plans=plans))
