@@ -12,9 +12,9 @@ from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan.plan import Batch, Home, Plan, Precision, Remat, Sync
 from fullshard.planner.estimate import Estimate, cores_share, estimate
-from fullshard.planner.memory.allocation_tape import Term
 from fullshard.planner.memory.peak_memory import most_by_term
 from fullshard.planner.search.plan_space import engine_for
+from fullshard.planner.step.effects import Term
 from fullshard.planner.strategies import choose
 from fullshard.planner.wire_bytes import WireBytes, wire_bytes
 

@@ -8,8 +8,8 @@ import pytest
 import fullshard as fs
 from fullshard.model.description import Tensor
 from fullshard.model.float8_weights import computes_in_float8, gathered_in_float8
-from fullshard.planner.memory.allocation_tape import Term
 from fullshard.planner.memory.peak_memory import most_by_term, predict
+from fullshard.planner.step.effects import Term
 from fullshard.planner.step.schedule import schedule
 from fullshard.planner.time.timeline import kernels_seconds, timeline
 

@@ -3,28 +3,10 @@
 from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from fullshard.planner.memory.allocator import GRAIN
-
-Term = Literal[
-    "params",
-    "optimizer",
-    "buffers",
-    "gradients",
-    "activations",
-    "loss",
-    "gathered",
-    "whole gradients",
-    "reduce",
-    "residuals",
-    "workspace",
-    "batch",
-    "staging",
-    "fetched",
-]
-COMPUTE, GATHER, REDUCE, ALL_REDUCE, TRANSFER = 0, 1, 2, 3, 4  # streams of FSDP2 and of offload; each has its own memory pool
-
+from fullshard.planner.step.effects import COMPUTE, Row, Term
 
 # Bytes, negative when they are freed; term; number of the allocation, the same when it is freed, 0 for a change of its term;
 # stream; index of the operation that did it.
@@ -39,6 +21,7 @@ class Tape:
     # By owner and tensor: number, bytes, term and stream.
     alive: dict[tuple[str, str], tuple[int, int, Term, int]] = field(default_factory=dict)
     count: int = 0
+    made_once: set[tuple[str, str]] = field(default_factory=set)  # rows that are there for good
     folds: ClassVar[bool] = False  # True if it takes `folded_events`
 
     def allocate(self, owner: str, tensor: str, nbytes: int, term: Term, stream: int, operation: int) -> None:
@@ -55,26 +38,42 @@ class Tape:
             number, nbytes, term, stream = found
             self.entries.append((-nbytes, term, number, stream, operation))
 
-    def allocate_row(self, owner: str, tensor: str, row: tuple[int, ...], term: Term, stream: int, operation: int) -> None:
+    def allocate_row(self, owner: str, tensor: str, row: Row, term: Term, stream: int, operation: int) -> None:
         """Allocate tensors that come and go together: `tensor` and their number are their names."""
         for i, nbytes in enumerate(row):
             self.allocate(owner, f"{tensor}{i}", nbytes, term, stream, operation)
 
-    def free_row(self, owner: str, tensor: str, row: tuple[int, ...], operation: int) -> None:
+    def allocate_once(self, owner: str, tensor: str, row: Row, term: Term, operation: int) -> None:
+        """Allocate a row that stays for good, unless it is there."""
+        if (owner, tensor) not in self.made_once:
+            self.made_once.add((owner, tensor))
+            self.allocate_row(owner, tensor, row, term, COMPUTE, operation)
+
+    def allocate_beside(self, owner: str, beside: str, tensor: str, nbytes: int, term: Term, operation: int) -> None:
+        """Allocate where the tensor `beside` is alive."""
+        if (owner, beside) in self.alive:
+            self.allocate(owner, tensor, nbytes, term, COMPUTE, operation)
+
+    def free_all(self, owner: str, tensors: tuple[str, ...], operation: int) -> None:
+        for tensor in tensors:
+            self.free(owner, tensor, operation)
+
+    def free_row(self, owner: str, tensor: str, row: Row, operation: int) -> None:
         for i in range(len(row)):
             self.free(owner, f"{tensor}{i}", operation)
 
-    def replace_row(
-        self, owner: str, old: str, before: tuple[int, ...], tensor: str, row: tuple[int, ...], term: Term, operation: int
-    ) -> None:
+    def replace_row(self, owner: str, old: str, before: Row, tensor: str, row: Row, term: Term, operation: int) -> None:
         """Allocate tensors, each before one of the `old` ones is freed."""
         for i, nbytes in enumerate(row):
             self.allocate(owner, f"{tensor}{i}", nbytes, term, COMPUTE, operation)
             self.free(owner, f"{old}{i}", operation)
 
     def rename(self, owner: str, tensor: str, name: str, term: Term, operation: int) -> None:
-        """Give an allocation another name and term."""
-        number, nbytes, old, stream = self.alive.pop((owner, tensor))
+        """Give an allocation another name and term, if it is alive."""
+        found = self.alive.pop((owner, tensor), None)
+        if found is None:
+            return
+        number, nbytes, old, stream = found
         self.alive[owner, name] = (number, nbytes, term, stream)
         if old != term:  # two entries that cancel out, so that sums by term are right
             self.entries += [(-nbytes, old, 0, stream, operation), (nbytes, term, 0, stream, operation)]
@@ -119,15 +118,13 @@ class PeakGauge(Tape):
         if self.now > self.highest:
             self.highest = self.now
 
-    def allocate_row(self, owner: str, tensor: str, row: tuple[int, ...], term: Term, stream: int, operation: int) -> None:
+    def allocate_row(self, owner: str, tensor: str, row: Row, term: Term, stream: int, operation: int) -> None:
         self.allocate(owner, tensor, rounded(row), term, stream, operation)
 
-    def free_row(self, owner: str, tensor: str, row: tuple[int, ...], operation: int) -> None:
+    def free_row(self, owner: str, tensor: str, row: Row, operation: int) -> None:
         self.free(owner, tensor, operation)
 
-    def replace_row(
-        self, owner: str, old: str, before: tuple[int, ...], tensor: str, row: tuple[int, ...], term: Term, operation: int
-    ) -> None:
+    def replace_row(self, owner: str, old: str, before: Row, tensor: str, row: Row, term: Term, operation: int) -> None:
         now = self.now
         for gone, nbytes in zip(before, row, strict=True):
             self.now += nbytes // -GRAIN * -GRAIN
@@ -148,6 +145,6 @@ class PeakGauge(Tape):
 
 
 @lru_cache(maxsize=4096)
-def rounded(row: tuple[int, ...]) -> int:
+def rounded(row: Row) -> int:
     """Bytes that tensors of these sizes take."""
     return sum(nbytes // -GRAIN * -GRAIN for nbytes in row)

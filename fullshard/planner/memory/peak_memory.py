@@ -5,18 +5,20 @@ from itertools import accumulate
 from typing import Any
 
 from fullshard.model.description import Description
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
-from fullshard.planner.memory.allocation_tape import PeakGauge, Tape, Term
+from fullshard.planner.memory.allocation_tape import PeakGauge, Tape
 from fullshard.planner.memory.allocator import GRAIN, replay
-from fullshard.planner.memory.memory_replay import Replay
+from fullshard.planner.memory.memory_fold import MemoryFold
 from fullshard.planner.memory.steady_bytes import SteadyBytes
-from fullshard.planner.memory.xla_replay import XlaReplay
+from fullshard.planner.step.effects import Term
 from fullshard.planner.step.few_blocks import schedules
-from fullshard.planner.step.offload_bytes import SHARE, offload_bytes, slots_of
+from fullshard.planner.step.lowering import LoweredStep
+from fullshard.planner.step.offload_bytes import SHARE, OffloadBytes, offload_bytes, slots_of
 from fullshard.planner.step.schedule import Operation, different_micro_batches, schedule
+from fullshard.planner.step.xla_lowering import lowering
 
-PLAYERS: dict[str, type[Replay]] = {"torch": Replay, "jax": XlaReplay}  # by engine
 FOR_GOOD = ("rest", "workspace")  # owners of what the first step allocates and no later one
 Alive = dict[tuple[str, str], tuple[int, int, Term, int]]
 
@@ -69,24 +71,28 @@ def predict(
     """
     slots = slots_of(optimizer or AdamW())
     operations = schedule(plan, description, loss=loss, micros=different_micro_batches(plan), clip=clip, engine=engine)
-    player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
+    away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
+    step = lowering(plan, away, engine=engine, gpu=cublas).step(operations)
+    fold = _fold(Tape(), plan, description, away, engine, cublas)
     taken = None
-    if reserved and engine == "torch":
-        starts, alike, before = _three_steps(player, description, operations)
-        allocated, taken = _with_allocator(player.tape, starts, alike)
-        where = _highest(player.tape, starts[-1])[1]
-        terms = _terms(player.tape, starts[-1], where, before)
+    if reserved and TRAITS[engine].predicted:
+        starts, alike, before = _three_steps(fold, step)
+        allocated, taken = _with_allocator(fold.tape, starts, alike)
+        where = _highest(fold.tape, starts[-1])[1]
+        terms = _terms(fold.tape, starts[-1], where, before)
     else:
-        allocated, where = _highest(_steady(player, description, operations).tape)
-        terms = _terms(player.tape, 0, where, {})
+        fold.begin()
+        fold.step(step)
+        allocated, where = _highest(fold.tape)
+        terms = _terms(fold.tape, 0, where, {})
     return PeakMemory(
         allocated,
         taken,
-        _phase_of(operations, player.tape.entries[where][4]),
+        _phase_of(operations, fold.tape.entries[where][4]),
         terms,
         at_rest(plan, description, slots),
-        player.away.host(player.spilled.host),
-        player.away.disk(player.spilled.most["disk"]),
+        away.host(fold.spilled.host),
+        away.disk(fold.spilled.most["disk"]),
     )
 
 
@@ -105,13 +111,12 @@ def peak_bytes(
     away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
     how: dict[str, Any] = {"whole": away.backlog is not None, "loss": loss, "clip": clip, "engine": engine}
     for few, found in schedules(plan, description, different_micro_batches(plan), marked=away.staying, **how):
-        player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share)
-        player.tape = gauge = PeakGauge()
-        watch = SteadyBytes(few, gauge, player.spilled) if few else None
-        _begin(player, description)
-        if player.play(found, watch):
+        fold = _fold(gauge := PeakGauge(), plan, description, away, engine)
+        watch = SteadyBytes(few, gauge, fold.spilled) if few else None
+        fold.begin()
+        if fold.step(lowering(plan, away, engine=engine).step(found), watch):
             break
-    return PeakBytes(watch.highest if watch else gauge.highest, player.away.host(player.spilled.host), sum(player.away.staging()))
+    return PeakBytes(watch.highest if watch else gauge.highest, away.host(fold.spilled.host), sum(away.staging()))
 
 
 def most_by_term(
@@ -132,8 +137,7 @@ def most_by_term(
     """
     operations = schedule(plan, description, loss=loss, micros=different_micro_batches(plan), clip=clip, engine=engine)
     slots = slots_of(optimizer or AdamW())
-    player = PLAYERS[engine](plan, description, slots, clip=clip, cpu_share=cpu_share, cublas=cublas)
-    tape = _steady(player, description, operations).tape
+    tape = steady(plan, description, operations, slots, clip=clip, cpu_share=cpu_share, engine=engine, cublas=cublas)
     now, most = dict.fromkeys(groups.values(), 0), dict.fromkeys(groups.values(), 0)
     for delta, term, *_ in tape.entries:
         name = groups[term]
@@ -142,30 +146,35 @@ def most_by_term(
     return most
 
 
-def steady(plan: Plan, description: Description, operations: tuple[Operation, ...], slots: int) -> Tape:
+def steady(
+    plan: Plan,
+    description: Description,
+    operations: tuple[Operation, ...],
+    slots: int,
+    *,
+    clip: bool = True,
+    cpu_share: float = SHARE,
+    engine: str = "torch",
+    cublas: bool = True,
+) -> Tape:
     """The tape of a steady step: one that is not the first."""
-    return _steady(Replay(plan, description, slots), description, operations).tape
+    away = offload_bytes(plan, description, slots, clip=clip, cpu_share=cpu_share)
+    fold = _fold(Tape(), plan, description, away, engine, cublas)
+    fold.begin()
+    fold.step(lowering(plan, away, engine=engine, gpu=cublas).step(operations))
+    return fold.tape
 
 
-def _steady(player: Replay, description: Description, operations: tuple[Operation, ...]) -> Replay:
-    _begin(player, description)
-    player.play(operations)
-    return player
+def _fold(tape: Tape, plan: Plan, description: Description, away: OffloadBytes, engine: str, cublas: bool = True) -> MemoryFold:
+    """XLA's products take their workspaces from its temporaries."""
+    return MemoryFold(tape, plan, description, away, cublas=cublas and not TRAITS[engine].one_program)
 
 
-def _begin(player: Replay, description: Description) -> None:
-    """Allocate what is there when a steady step begins."""
-    player.rest(description)
-    player.states()
-    player.left_over()
-    player.workspaces()
-
-
-def _three_steps(player: Replay, description: Description, operations: tuple[Operation, ...]) -> tuple[list[int], bool, Alive]:
+def _three_steps(fold: MemoryFold, step: LoweredStep) -> tuple[list[int], bool, Alive]:
     """Play three steps, after which the allocator is in its steady state. Return where each begins on the tape, whether the
     last repeats the one before, and what was alive when it began."""
-    player.rest(description)
-    tape, starts = player.tape, [0]
+    fold.rest()
+    tape, starts = fold.tape, [0]
     alive: Alive | None = None
     alike = False
     for _ in range(3):
@@ -177,7 +186,7 @@ def _three_steps(player: Replay, description: Description, operations: tuple[Ope
         elif before is not None and alike:  # the last step left everything as it found it, so this one repeats it
             tape.repeat(starts[-2], {entry[0]: alive[key][0] for key, entry in before.items()})
         else:
-            player.play(operations)
+            fold.step(step)
     assert alive is not None
     return starts, alike, alive
 

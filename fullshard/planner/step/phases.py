@@ -6,6 +6,7 @@ from functools import lru_cache
 from fullshard.base.errors import FullshardError
 from fullshard.model.costs import Costs, Phase, Section, Trace
 from fullshard.model.description import Description
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step.memo import remembered
 
@@ -111,8 +112,8 @@ def is_compiled(plan: Plan, unit: Unit) -> bool:
 
 
 def as_compiled(plan: Plan, engine: str) -> Plan:
-    """The plan whose sections an engine runs: XLA compiles every step."""
-    return replace(plan, compile=True) if engine == "jax" else plan
+    """The plan whose sections an engine runs: where a step is one program, everything is compiled."""
+    return replace(plan, compile=True) if TRAITS[engine].one_program else plan
 
 
 def _with_last_frees(found: PhaseSections, near: dict[str, tuple[str, str]]) -> PhaseSections:

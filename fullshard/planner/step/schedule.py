@@ -10,7 +10,8 @@ from typing import Literal
 
 from fullshard.model.costs import Phase, Section
 from fullshard.model.description import Description
-from fullshard.plan.plan import Plan
+from fullshard.plan.engine_traits import TRAITS
+from fullshard.plan.plan import HomeName, Plan
 from fullshard.planner.step.float8_products import step_sections
 from fullshard.planner.step.memo import remembered
 from fullshard.planner.step.offload_bytes import waits_for_norm
@@ -64,6 +65,7 @@ class Operation:
     shape: tuple[int, int] = (0, 0)  # rows and tokens that a compute works on: of a micro-batch, or of a chunk of the loss
     first: bool = False  # True if there is no earlier gradient to add to
     what: Payload = ""  # what a transfer moves, or a wait is for
+    place: HomeName = "device"  # the home of what it moves
     saved: tuple[Saved, ...] = ()  # the activations that are spilled, forgotten or fetched
 
 
@@ -94,7 +96,7 @@ def chunks(plan: Plan, description: Description, engine: str = "torch") -> list[
     costs, tokens = description.costs, plan.batch.micro_batch * plan.batch.sequence
     assert costs is not None
     rows = costs.on(plan.mesh).vocabulary
-    chunk = largest_chunk(rows, small=rows < costs.vocabulary or engine == "jax")
+    chunk = largest_chunk(rows, small=rows < costs.vocabulary or TRAITS[engine].one_program)
     return [min(chunk, tokens - i) for i in range(0, tokens, chunk)]
 
 
@@ -111,7 +113,7 @@ class _Step:
         refuse_unpredicted(plan, description)
         self.plan = plan
         self.shape = (plan.batch.micro_batch, plan.batch.sequence)
-        self.adds_up_whole = engine == "torch"  # gradients of units that stay gathered
+        self.adds_up_whole = not TRAITS[engine].one_program  # gradients of units that stay gathered
         self.late = waits_for_norm(plan, clip)
         self.units = unit_sizes(plan, description)
         self.sections = step_sections(plan, description, loss, engine)
@@ -329,8 +331,10 @@ class _Step:
         return {name: found[name] for name in self.leads if found.get(name)}
 
     def _move(self, kind: OperationKind, what: Payload, unit: str, nbytes: int = 0) -> Operation:
-        saved = self.saved.get(unit, ()) if what == "activations" else ()
-        return Operation(kind, unit, self.micro, nbytes=nbytes or sum(s.nbytes for s in saved), what=what, saved=saved)
+        saved, home = self.saved.get(unit, ()) if what == "activations" else (), self.units[unit].home
+        place = home.params if what == "params" else home.activations if what == "activations" else home.optimizer
+        nbytes = nbytes or sum(s.nbytes for s in saved)
+        return Operation(kind, unit, self.micro, nbytes=nbytes, what=what, place=place, saved=saved)
 
     def _await(self, unit: str) -> Iterator[Operation]:
         """Wait for the update of the previous step, before the first use of an offloaded unit's parameters."""

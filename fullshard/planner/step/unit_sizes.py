@@ -137,3 +137,9 @@ def _unit(plan: Plan, unit: Unit, described: UnitDescription, local: dict[str, t
 def item(dtype: str) -> int:
     """Bytes of an element."""
     return ITEM_BYTES[dtype]
+
+
+@lru_cache(maxsize=4096)
+def scaled(elements: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """Bytes of tensors of so many elements, of `item` bytes each."""
+    return tuple(n * item for n in elements)

@@ -9,10 +9,11 @@ from fullshard.cluster.topology import Cluster
 from fullshard.model.description import Description
 from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
+from fullshard.planner.step.effects import Collective, Effects
 from fullshard.planner.step.phases import BACKWARD, LOSS
 from fullshard.planner.step.schedule import Operation, different_micro_batches
 from fullshard.planner.time.step_lanes import StepLanes
-from fullshard.planner.time.timeline import play, step_operations
+from fullshard.planner.time.timeline import lowered_step, play
 
 MOST_MICRO_BATCHES = 4  # are drawn one by one; of more, the first two and the last
 GAP = 1 / 4000  # of a step: work of one kind for one unit that is nearer than this is one span
@@ -51,9 +52,9 @@ def lane_spans(
     """The spans of one step of `plan` on `cluster`; arguments as of `timeline`."""
     every = tuple(range(plan.batch.accumulate))
     micros = every if len(every) <= MOST_MICRO_BATCHES else different_micro_batches(plan)
-    away, operations = step_operations(plan, description, cluster, micros, loss, optimizer, clip, cpu_share)
+    away, step = lowered_step(plan, description, cluster, micros, loss, optimizer, clip, cpu_share)
     lanes = _RecordedLanes(plan, cluster, away)
-    play(lanes, operations)
+    play(lanes, step)
     seconds = lanes.finish(repeats=0, spread=0.0).seconds
     found = sorted((*lanes.spans, *_transfers(lanes)), key=lambda s: s.start)
     inside = [s for span in found if (s := _within(span, lanes.began, seconds)) is not None]
@@ -70,21 +71,20 @@ class _RecordedLanes(StepLanes):
         super().begin()
         self.spans = []
 
-    def run(self, op: Operation) -> None:
+    def run(self, op: Operation, effects: Effects) -> None:
         self.operation = op
-        super().run(op)
+        super().run(op, effects)
 
     def _on_compute(self, seconds: float, kind: str, kernels: float = 1.0) -> None:
         slowdown = self.slowdown
         super()._on_compute(seconds, kind, kernels)
         self._record("compute", seconds + slowdown - self.slowdown, self.free["compute"], self._phase())
 
-    def _collective(
-        self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float, passes: float = 0.0
-    ) -> float:
-        before = self.found.busy[lane]
-        end = super()._collective(lane, kind, nbytes, ranks, stride, earliest, passes)
-        self._record(lane, self.found.busy[lane] - before, end, kind.replace("_", "-"))
+    def _collective(self, wanted: Collective | None, earliest: float) -> float:
+        assert wanted is not None
+        before = self.found.busy[wanted.lane]
+        end = super()._collective(wanted, earliest)
+        self._record(wanted.lane, self.found.busy[wanted.lane] - before, end, wanted.kind.replace("_", "-"))
         return end
 
     def _inside(self, seconds: float) -> None:

@@ -150,9 +150,13 @@ class Machine:
         """Seconds to add tensors. `nbytes`: read and written."""
         return nbytes / self.adding
 
-    def join(self, elements: float, read: int, written: int) -> float:
-        """Seconds to copy gradients into a buffer. `read`, `written`: bytes of an element here and there."""
-        return elements * (read + written) / (self.joining if read == written else self.widening)
+    def join(self, nbytes: float) -> float:
+        """Seconds to copy gradients into a buffer. `nbytes`: read and written."""
+        return nbytes / self.joining
+
+    def widen(self, nbytes: float) -> float:
+        """The same into a wider dtype."""
+        return nbytes / self.widening
 
     def foreach(self, nbytes: float) -> float:
         """Seconds of a kernel over a list of tensors of so many bytes."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from fullshard.cluster.topology import Cluster
+from fullshard.plan.engine_traits import TRAITS
 from fullshard.plan.plan import Plan
-from fullshard.planner.step.offload_bytes import OffloadBytes, WaitingGradients
+from fullshard.planner.step.effects import Collective, Effects, KernelWork, MessagePasses, Rate
+from fullshard.planner.step.offload_bytes import OffloadBytes
 from fullshard.planner.step.phases import BACKWARD, is_compiled
-from fullshard.planner.step.quantized_wire import Quantization
 from fullshard.planner.step.schedule import Operation, OperationKind
-from fullshard.planner.step.unit_bytes import UnitBytes
 from fullshard.planner.step.unit_sizes import UnitSizes
 from fullshard.planner.time.collectives import axis, collective_seconds, spread_of
 from fullshard.planner.time.offload_lanes import Transfers
@@ -42,7 +42,6 @@ class StepLanes:
         self.transfers = Transfers(cluster, away)
         self.updated: dict[str, float] = {}  # time at which a unit's update is done
         self.put_off: dict[str, float] = {}  # units whose update is not placed yet, and when it may begin
-        self.waiting = WaitingGradients(away)  # units whose gradients still wait for their update
         self.arrived: dict[str, float] = {}  # time at which a unit's shard is on the device
         self.returned: dict[str, float] = {}  # time at which its activations are
         self.spilled: dict[str, float] = {}  # time at which its activations are on the host
@@ -55,18 +54,16 @@ class StepLanes:
         self.host = 0.0
         self.slowdown = 0.0  # seconds that compute has still to take longer because of collectives beside it
         self.serial = cluster.device.kind == "cpu"
-        self.bytes = UnitBytes(plan, away, gpu=not self.serial)
-        self.compute, self.reduce_item, self.master = self.bytes.compute, self.bytes.reduce, self.bytes.master
         self.fitted = cluster.calibration
-        self.launches = engine == "torch"  # whether the host issues kernels one by one; XLA runs the step as one program
+        self.launches = not TRAITS[engine].one_program  # whether the host issues kernels one by one
+        self.rates = {rate: getattr(self.machine, rate) for rate in get_args(Rate)}
         self.compiled = {u.name for u in plan.units if is_compiled(plan, u)}
         self.unpacked = 0.0  # time at which the last gather was copied out; the next may only start then
         self.ready: dict[str, float] = {}  # time at which a unit's gather is done
-        self.summed: set[str] = set()  # units whose gradients are summed in a wider dtype
         self.reduced: dict[str, float] = {}  # time at which a unit's reduction is done
         self.starts: list[tuple[float, Timeline]] = []  # start of each micro-batch, and the seconds counted until then
         self.found = Timeline()
-        self.known: dict[tuple[str, int, int, int], tuple[float, str]] = {}  # seconds and link of collectives
+        self.known: dict[Collective, tuple[float, str]] = {}  # seconds and link of collectives
         self.place_one = {kind: getattr(self, f"_{kind}", None) for kind in get_args(OperationKind)}
 
     def begin(self) -> None:
@@ -78,12 +75,11 @@ class StepLanes:
         self.found = Timeline(busy=dict.fromkeys((*LANES, "host"), 0.0))
         self.transfers.busy = self.found.busy
         self.transfers.began, self.transfers.disk_pieces_done = -1.0, 0
-        self.waiting.units.clear()
 
-    def run(self, op: Operation) -> None:
+    def run(self, op: Operation, effects: Effects) -> None:
         """Place one operation."""
         if place := self.place_one[op.kind]:  # frees take no time
-            place(op)
+            place(op, effects)
 
     def finish(self, repeats: int, spread: float) -> Timeline:
         """The seconds of the step. `repeats`: micro-batches like the second that were left out."""
@@ -136,16 +132,32 @@ class StepLanes:
         if seconds > ROUNDING:
             self.found.exposed[cause] = self.found.exposed.get(cause, 0.0) + seconds
 
-    def _collective(
-        self, lane: str, kind: str, nbytes: int, ranks: int, stride: int, earliest: float, passes: float = 0.0
-    ) -> float:
-        """Place a collective that may start at `earliest`; return when it ends. `passes`: seconds of the same lane before and
-        after it, in which the link is free."""
-        key = (kind, nbytes, ranks, stride)
-        if key not in self.known:
-            link = "network" if spread_of(ranks, stride, self.cluster).nodes > 1 else "node"
-            self.known[key] = collective_seconds(kind, nbytes, ranks, self.cluster, stride=stride), link  # type: ignore[arg-type]
-        seconds, link = self.known[key]
+    def _seconds(self, kernels: KernelWork) -> float:
+        """Seconds of the device's own kernels."""
+        return sum((self.rates[rate](moved) for rate, moved in kernels.moved), 0.0)
+
+    def _kernels(self, kernels: KernelWork | None) -> None:
+        """Place kernels that no trace has, with the host's work for them."""
+        assert kernels is not None
+        issued = 1.0
+        if kernels.issued is not None:
+            hooks, parameters = kernels.issued
+            issued = (getattr(self.fitted, hooks) if hooks else 0.0) + self.fitted.parameter_hooks * parameters
+        self._on_compute(self._seconds(kernels), kernels.kind, issued)
+
+    def _collective(self, wanted: Collective | None, earliest: float) -> float:
+        """Place a collective that may start at `earliest`; return when it ends. Packing takes the lane before and after it, in
+        which the link is free."""
+        assert wanted is not None
+        lane, passes = wanted.lane, self._packing(wanted.packing)
+        if wanted not in self.known:
+            stride = axis(self.plan.mesh, wanted.along)[1] * wanted.stride
+            link = "network" if spread_of(wanted.ranks, stride, self.cluster).nodes > 1 else "node"
+            self.known[wanted] = (
+                collective_seconds(wanted.kind, wanted.nbytes, wanted.ranks, self.cluster, stride=stride),
+                link,
+            )
+        seconds, link = self.known[wanted]
         start = max(self.free[lane], self.links[link], earliest, self.host)
         self.links[link] = start + seconds
         end = self.free[lane] = start + seconds + passes
@@ -157,18 +169,18 @@ class StepLanes:
             self.slowdown += self.fitted.overlap_slowdown * (seconds + passes)
         return end
 
-    def _quantized(self, passes: Quantization | None, op: Operation, packed: float, unpacked: float, results: float) -> float:
-        """Seconds to pack and unpack so many elements around a collective; 0 if it is plain. `results`: see `Quantization`."""
-        if passes is None or not op.sent:
+    def _packing(self, packing: MessagePasses | None) -> float:
+        """Seconds to pack and unpack around a quantised collective."""
+        if packing is None:
             return 0.0
-        sizes = self.units[op.unit]
-        self._issue(passes.kernels(len(sizes.trained if op.kind == "reduce" else sizes.shards)))
-        moved = passes.moved(packed, unpacked, results)
+        passes = packing.passes
+        self._issue(passes.kernels(packing.parameters))
+        moved = passes.moved(packing.packed, packing.unpacked, packing.results)
         return self.machine.copy(moved) if passes.fused else self.machine.add(moved)
 
     # -- operations ----------------------------------------------------------------------------------
 
-    def _compute(self, op: Operation) -> None:
+    def _compute(self, op: Operation, effects: Effects) -> None:
         assert op.section is not None
         if op.phase == "start":
             so_far = self.found
@@ -202,106 +214,64 @@ class StepLanes:
         if self.serial:
             self.host = start + seconds
 
-    def _gather(self, op: Operation) -> None:
-        sizes = self.units[op.unit]
-        stride = axis(self.plan.mesh, "shard")[1] * sizes.stride
-        cast = self.machine.copy(self.bytes.copied_in(sizes))
+    def _gather(self, op: Operation, effects: Effects) -> None:
+        assert effects.kernels is not None
+        cast = self._seconds(effects.kernels)  # on the stream of gathers
         if self.serial:
-            self._on_compute(cast, "copies")
+            self._kernels(effects.kernels)
         there = max(self.updated.get(op.unit, 0.0), self.arrived.get(op.unit, 0.0))
-        elements, earliest = sum(sizes.gathered), max(self.unpacked + cast, there)
-        passes = self._quantized(self.bytes.gather_passes, op, elements / op.ranks, elements, elements)
-        end = self._collective("gather", "all_gather", op.sent or op.nbytes, op.ranks, stride, earliest, passes)
-        self.ready[op.unit] = end
+        self.ready[op.unit] = self._collective(effects.collective, max(self.unpacked + cast, there))
 
-    def _unpack(self, op: Operation) -> None:
-        sizes = self.units[op.unit]
+    def _unpack(self, op: Operation, effects: Effects) -> None:
         updated = self.updated.pop(op.unit, 0.0)
         self.host = max(self.host, updated)  # the host waits for the cores
         self._wait(updated, "update")
         self._wait(self.arrived.pop(op.unit, 0.0), "fetch")
         self._wait(self.ready.pop(op.unit, 0.0), "gather")
-        copied = self.machine.copy(self.bytes.copied_out(sizes))
-        self._on_compute(copied, "copies", self._hook_ops(sizes, sizes.gathered))
+        self._kernels(effects.kernels)
         self.unpacked = self.free["compute"]
 
-    def _accumulate(self, op: Operation) -> None:
-        """The first gradient is cast if the sum is in a wider dtype; the others are added."""
-        sizes = self.units[op.unit]
-        elements = self._gradient_elements(sizes)
-        if not op.first:
-            seconds = self.machine.add(elements * (self.compute + 2 * self.reduce_item))
-        elif self.compute != self.reduce_item:
-            seconds = self.machine.join(elements, self.compute, self.reduce_item)
-            self.summed.add(op.unit)
-        else:
-            seconds = 0.0
-        reduces = op.micro == self.plan.batch.accumulate - 1  # then the hooks are counted there
-        self._on_compute(seconds, "copies", 1.0 if reduces else self._hook_ops(sizes, sizes.trained, adding=True))
+    def _accumulate(self, op: Operation, effects: Effects) -> None:
+        self._kernels(effects.kernels)
 
-    def _reduce(self, op: Operation) -> None:
-        sizes = self.units[op.unit]
-        read = self.reduce_item if op.unit in self.summed else self.compute
-        self.summed.discard(op.unit)
-        elements = self._gradient_elements(sizes)
-        joined = self.machine.join(elements, read, self.reduce_item)
-        if sizes.takes_gradients:
-            joined = 0.0 if self.bytes.computed or read == self.master else self.machine.copy(elements * (read + self.master))
-        self._on_compute(joined, "copies", self._hook_ops(sizes, sizes.trained))
+    def _reduce(self, op: Operation, effects: Effects) -> None:
+        self._kernels(effects.kernels)
         self.reduced[op.unit] = self.free["compute"]
-        if op.ranks > 1:
-            stride = axis(self.plan.mesh, "shard")[1] * self.units[op.unit].stride
-            kind = "all_to_all" if op.sent else "reduce_scatter"
-            passes = self._quantized(self.bytes.reduce_passes, op, elements, elements, elements / op.ranks)
-            nbytes, ready = op.sent or op.nbytes, self.free["compute"]
-            self.reduced[op.unit] = self._collective("reduce", kind, nbytes, op.ranks, stride, ready, passes)
+        if effects.collective:
+            self.reduced[op.unit] = self._collective(effects.collective, self.free["compute"])
 
-    def _all_reduce(self, op: Operation) -> None:
+    def _all_reduce(self, op: Operation, effects: Effects) -> None:
+        wanted = effects.collective
+        assert wanted is not None
         if op.unit:
-            alone = self.units[op.unit].world == 1
-            stride = axis(self.plan.mesh, "data" if alone else "replicate")[1]
-            done = self._collective("copies", "all_reduce", op.nbytes, op.ranks, stride, self.reduced[op.unit])
-            if alone:
+            done = self._collective(wanted, self.reduced[op.unit])
+            if wanted.along == "data":
                 self.reduced[op.unit] = done
-        elif op.ranks > 1:
-            self._on_compute(collective_seconds("all_reduce", op.nbytes, op.ranks, self.cluster), "agree")
+        elif wanted.ranks > 1:
+            self._on_compute(collective_seconds(wanted.kind, wanted.nbytes, wanted.ranks, self.cluster), "agree")
 
-    def _drain(self, op: Operation) -> None:
+    def _drain(self, op: Operation, effects: Effects) -> None:
         self._wait(self.reduced.get(op.unit, 0.0), "reduce")
 
-    def _norm(self, op: Operation) -> None:
+    def _norm(self, op: Operation, effects: Effects) -> None:
         self._wait(max(self.free["reduce"], *self.reduced.values(), 0.0), "reduce")
         self._wait(self.free["copies"], "copies")
-        nbytes = sum(g.moving * self.bytes.kept_gradient(g) for g in self.units.values())
-        self._on_compute(
-            self.machine.foreach(nbytes),
-            "norm",
-            self.fitted.step_ops + self.fitted.parameter_hooks / 2 * self._trained_tensors(),
-        )
+        self._kernels(effects.kernels)
 
-    def _update(self, op: Operation) -> None:
+    def _update(self, op: Operation, effects: Effects) -> None:
         if op.unit:
-            self._update_offloaded(self.units[op.unit])
+            self._update_offloaded(self.units[op.unit], effects)
         else:
-            self._update_resident([g for g in self.units.values() if not g.away], clip=self.away.clip)
-
-    def _update_resident(self, resident: list[UnitSizes], *, clip: bool) -> None:
-        elements = sum(g.moving for g in resident)
-        tensors = sum(len(g.trained) for g in resident)
-        clipped = self.machine.foreach(elements * 2 * self.master) if clip and not self.bytes.one_pass else 0.0
-        gradient = self.compute if self.bytes.computed else self.master
-        moments = self.away.slots * sum(g.moment_bytes(self.plan.precision) for g in resident)
-        moved = elements * (2 * self.master + gradient) + 2 * moments  # parameter and state in and out
-        self._on_compute(self.machine.update(moved) + clipped, "update", self.fitted.parameter_hooks / 2 * tensors)
+            self._kernels(effects.kernels)
 
     # -- offload ---------------------------------------------------------------------------------
 
-    def _update_offloaded(self, sizes: UnitSizes) -> None:
+    def _update_offloaded(self, sizes: UnitSizes, effects: Effects) -> None:
         """Place the update of an offloaded unit: after the norm, or once its gradient is reduced."""
         ready = self.free["compute"] if self.away.late else max(self.reduced[sizes.name], self._copies_done(sizes))
         if sizes.home.optimizer == "device":  # only its parameters are off the device
-            self._update_resident([sizes], clip=False)
-            nbytes = sizes.moving * self.compute
+            self._kernels(effects.kernels)
+            nbytes = sizes.moving * self.away.compute
             self.updated[sizes.name] = self.transfers.spill(nbytes, self.free["compute"])
         elif self.transfers.gpu and self.away.by_need:
             self.put_off[sizes.name] = ready
@@ -310,7 +280,7 @@ class StepLanes:
         else:
             self._on_compute(sizes.moving * self.transfers.core, "update")
             self.updated[sizes.name] = self._on_cpu_disk(sizes)
-        for gone in self.waiting.add(sizes.name) if self.away.backlog else ():
+        for gone in effects.waited:
             read = self.transfers.taken.get(gone, 0.0)
             self.host = max(self.host, read)
             self._wait(read, "update")
@@ -332,10 +302,10 @@ class StepLanes:
             done = max(done, self.transfers.place("disk", self.transfers.began, nbytes / self.transfers.read))
             self.transfers.place("disk", done, nbytes / self.transfers.write)
         if sizes.home.params == "disk":
-            done = self.transfers.place("disk", done, sizes.moving * self.compute / self.transfers.write)
+            done = self.transfers.place("disk", done, sizes.moving * self.away.compute / self.transfers.write)
         return done
 
-    def _fetch(self, op: Operation) -> None:
+    def _fetch(self, op: Operation, effects: Effects) -> None:
         """A shard is fetched one unit ahead: after the last gather was copied out and after the unit's own update."""
         if op.what == "activations" and op.unit in self.on_disk:
             self.on_disk[op.unit] = self.transfers.read_back(op.nbytes, max(self.free["compute"], self.on_disk[op.unit]))
@@ -344,42 +314,29 @@ class StepLanes:
             self.returned[op.unit] = self.transfers.fetch(op.nbytes, self.free["compute"])
             return
         updated = self.updated.get(op.unit, 0.0)
-        if self.units[op.unit].home.params == "disk":
+        if op.place == "disk":
             self.arrived[op.unit] = self.transfers.fetch_from_disk(op.nbytes, self.unpacked, updated)
         else:
             self.arrived[op.unit] = self.transfers.fetch(op.nbytes, max(self.unpacked, updated))
 
-    def _spill(self, op: Operation) -> None:
+    def _spill(self, op: Operation, effects: Effects) -> None:
         if op.what == "gradients":
             sizes = self.units[op.unit]
             self.transfers.drain(op.unit, max(self.reduced[op.unit], self._copies_done(sizes)))
-        elif self.units[op.unit].home.activations == "disk":
+        elif op.place == "disk":
             self.spilled[op.unit], self.on_disk[op.unit] = self.transfers.spill_to_disk(op.nbytes, self.free["compute"])
         else:
             self.spilled[op.unit] = self.transfers.spill(op.nbytes, self.free["compute"])
 
-    def _forget(self, op: Operation) -> None:
+    def _forget(self, op: Operation, effects: Effects) -> None:
         """Memory of activations is free once they are copied."""
         if op.what == "activations":
             self._wait(self.spilled.pop(op.unit), "spill")
 
-    def _await(self, op: Operation) -> None:
+    def _await(self, op: Operation, effects: Effects) -> None:
         """Wait for activations. Updates are waited for at gather and unpack."""
         if op.what == "activations" and op.unit in self.on_disk:  # the host waits for the disk
             self.host = max(self.host, self.on_disk.pop(op.unit))
             self.returned[op.unit] = self.transfers.fetch(op.nbytes, max(self.host, self.free["compute"]))
         if op.what == "activations":
             self._wait(self.returned.pop(op.unit), "fetch")
-
-    def _hook_ops(self, sizes: UnitSizes, passing: tuple[int, ...], *, adding: bool = False) -> float:
-        """Host time of a unit's hooks, in operations: for the unit and for each parameter. `adding`: only gradients are added."""
-        fitted = self.fitted
-        hooks = fitted.single_rank_hooks if sizes.world == 1 else fitted.accumulate_hooks if adding else fitted.unit_hooks
-        return hooks + fitted.parameter_hooks * len(passing)
-
-    def _gradient_elements(self, sizes: UnitSizes) -> int:
-        """Elements of a unit's unreduced gradients."""
-        return sizes.gradient_elements
-
-    def _trained_tensors(self) -> int:
-        return sum(len(g.trained) for g in self.units.values())

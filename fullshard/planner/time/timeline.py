@@ -13,9 +13,11 @@ from fullshard.plan.optimizer import AdamW, Optimizer
 from fullshard.plan.plan import Plan
 from fullshard.planner.step.few_blocks import FewBlocks, schedules
 from fullshard.planner.step.float8_products import step_sections
+from fullshard.planner.step.lowering import LoweredStep
 from fullshard.planner.step.offload_bytes import OffloadBytes, offload_bytes, slots_of
 from fullshard.planner.step.phases import BACKWARD, refuse_unpredicted
-from fullshard.planner.step.schedule import Operation, chunks, different_micro_batches, schedule
+from fullshard.planner.step.schedule import chunks, different_micro_batches, schedule
+from fullshard.planner.step.xla_lowering import lowering
 from fullshard.planner.time.offload_lanes import balance
 from fullshard.planner.time.roofline import Machine
 from fullshard.planner.time.steady_time import SteadyTime
@@ -55,13 +57,15 @@ def timeline(
     common: dict[str, Any] = {"loss": loss, "clip": clip, "engine": engine}
     for few, found in schedules(plan, description, shown, whole=bool(away), **common):  # updates go on into the next step
         lanes = [StepLanes(plan, host, away, engine) for host in hosts]
-        if all(play(at, found, few) for at in lanes):
+        lower = lowering(plan, away, engine=engine, gpu=cluster.device.kind != "cpu")
+        step = lower.step(found)
+        if all(play(at, step, few) for at in lanes):
             break
     late = cluster.calibration.rank_spread if spread is None else spread
     return _mean([at.finish(repeats=plan.batch.accumulate - len(shown), spread=late) for at in lanes])
 
 
-def step_operations(
+def lowered_step(
     plan: Plan,
     description: Description,
     cluster: Cluster,
@@ -71,24 +75,26 @@ def step_operations(
     clip: bool,
     cpu_share: float | None,
     engine: str = "torch",
-) -> tuple[OffloadBytes, tuple[Operation, ...]]:
+) -> tuple[OffloadBytes, LoweredStep]:
     """What is laid onto lanes: the units and what of them is offloaded, and the operations of these micro-batches."""
     slots = slots_of(optimizer or AdamW())
     share = balance(cluster, plan, slots) if cpu_share is None else cpu_share
     away = offload_bytes(plan, description, slots, clip=clip, cpu_share=share)
-    return away, schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
+    operations = schedule(plan, description, loss=loss, micros=micros, clip=clip, engine=engine)
+    gpu = cluster.device.kind != "cpu"
+    return away, lowering(plan, away, engine=engine, gpu=gpu).step(operations)
 
 
-def play(lanes: StepLanes, operations: tuple[Operation, ...], few: FewBlocks | None = None) -> bool:
+def play(lanes: StepLanes, step: LoweredStep, few: FewBlocks | None = None) -> bool:
     """Lay the operations onto the lanes: once, or with offload until one step is like the next. Return False if those of few
     blocks do not become steady."""
     watch = SteadyTime(few, lanes) if few else None
     for _ in range(STEPS if lanes.away else 1):
         lanes.begin()
-        for operation in operations:
+        for operation, effects in step:
             if watch and not watch.at(operation):
                 return False
-            lanes.run(operation)
+            lanes.run(operation, effects)
     return watch is None or watch.passed
 
 
