@@ -3,7 +3,10 @@
 A node here is a group of ranks that see the same directory.
 """
 
+import hashlib
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,15 +51,28 @@ def find_nodes(checkpoint_dir: Place, ranks: RankAgreement) -> Nodes:
     nonce = ranks.decide(commit.new_nonce)
     prefix = f"{commit.PROBE}{nonce}-"
     ranks.gather_results(lambda: _touch(checkpoint_dir, f"{prefix}{rank}"))
-    visible = sorted(int(n.removeprefix(prefix)) for n in checkpoint_dir.files() if n.startswith(prefix))
-    seen = [tuple(view) for view in ranks.gather(visible)]
+    visible = [n for n in checkpoint_dir.files() if n.startswith(prefix)]
+    # Every rank sees its own file, so what a group of ranks sees alike is their files at least; if it is as many, no others.
+    seen = ranks.gather([_digest(visible), len(visible)])
     checkpoint_dir.remove_file(f"{prefix}{rank}")
-    leaders = sorted({view[0] for view in seen})
-    if any(seen[other] != view for view in seen for other in view):
+    groups = Counter(digest for digest, _ in seen)
+    if any(groups[digest] != files for digest, files in seen):
         raise FullshardError(
             f"{checkpoint_dir} is neither one disk that all ranks see nor one for each node; use a shared directory"
         )
-    return Nodes(tuple(leaders.index(view[0]) for view in seen), seen[rank][0] == rank)
+    return _nodes([digest for digest, _ in seen], rank)
+
+
+def _digest(names: Iterable[str]) -> str:
+    """Of the names in a directory: what ranks compare, in place of listings that grow with their number."""
+    return hashlib.sha256("/".join(sorted(names)).encode()).hexdigest()
+
+
+def _nodes(views: list[str], rank: int) -> Nodes:
+    """Ranks with equal views are a node. Nodes are numbered by their first ranks."""
+    first = {view: r for r, view in reversed(list(enumerate(views)))}
+    number = {view: i for i, view in enumerate(sorted(first, key=first.__getitem__))}
+    return Nodes(tuple(number[view] for view in views), first[views[rank]] == rank)
 
 
 def _touch(directory: Local, name: str) -> None:
@@ -69,9 +85,7 @@ def _touch(directory: Local, name: str) -> None:
 
 def find_nodes_by_listing(place: Place, ranks: RankAgreement) -> Nodes:
     """Group ranks by the files that they see, without writing. Collective."""
-    seen = [tuple(view) for view in ranks.gather(sorted(place.files()))]
-    listings = sorted(set(seen), key=seen.index)
-    return Nodes(tuple(listings.index(s) for s in seen), seen.index(seen[ranks.rank]) == ranks.rank)
+    return _nodes(ranks.gather(_digest(place.files())), ranks.rank)
 
 
 # -- checkpoints that all ranks can read ----------------------------------------------------------------------

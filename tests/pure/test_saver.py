@@ -15,7 +15,7 @@ from fullshard.checkpoint.manifest_records import ManifestFields
 from fullshard.checkpoint.reader import Checkpoint, open_checkpoint
 from fullshard.checkpoint.retention import Retention
 from fullshard.checkpoint.saver import CheckpointSaver, NotFiniteError, Saving
-from fullshard.checkpoint.shared_disks import Nodes, find_whole
+from fullshard.checkpoint.shared_disks import Nodes, find_nodes, find_whole
 from fullshard.checkpoint.verified_load import DamagedCheckpointError, fill_from
 from fullshard.checkpoint.verify import FileChecksum, problems
 from fullshard.ranks.agreement import RankAgreement
@@ -179,6 +179,36 @@ def test_what_fills_a_state_is_verified_without_reading_it_twice(tmp_path, monke
     assert of_file == {file.name: file.stat().st_size for file in files}
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"\x01")
     assert on_all_ranks(load) == [(DamagedCheckpointError, f"{files[1]} is damaged: its checksum does not match")] * WORLD
+
+
+@pytest.mark.parametrize("disks", [(0, 0, 0), (0, 1, 2), (0, 1, 1), (0, 1, 0)])
+def test_ranks_of_one_disk_are_a_node(tmp_path, disks):
+    """And what a rank tells the others does not grow with their number."""
+
+    def run(ranks):
+        told, gather = [], ranks.gather
+        ranks.gather = lambda value: told.append(len(str(value))) or gather(value)
+        found = find_nodes(Local(tmp_path / str(disks[ranks.rank])), ranks)
+        return found, max(told)
+
+    found = on_all_ranks(run)
+    assert [nodes for nodes, _ in found] == [Nodes(disks, rank == disks.index(disks[rank])) for rank in range(WORLD)]
+    assert max(told for _, told in found) < 100
+    assert [p for folder in tmp_path.iterdir() for p in folder.iterdir()] == []
+
+
+def test_a_disk_that_only_some_of_a_group_see_is_refused(tmp_path, monkeypatch):
+    """Rank 1's listing lacks a file, as on a filesystem that is slow to show it."""
+    listed = Local.files
+
+    def run(ranks):
+        place = Local(tmp_path)
+        if ranks.rank == 1:
+            place.files = lambda: {n: size for n, size in listed(place).items() if not n.endswith("-2")}
+        with pytest.raises(FullshardError, match="neither one disk that all ranks see nor one for each node"):
+            find_nodes(place, ranks)
+
+    on_all_ranks(run)
 
 
 def test_each_node_writes_each_item_once():

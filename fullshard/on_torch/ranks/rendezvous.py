@@ -36,16 +36,19 @@ def start_store() -> dist.Store:
 def agree_on_start(store: dist.Store, rank: int, world: int) -> str:
     """A name for this start, the same on all its ranks and different from every earlier start's.
 
-    Rank 0 lists the processes that have joined. The list is final when every process on it has confirmed it. A dead
-    process never confirms, so its name is replaced once its successor joins.
+    Rank 0 names a start after the processes that have joined, and tells each rank whom it has counted there. The start is
+    agreed when every one of them has confirmed it. A dead process never confirms, so its name is replaced once its successor
+    joins.
     """
     client, me = StoreClient(store), secrets.token_hex(8)
     client.put(f"join/{rank}", me)
     deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+    counted: list[str] = []
     while time.monotonic() < deadline:
-        members = _list_members(client, world) if rank == 0 else client.get("members")
-        if members and len(members) == world and members[rank] == me:
-            start = hashlib.sha256("".join(members).encode()).hexdigest()[:16]
+        if rank == 0:
+            counted = _count_members(client, world, counted)
+        who, start = client.get(f"counted/{rank}") or ("", "")
+        if who == me:
             client.put(f"{start}/agreed/{rank}", True)
             if _is_confirmed(client, start, rank, world):
                 return start
@@ -59,13 +62,14 @@ def agree_on_start(store: dist.Store, rank: int, world: int) -> str:
     )
 
 
-def _list_members(client: StoreClient, world: int) -> list[str] | None:
-    """On rank 0: publish and return the names that have joined; None while some are missing."""
+def _count_members(client: StoreClient, world: int, before: list[str]) -> list[str]:
+    """On rank 0: who has joined, once all ranks have. Tells each rank where that is not what it was before."""
     joined = client.collect("join", range(world), 0)
-    if len(joined) < world:
-        return None
-    members = [joined[r] for r in range(world)]
-    client.put("members", members)
+    if len(joined) < world or (members := [joined[r] for r in range(world)]) == before:
+        return before
+    start = hashlib.sha256("".join(members).encode()).hexdigest()[:16]
+    for rank, who in enumerate(members):
+        client.put(f"counted/{rank}", [who, start])
     return members
 
 
