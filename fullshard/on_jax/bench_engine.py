@@ -13,7 +13,7 @@ from fullshard.on_jax.communication.hlo_collectives import collectives_of
 from fullshard.on_jax.loss.losses import LossFunction
 from fullshard.on_jax.measuring.flops import flops_per_token
 from fullshard.on_jax.model.describe import Factory
-from fullshard.on_jax.model.model_loading import built
+from fullshard.on_jax.model.loading.model_loading import built
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
 from fullshard.on_jax.ranks.jax_devices import known_device

@@ -33,9 +33,10 @@ from fullshard.on_torch.model.model_copies import refuse_deepcopies
 from fullshard.on_torch.model.scalars import make_vectors, scalar_names
 from fullshard.on_torch.model.weights import Weights
 from fullshard.on_torch.offload.activations.activation_hooks import spill_activations
+from fullshard.on_torch.offload.make_memory import make_memory
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
-from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make_memory
+from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.weak_hooks import weakly
 from fullshard.on_torch.optimizers.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
