@@ -85,7 +85,7 @@ def _complete(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> Non
 
 def _zero_state(offload: TieredOptimizer, p: nn.Parameter) -> ParameterState:
     """Zero state, as torch's fused Adam and foreach SGD make it."""
-    if (low_bit := low_bit_of(offload.optimizer)) is not None:
+    if (low_bit := low_bit_of(offload.groups.optimizer)) is not None:
         return low_bit.state_of(p)
     slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in offload.rule.keys}
     return slot if offload.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=offload.device)} | slot

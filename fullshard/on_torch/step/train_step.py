@@ -18,6 +18,7 @@ from fullshard.on_torch.loss.batch_checks import refuse_batches
 from fullshard.on_torch.loss.losses import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.loss.objective_losses import CAUSAL_LOSSES
 from fullshard.on_torch.model.batch_norm import average_statistics
+from fullshard.on_torch.offload.updates import gradient_norms
 from fullshard.on_torch.optimizers.one_pass_adam import OnePassAdam
 from fullshard.on_torch.optimizers.sharded_optimizer import gradients, square_norm, step_unless
 from fullshard.on_torch.parallelize.forward_errors import explained
@@ -190,7 +191,9 @@ def _over_all_ranks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By one collective: the norm of all gradients and those of `units`, how many ranks raised each flag, and the loss and the
     metrics with their counts. The norm is NaN, which skips the update, if ranks have not computed the same units."""
-    square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
+    square = square_norm(parts, state.device) + (
+        gradient_norms.square_norm(state.offload.units, state.device) if state.offload else 0.0
+    )
     squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
     work = state.work.summands() if state.work else []
     given = torch.tensor([*work, *map(float, flags)], dtype=torch.float64).to(state.device, non_blocking=True)
