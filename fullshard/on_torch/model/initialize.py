@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.text import first_of
-from fullshard.on_torch.model.factory import Factory, tensors_of
+from fullshard.on_torch.model.factory import Factory, kept_factory, tensors_of
 from fullshard.on_torch.model.factory_values import FactoryValues
 from fullshard.on_torch.private.torch_internals import dtensor_like
 from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
@@ -56,7 +56,7 @@ def factory_of(model: nn.Module, init: Initializer | Factory | None) -> Factory 
     """The factory whose values a model on meta gets: the caller's, or the one that `load_model` called."""
     if init is not None:
         return init if isinstance(init, Factory) else None
-    return vars(model).get("_fullshard_factory")
+    return kept_factory(model)
 
 
 def materialize(

@@ -19,13 +19,14 @@ from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
 from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
 from fullshard.on_torch.tensors.shard_ranges import part_of
 
+OWNER = "_fullshard_optimizer"  # an attribute of offloaded parameters: the optimizer that updates them
 ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
 
 
 def hook_optimizer(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Add the hooks. They keep `offload` alive as long as the optimizer lives."""
     for p in (p for a in offload.units for p in a.params):
-        p._fullshard_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
+        setattr(p, OWNER, weakref.ref(optimizer))
     _watch_optimizers()
     optimizer.register_step_pre_hook(partial(_step, offload))
     optimizer.register_state_dict_pre_hook(partial(_complete, offload))
@@ -42,7 +43,7 @@ def _watch_optimizers() -> None:
 def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if another optimizer than the state's holds offloaded parameters: it would update the shards, or freed memory."""
     for p in _parameters(optimizer):
-        owner = getattr(p, "_fullshard_optimizer", None)
+        owner = getattr(p, OWNER, None)
         if owner is not None and owner() is not optimizer:
             raise FullshardError(
                 f"this {type(optimizer).__name__} holds offloaded parameters, whose masters only "

@@ -25,6 +25,7 @@ from fullshard.on_torch.communication.replaced_collectives import (
     install_communication,
     make_communication,
 )
+from fullshard.on_torch.loss.chunked_loss import compute_by_torch
 from fullshard.on_torch.model.batch_norm import compute_in_fp32
 from fullshard.on_torch.model.factory import Factory
 from fullshard.on_torch.model.hf_files import saved_rules
@@ -133,7 +134,8 @@ def shard(
     if offload is not None and made is not None:  # after the state's own hooks, which refuse before anything is handed over
         hook_optimizer(offload, made)
         hook_model(offload, model)
-    model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
+    if plan.kernels.loss == "torch":
+        compute_by_torch(model)
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.float8 = activations, offload, scales
     state.files, state.scalars = files, scalars

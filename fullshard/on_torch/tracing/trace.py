@@ -5,7 +5,7 @@ backward is done. Nothing is computed, so a model of any size can be traced on a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +16,14 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from fullshard.model.description import Description
 from fullshard.on_torch.loss import chunked_loss
 from fullshard.on_torch.loss.losses import Loss, LossFunction
-from fullshard.on_torch.parallelize.remat import apply_remat
+from fullshard.on_torch.parallelize.remat import under_remat
 from fullshard.on_torch.private.torch_internals import inner
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.on_torch.tracing.recorder import Recorder
-from fullshard.on_torch.tracing.repeated_blocks import SKIPPED
+from fullshard.on_torch.tracing.repeated_blocks import is_skipped
 from fullshard.on_torch.tracing.trace_batch import TraceBatch
 from fullshard.plan.plan import Remat
-
-REMAT_ATTRIBUTES = ("forward", "_fullshard_contexts")  # what `apply_remat` and a trace set on a module
 
 
 def trace(
@@ -110,7 +108,7 @@ def _computing_modules(model: nn.Module) -> list[nn.Module]:
     while left:
         module = left.pop()
         found.append(module)
-        if not hasattr(type(module), SKIPPED):
+        if not is_skipped(module):
             fresh = [m for m in module.children() if m not in seen]
             seen.update(fresh)
             left += fresh
@@ -132,23 +130,13 @@ def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], No
     return note
 
 
-@contextmanager
-def _rematerialized(model: nn.Module, description: Description, remat: Remat, counter: Recorder | None) -> Iterator[None]:
+def _rematerialized(
+    model: nn.Module, description: Description, remat: Remat, counter: Recorder | None
+) -> AbstractContextManager[None]:
     """Inside, every block that is not skipped is under `remat`. `counter`: where to count the Python calls that it makes."""
     blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
-    blocks = [block for block in blocks if not hasattr(block, SKIPPED)]
-    before = {m: {k: m.__dict__[k] for k in REMAT_ATTRIBUTES if k in m.__dict__} for m in blocks}
-    for module in blocks:
-        apply_remat(module, remat)
-        if counter:
-            module.__dict__["_fullshard_contexts"] = counting_contexts(remat, lambda: counter.sections[-1].calls)
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for key in REMAT_ATTRIBUTES:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(attributes)
+    contexts = counting_contexts(remat, lambda: counter.sections[-1].calls) if counter else None
+    return under_remat([block for block in blocks if not is_skipped(block)], remat, contexts)
 
 
 @contextmanager

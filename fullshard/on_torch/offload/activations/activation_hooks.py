@@ -28,7 +28,7 @@ from fullshard.on_torch.private.torch_internals import StorageWeakRef
 from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step import saved_activations
 
-Keep = Callable[[Callable[[Tensor], Any], Callable[[Any], Any]], Any]
+Keep = Callable[[nn.Module, Callable[[Tensor], Any], Callable[[Any], Any]], None]
 SMALL = {"cuda": saved_activations.SMALL, "cpu": 1}  # bytes: smaller tensors stay on the device
 
 
@@ -36,8 +36,8 @@ def spill_activations(
     model: nn.Module, plan: Plan, device: torch.device, keep: Keep, disk: str | Path | None = None
 ) -> "Activations | None":
     """Hook the modules of all units, if any unit's activations leave the device. Call before FSDP adds its hooks, which then
-    run outside: parameters are gathered before and freed after. `keep`: the contexts of selective recomputation whose kept
-    products are packed and unpacked by two functions. `disk`: the directory for activations on disk."""
+    run outside: parameters are gathered before and freed after. `keep`: lets what selective recomputation
+    keeps of a module be packed and unpacked by two functions. `disk`: the directory for activations on disk."""
     ahead = leads(plan)
     if not ahead:
         return None
@@ -122,7 +122,7 @@ class Activations:
 
         module.register_forward_pre_hook(enter)
         if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
-            module._fullshard_contexts = lambda: self.keep(self.pack, self.unpack)  # type: ignore[assignment]
+            self.keep(module, self.pack, self.unpack)
 
     def _open(self, module: nn.Module, visit: _Visit) -> None:
         with torch.no_grad():
