@@ -233,6 +233,6 @@ def _collective(kind: CollectiveKind, nbytes: int, mesh: jax.sharding.Mesh, budg
 def _slowest(found: dict[str, Any]) -> dict[str, Any]:
     """The numbers for all processes: of every number the slowest one's, of tables and notes this process's."""
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    everyone = processes.gather("measure", numbers)
+    everyone = processes.ProcessAgreement("measure").gather(numbers)
     worst = {name: max if name in SECONDS else min for name in numbers}
     return found | {"notes": tuple(found["notes"])} | {n: worst[n](f.get(n, numbers[n]) for f in everyone) for n in numbers}

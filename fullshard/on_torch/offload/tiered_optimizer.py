@@ -131,7 +131,7 @@ class TieredOptimizer:
             if unit.update is not None:
                 unit.update.issued.wait()
         for unit in self.units:
-            unit.next_update = UnitUpdate.of(unit, self.decision)
+            unit.next_update = UnitUpdate(unit, self.decision)
             unit.state.expect(unit.pieces)
         for unit in self.units:
             self._give(self._next(unit), "gpu")
@@ -153,7 +153,7 @@ class TieredOptimizer:
 
     def _reduced(self, unit: OffloadedUnit) -> None:
         """All gradients of a unit are there."""
-        update = UnitUpdate.of(unit, self.decision) if self.eager else self._next(unit)
+        update = UnitUpdate(unit, self.decision) if self.eager else self._next(unit)
         self._take(update)
         take_norms(unit, update.gradients)
         if self.eager:

@@ -69,13 +69,9 @@ class UnitUpdate:
     dropped: threading.Event = field(default_factory=threading.Event)  # the last read of the gradients is queued
     free: list[StreamEvent] = field(default_factory=list)  # their memory can be used again
 
-    @classmethod
-    def of(cls, unit: OffloadedUnit, decision: StepDecision) -> "UnitUpdate":
-        """A unit without pieces has nothing to queue."""
-        update = cls(unit, decision)
-        if not unit.pieces:
-            update.issued.set()
-        return update
+    def __post_init__(self) -> None:
+        if not self.unit.pieces:
+            self.issued.set()
 
     def arrived(self) -> bool:
         """True if the gradients are there. Then the device is not asked again: a query releases the interpreter lock."""
