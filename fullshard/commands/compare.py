@@ -58,7 +58,7 @@ def compare(
     shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch}
     batch = comparison.cut_batch(where, **shape, micro_batch=choices.get("micro_batch", 1), sync=choices.get("sync", "every"))
     copies = choices.get("replicate")
-    settled: dict[str, Any] = {
+    given: dict[str, Any] = {
         "precision": Precision(dtype, choices.get("reduce", "fp32"), choices.get("master", "fp32")),
         "remat": choices.get("remat", "none"),
         "compile": False if no_compile else None,
@@ -66,7 +66,7 @@ def compare(
         "limit": parse_bytes(limit) if limit else None,
     }
     described, words = _described(model, sequence, dtype)  # last: it may take a minute
-    result = comparison.compare(described, where, batch, **settled)
+    result = comparison.compare(described, where, batch, **given)
     if as_json:
         print_json(result.to_dict() | ({"shape": words} if words else {}))
     else:

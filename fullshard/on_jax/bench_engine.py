@@ -39,7 +39,7 @@ class JaxStateContestant:
         text = lowered_step(self.state, micro_batches, loss=self.loss).compile().as_text()
         return _counted(text, self.state.plan.mesh)
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         """Nothing: a step ends with its updates, and JAX counts the peak since the process began."""
 
     def memory(self) -> dict[str, int]:
@@ -58,7 +58,7 @@ class JaxPeer:
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         return _counted(self.plain.text(micro_batches), Mesh(replicate=self.plain.mesh.size))
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         """Nothing, as above."""
 
     def memory(self) -> dict[str, int]:

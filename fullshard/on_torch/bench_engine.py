@@ -48,7 +48,7 @@ class StateContestant:
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         return counted(lambda: self.step(micro_batches))
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         self.state.flush()
         reset_peak(self.state.device)
 

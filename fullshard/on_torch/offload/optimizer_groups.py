@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
+from fullshard.on_torch.optimizers.sharded_optimizer import group_settings
 
 
 class OptimizerGroups:
@@ -26,19 +27,19 @@ class OptimizerGroups:
 
     def read(self) -> None:
         """Take the settings as they are now."""
-        groups = self.optimizer.param_groups if self.optimizer else []
+        groups = group_settings(self.optimizer) if self.optimizer else []
         number = lambda v: v.item() if isinstance(v, Tensor) else v  # some schedulers keep theirs in tensors
-        self.settings = [{k: number(v) for k, v in g.items() if k != "params"} for g in groups]
+        self.settings = [{k: number(v) for k, v in g.items()} for g in groups]
 
     def of(self, unit: OffloadedUnit) -> list[dict[str, Any]]:
         """The settings of this step, by trained parameter."""
         return [self.settings[i] for i in unit.settings]
 
-    def slots(self, p: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, p: nn.Parameter) -> dict[str, Any]:
         """What the optimizer shows as the parameter's state."""
         return self.optimizer.state[p] if self.optimizer else {}
 
     def publish_steps(self, unit: OffloadedUnit) -> None:
         """Show how often each parameter was updated."""
         for p, step in zip(unit.params, unit.steps, strict=False):
-            self.slots(p)["step"] = torch.tensor(float(step))
+            self.state_of(p)["step"] = torch.tensor(float(step))

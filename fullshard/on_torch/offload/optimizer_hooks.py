@@ -16,7 +16,7 @@ from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
 from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
-from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
+from fullshard.on_torch.optimizers.sharded_optimizer import makes_state
 from fullshard.on_torch.tensors.shard_ranges import part_of
 
 OWNER = "_fullshard_optimizer"  # an attribute of offloaded parameters: the optimizer that updates them
@@ -60,7 +60,7 @@ def _step(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tupl
             "step(closure) cannot be carried out where units are offloaded: the closure would run after their "
             "update; call loss.backward() first, then step()"
         )
-    if makes_slots(optimizer, kwargs):
+    if makes_state(optimizer, kwargs):
         optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
     if offload.taken:

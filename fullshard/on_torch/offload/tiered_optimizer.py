@@ -53,7 +53,7 @@ class TieredOptimizer:
 
     def __init__(self, plan: Plan, device: torch.device, memory: OffloadMemory, optimizer: torch.optim.Optimizer | None):
         self.device, self.rule, self.memory, self.units = device, memory.rule, memory, memory.units
-        self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.owners = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.dtype, self.master = gradient_dtype(plan), memory.master
         self.in_step = self.eager = self.draining = self.last = False
         self.taken = False  # the last step was the caller's, and took the gradients
@@ -266,8 +266,8 @@ class TieredOptimizer:
         return {"up": up, "down": down} | self.memory.moved()
 
     def holds(self, p: nn.Parameter) -> bool:
-        return id(p) in self.places
+        return id(p) in self.owners
 
-    def place_of(self, p: nn.Parameter) -> tuple[OffloadedUnit, int]:
+    def unit_of(self, p: nn.Parameter) -> tuple[OffloadedUnit, int]:
         """A parameter's unit, and its index in it."""
-        return self.places[id(p)]
+        return self.owners[id(p)]

@@ -152,7 +152,7 @@ def _in_memory(state: State, parameter: nn.Parameter | None, master: Tensor) -> 
     """A parameter's master, read from disk if it rests there."""
     if state.offload is None or parameter is None or not master.is_meta:
         return master
-    unit, index = state.offload.place_of(parameter)
+    unit, index = state.offload.unit_of(parameter)
     return copied(state.offload, unit, index, 0)
 
 

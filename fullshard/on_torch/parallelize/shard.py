@@ -60,7 +60,7 @@ from fullshard.on_torch.parallelize.start_checks import check_values_agree, refu
 from fullshard.on_torch.parallelize.state import LossScale, State
 from fullshard.on_torch.parallelize.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.private.backward_gathers import gather_for_each_backward
-from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Place, forget_unfinished, gather_group
+from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Owner, forget_unfinished, gather_group
 from fullshard.on_torch.ranks.broadcast import broadcast_values
 from fullshard.on_torch.ranks.device_meshes import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.ranks.device_presets import known_device
@@ -105,10 +105,10 @@ def shard(
     if broadcast:
         broadcast_values(model)
     check_values_agree(model)
-    places = make_vectors(model)
+    owners = make_vectors(model)
     gathers, notes = _shape_modules(model, plan, where, meshes)
     activations = spill_activations(model, plan, where, keep_products_by, disk)
-    units = _apply_fsdp(model, plan, meshes, places)
+    units = _apply_fsdp(model, plan, meshes, owners)
     _set_prefetch(plan, units)
     computed = _copy_whole_shards_once(plan, units)
     use_memory(plan, units)
@@ -256,7 +256,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes, scalars: set[Place]) -> dict[str, list[FSDPModule]]:
+def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes, scalars: set[Owner]) -> dict[str, list[FSDPModule]]:
     """`fully_shard` on each unit, inner before outer, the root last. `scalars`: what is gathered as such."""
     policy = _policy(plan)
     units: dict[str, list[FSDPModule]] = {}

@@ -109,7 +109,7 @@ class Activations:
         self.idle: dict[str, str] = {}  # homes of units of which nothing was spilled, by name
         self.largest = 0  # bytes of a visit
         self.reusing = False  # freed blocks may still be read by copies back
-        self.settled = False  # a whole forward has been seen
+        self.had_forward = False  # a whole one, in which something was spilled
 
     # -- around the forward of a module ----------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Activations:
 
     def _begin(self, visit: _Visit) -> None:
         """Backward begins a module: fetch what the next ones need."""
-        self._settle()
+        self._check_first_forward()
         self.free_forgotten()
         self._release()
         near = visit.earlier()
@@ -186,15 +186,15 @@ class Activations:
                 self.files.start_read(place)
         self._fetch(s for s in wanted if not isinstance(s.place, FileRange))
 
-    def _settle(self) -> None:
+    def _check_first_forward(self) -> None:
         """After the first forward, raise if a unit has spilled nothing."""
-        if not self.settled and self.idle:
+        if not self.had_forward and self.idle:
             name = min(self.idle)
             raise FullshardError(
                 f"unit {name}: home.activations = {self.idle[name]!r} has no effect: its forward saved no tensor of at least "
                 f"{self.small} bytes; write 'device', or use a larger batch"
             )
-        self.settled = self.spilled > 0
+        self.had_forward = self.spilled > 0
 
     # -- what autograd calls ---------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Activations:
     def _take(self, nbytes: int) -> HostBlock:
         before = self.pool.nbytes
         block = self.pool.take(nbytes)
-        if self.settled and self.pool.nbytes > before:
+        if self.had_forward and self.pool.nbytes > before:
             warnings.warn(
                 f"activations need {self.pool.nbytes} bytes of host memory, {self.pool.nbytes - before} more than before: "
                 "a longer batch than the first",

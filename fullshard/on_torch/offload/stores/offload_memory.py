@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fullshard.on_torch.offload.stores.choose_stores import Places, choose_stores, elements_of, open_files
+from fullshard.on_torch.offload.stores.choose_stores import StoreParts, choose_stores, elements_of, open_files
 from fullshard.on_torch.offload.stores.packed_state import Packing
 from fullshard.on_torch.offload.stores.shard_fetcher import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
@@ -53,9 +53,9 @@ class OffloadMemory:
         self.layout, self.low_bit = StateLayout.of(plan.precision, rule.slots), LowBitRule.of(plan.precision, rule)
         files = open_files(units, self.layout, self.compute, disk, self.arena, self.sizes.largest)
         self.state_file, self.params_file = files
-        places = Places(plan, self.layout, device, self.compute, self.arena, self.packing, *files)
+        parts = StoreParts(plan, self.layout, device, self.compute, self.arena, self.packing, *files)
         for unit, elements in zip(units, self.sizes.offloaded.values(), strict=True):
-            choose_stores(unit, places, self.sizes.shard_elements(elements))
+            choose_stores(unit, parts, self.sizes.shard_elements(elements))
         self.fetcher = ShardFetcher(device, self.packing)
 
     # -- a step ------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class UnitUpdate:
         for event in self.free:
             event.wait()
 
-    def copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def gradient_copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Targets and sources of the copies of a piece's gradients to `parts`, one for each segment."""
         targets, sources = [], []
         for s, part in zip(piece.segments, parts, strict=True):
@@ -150,7 +150,7 @@ class UnitUpdate:
 
     def collect(self, piece: Piece, parts: list[Tensor]) -> None:
         """Copy the piece's gradients to `parts`, on the current stream."""
-        targets, sources = self.copies(piece, parts)
+        targets, sources = self.gradient_copies(piece, parts)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 

@@ -55,7 +55,7 @@ class CpuUpdater:
         buffer.sent.wait()
         if piece.number not in update.on_host:
             gradients = buffer.of(wide=update.wide)
-            buffer.filled = self.queues.down.send(*update.copies(piece, gradients.of(piece)), update.ready)
+            buffer.filled = self.queues.down.send(*update.gradient_copies(piece, gradients.of(piece)), update.ready)
             self.queues.moved_down += piece.elements * gradients.memory.itemsize
             update.read()
         return buffer

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
-from fullshard.on_torch.optimizers.sharded_optimizer import copies_of, local_norms, sum_of_squares
+from fullshard.on_torch.optimizers.sharded_optimizer import local_norms, replicas_of, sum_of_squares
 
 
 def take_norms(unit: OffloadedUnit, gradients: list[Tensor | None]) -> None:
@@ -25,6 +25,6 @@ def square_norm(units: list[OffloadedUnit], device: torch.device) -> Tensor:
     found: dict[int, list[Tensor]] = {}
     for unit in units:
         for i, norm in sorted(unit.norms.items()):
-            found.setdefault(copies_of(unit.params[i]), []).append(norm)
-    shares = [sum_of_squares(norms) / copies for copies, norms in found.items()]
+            found.setdefault(replicas_of(unit.params[i]), []).append(norm)
+    shares = [sum_of_squares(norms) / replicas for replicas, norms in found.items()]
     return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=device)
