@@ -16,7 +16,7 @@ from fullshard.on_jax.model.describe import Factory
 from fullshard.on_jax.model.loading.model_loading import built
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
-from fullshard.on_jax.ranks.jax_devices import known_device
+from fullshard.on_jax.ranks.jax_devices import known_device, peak_bytes
 from fullshard.on_jax.step.train_step import lowered_step, train_step
 from fullshard.plan.plan import Mesh
 
@@ -43,7 +43,7 @@ class JaxStateContestant:
         """Nothing: a step ends with its updates, and JAX counts the peak since the process began."""
 
     def memory(self) -> dict[str, int]:
-        return _peak()
+        return peak_bytes(jax.local_devices()[0])
 
 
 @dataclass
@@ -62,7 +62,7 @@ class JaxPeer:
         """Nothing, as above."""
 
     def memory(self) -> dict[str, int]:
-        return _peak()
+        return peak_bytes(jax.local_devices()[0])
 
 
 def _counted(text: str, mesh: Mesh) -> list[CountedCollective]:
@@ -76,14 +76,6 @@ def _counted(text: str, mesh: Mesh) -> list[CountedCollective]:
         if ranks > 1:
             found.append(CountedCollective(KINDS[c.kind], c.nbytes, ranks, c.times))
     return found
-
-
-def _peak() -> dict[str, int]:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" not in stats:
-        return {}
-    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
-    return {"allocated": stats["peak_bytes_in_use"], "reserved": reserved}
 
 
 make_contestant = JaxStateContestant

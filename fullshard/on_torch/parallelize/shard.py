@@ -34,12 +34,12 @@ from fullshard.on_torch.model.model_copies import refuse_deepcopies
 from fullshard.on_torch.model.scalars import make_vectors, scalar_names
 from fullshard.on_torch.model.weights import Weights
 from fullshard.on_torch.offload.activations.activation_hooks import spill_activations
-from fullshard.on_torch.offload.make_memory import make_memory
 from fullshard.on_torch.offload.optimizer_hooks import hook_optimizer
 from fullshard.on_torch.offload.state_dict_hooks import hook_model
-from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
+from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.weak_hooks import weakly
+from fullshard.on_torch.offload.updates.cpu_share import measured_share
 from fullshard.on_torch.optimizers.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.parallelize.attention_backend import refuse_kernels, use_backend
 from fullshard.on_torch.parallelize.experts import apply_expert_axis
@@ -114,7 +114,7 @@ def shard(
     use_memory(plan, units)
     meter = quantize_collectives(plan, units)
     install_communication(own_collectives, units)
-    memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
+    memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share, measured_share)
     drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
     initialized = materialize(model, paths, where, seed, init, source, elsewhere)

@@ -8,20 +8,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from fullshard.on_torch.offload.stores.choose_stores import StoreParts, choose_stores, elements_of, open_files
 from fullshard.on_torch.offload.stores.packed_state import Packing
 from fullshard.on_torch.offload.stores.shard_fetcher import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
-from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
+from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, offloaded_units
 from fullshard.on_torch.offload.units.store_protocols import Readable
-from fullshard.on_torch.optimizers.adam_update import Rule
+from fullshard.on_torch.optimizers.adam_update import Rule, rule_of
 from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
+from fullshard.on_torch.private.fsdp_groups import gather_group
 from fullshard.on_torch.private.torch_internals import hide_values
 from fullshard.on_torch.tensors.dtypes import PLAN_DTYPES
 from fullshard.on_torch.tensors.shard_ranges import local, shadow
+from fullshard.plan.optimizer import Optimizer
 from fullshard.plan.plan import Plan
-from fullshard.planner.step.offload_bytes import OffloadSizes
+from fullshard.planner.step.offload_bytes import OffloadSizes, pcie_traffic
+from fullshard.ranks.local_ranks import ranks_here
 from fullshard.storage.pinned_arena import Arena, refuse_more_than, room
 
 WHY = "the optimizer's state and parameters in host memory"
@@ -156,6 +160,31 @@ class OffloadMemory:
             if file is not None:
                 file.close_file()
         self.arena.close()
+
+
+def make_memory(
+    model: nn.Module,
+    plan: Plan,
+    modules: dict[str, list[FSDPModule]],
+    device: torch.device,
+    optimizer: Optimizer | None,
+    disk: str | Path | None,
+    cpu_share: float | None,
+    measured_share: Callable[..., float],
+) -> OffloadMemory | None:
+    """Memory for the plan's offloaded units, if it has any. Call after FSDP, while parameters are still on meta. `measured_share`
+    of the CPU's updates, where neither the plan nor `cpu_share` says it."""
+    groups = {n: g for n, found in modules.items() for m in found[:1] if (g := gather_group(m)) is not None}
+    units = offloaded_units(model, plan, groups)
+    if not units:
+        return None
+    assert optimizer is not None
+    rule = rule_of(optimizer)
+    share = plan.cpu_share if cpu_share is None else cpu_share
+    if share is None:
+        share = measured_share(device, rule, plan.precision, *pcie_traffic(plan, rule.slots))
+    path = Path(disk) if disk is not None else None
+    return OffloadMemory(units, plan, device, rule, cpu_share=share, disk=path, ranks_here=ranks_here())
 
 
 def _hide_shards(unit: OffloadedUnit) -> None:
