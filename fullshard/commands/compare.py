@@ -23,8 +23,7 @@ OWN_DEFAULTS = {"compute": "bf16; fp32 on CPUs", "replicate": "one a node, if th
 @grouped
 def compare(
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable."),
+        str, typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable.")
     ],
     choices: Annotated[dict[str, Any], ChoiceOptions(tuple(NAMED[name] for name in COMPARED), defaults=OWN_DEFAULTS)],
     cluster: Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help="8xh100, or a file of `measure`.")],

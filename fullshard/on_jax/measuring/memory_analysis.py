@@ -60,11 +60,7 @@ class StepMemory:
 
 
 def memory_analysis(
-    state: JaxState,
-    micro_batches: Sequence[Any],
-    *,
-    loss: LossFunction = summed_loss,
-    description: Description | None = None,
+    state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss, description: Description | None = None
 ) -> StepMemory:
     """Compile the step of these batches, and return XLA's numbers for it.
 

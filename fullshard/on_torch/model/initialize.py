@@ -107,12 +107,7 @@ def _names_of(model: nn.Module, unset: dict[int, int]) -> list[str]:
 
 
 def _initialize_unset(
-    model: nn.Module,
-    units: list[list[str]],
-    unset: dict[int, int],
-    device: torch.device,
-    seed: int,
-    init: Initializer | None,
+    model: nn.Module, units: list[list[str]], unset: dict[int, int], device: torch.device, seed: int, init: Initializer | None
 ) -> list[str]:
     """Run the initialisers of all modules with unset tensors. Returns the names of the buffers that stayed unset."""
     if not unset:

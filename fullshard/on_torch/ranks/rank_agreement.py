@@ -74,11 +74,7 @@ class GroupAgreement(RankAgreement):
         return [row[1:] for row in rows]
 
     def gather_then_finish(
-        self,
-        leaders: Collection[int],
-        make: Callable[[], Sequence[int]],
-        count: int,
-        finish: Callable[[list[list[int]]], None],
+        self, leaders: Collection[int], make: Callable[[], Sequence[int]], count: int, finish: Callable[[list[list[int]]], None]
     ) -> None:
         """Uses point-to-point messages through rank 0: a collective wakes threads of its own and takes four times as much CPU
         time from training."""

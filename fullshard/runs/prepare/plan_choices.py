@@ -36,12 +36,7 @@ def kept_choices(plan: dict[str, Any] | None) -> dict[str, Any]:
     except PlanError:  # another program's, or an older one: what differs in it is refused later
         return {}
     batch = found.batch
-    return {
-        "compute": found.precision.compute,
-        "compile": found.compile,
-        "micro_batch": batch.micro_batch,
-        "sync": batch.sync,
-    }
+    return {"compute": found.precision.compute, "compile": found.compile, "micro_batch": batch.micro_batch, "sync": batch.sync}
 
 
 @dataclass(frozen=True)

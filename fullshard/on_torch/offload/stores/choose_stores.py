@@ -37,12 +37,7 @@ class StoreParts:
 
 
 def open_files(
-    units: list[OffloadedUnit],
-    layout: StateLayout,
-    compute: torch.dtype,
-    disk: Path | None,
-    arena: Arena,
-    largest: int,
+    units: list[OffloadedUnit], layout: StateLayout, compute: torch.dtype, disk: Path | None, arena: Arena, largest: int
 ) -> tuple[StateFile | None, ParameterFile | None]:
     """Files for the units whose state or parameters are on disk, if there are any."""
     state = [u for u in units if u.home.optimizer == "disk"]
