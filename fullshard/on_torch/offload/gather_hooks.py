@@ -1,4 +1,7 @@
-"""Hooks on FSDP's gathers of offloaded units: a gather waits for the unit's own update, and fetches shards from their home."""
+"""Hooks on FSDP's gathers of offloaded units: a gather waits for the unit's own update, and fetches shards from their home.
+
+See *What a gather waits for* in `tiered_optimizer`.
+"""
 
 import torch
 

@@ -1,5 +1,8 @@
 """The optimizer of offloaded units: gradients arrive during backward, updates overlap with it or with the next forward.
 
+Between `begin` and `end` the step is the engine's own. Outside of it, gradients stay in `.grad` in the master's dtype, as on the
+device. The caller's `optimizer.step()` (`optimizer_hooks`) passes them to `update_from_grad`.
+
 *When a unit is updated.* Without clipping a unit is updated as soon as its gradient is reduced (`eager`), if every rank's loss
 is finite; backward waits while more gradients than the plan's backlog are on the device. That another gradient of the step was
 not finite is known too late then, and raised. With clipping (or a loss scale) all updates wait for the global norm. Until then
@@ -18,9 +21,6 @@ decision, which is cancelled, says skip.
 
 *Nothing refers back.* Torch's optimizer keeps this object alive by hooks. A reference back would be a cycle, and the lanes'
 threads hold units, whose parameters hold their hooks: a cycle that Python's collector cannot see. So references back are weak.
-
-This is the engine's own step, between `begin` and `update`. Outside of it, gradients stay in `.grad` in the master's dtype,
-as on the device. The caller's `optimizer.step()` (`optimizer_hooks`) passes them to `update_from_grad`.
 """
 
 import weakref
