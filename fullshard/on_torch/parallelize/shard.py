@@ -134,8 +134,6 @@ def shard(
     if offload is not None and made is not None:  # after the state's own hooks, which refuse before anything is handed over
         hook_optimizer(offload, made)
         hook_model(offload, model)
-    if plan.kernels.loss == "torch":
-        compute_by_torch(model)
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.float8 = activations, offload, scales
     state.files, state.scalars = files, scalars
@@ -172,8 +170,8 @@ def _refuse_first(
 
 
 def _shape_modules(model: nn.Module, plan: Plan, where: torch.device, meshes: Meshes) -> tuple[list[str], tuple[str, ...]]:
-    """What FSDP will wrap: dtypes, the tensor and the expert axis, float8, remat, compile. Returns the names of weights that are
-    gathered in float8, and notes."""
+    """What FSDP will wrap: dtypes, the tensor and the expert axis, float8, remat, compile, the loss. Returns the names of
+    weights that are gathered in float8, and notes."""
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
     apply_expert_axis(model, plan, meshes)
@@ -182,6 +180,8 @@ def _shape_modules(model: nn.Module, plan: Plan, where: torch.device, meshes: Me
     gathers = float8_gathers(model, plan)
     notes = apply_float8(model, plan, where)
     apply_remat_and_compile(model, plan, compile_options(gathers))
+    if plan.kernels.loss == "torch":
+        compute_by_torch(model)
     return gathers, notes
 
 
