@@ -5,6 +5,8 @@ forward, as soon as its logits are known; then the logits are freed. The number 
 loss: nothing is recomputed.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -24,6 +26,7 @@ from fullshard.on_torch.tensors.shard_ranges import local_box, local_tensor
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, SPLIT_CHUNK_BYTES
 
 BUDGET, TILE = CHUNK_BUDGET, CHUNK_TILE
+ALL = 1 << 60  # bytes of a chunk: more than there are
 BYTES_PER_LOGIT, BYTES_PER_SPLIT_LOGIT = CHUNK_BYTES, SPLIT_CHUNK_BYTES
 
 
@@ -154,8 +157,23 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk, None, by_torch)
 
 
+_trace: Callable[[], AbstractContextManager[None]] | None = None
+
+
+@contextmanager
+def traced_as_one_chunk(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, the loss of all tokens is one chunk, computed inside `around()`, and as a later one: the first need not add."""
+    global _trace
+    before, _trace = _trace, around
+    try:
+        yield
+    finally:
+        _trace = before
+
+
 def _chunk_tokens(rows: int, budget: int | None, each: int = BYTES_PER_LOGIT) -> int:
-    chunk = max(1, (BUDGET if budget is None else budget) // (each * rows))
+    budget = (ALL if _trace else BUDGET) if budget is None else budget
+    chunk = max(1, budget // (each * rows))
     return chunk - (chunk % TILE if chunk > TILE else 0)
 
 
@@ -181,18 +199,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         for i in range(0, hidden_ND.shape[0], chunk):
             part = slice(i, i + chunk)
-            loss += _one_chunk(
-                hidden_ND[part],
-                weight_VD,
-                bias_V,
-                labels_N[part],
-                None if grad_hidden_ND is None else grad_hidden_ND[part],
-                grads[0],
-                grads[1],
-                vocabulary,
-                first=i == 0,
-                by_torch=by_torch,
-            )
+            with _trace() if _trace else nullcontext():
+                found = _one_chunk(
+                    hidden_ND[part],
+                    weight_VD,
+                    bias_V,
+                    labels_N[part],
+                    None if grad_hidden_ND is None else grad_hidden_ND[part],
+                    grads[0],
+                    grads[1],
+                    vocabulary,
+                    first=i == 0 and not _trace,
+                    by_torch=by_torch,
+                )
+            loss += found
+            del found
         ctx.save_for_backward(grad_hidden_ND, *grads)
         ctx.by_torch = by_torch
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)

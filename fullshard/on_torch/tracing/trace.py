@@ -6,6 +6,7 @@ backward is done. Nothing is computed, so a model of any size can be traced on a
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from fullshard.model.description import Description
-from fullshard.on_torch.loss import chunked_loss
+from fullshard.on_torch.loss.chunked_loss import traced_as_one_chunk
 from fullshard.on_torch.loss.losses import Loss, LossFunction
 from fullshard.on_torch.parallelize.remat import under_remat
 from fullshard.on_torch.private.torch_internals import inner
@@ -47,7 +48,7 @@ def trace(
         stack.enter_context(_meta_parameters(model, description, compute, recorder))
         stack.enter_context(_rematerialized(model, description, remat, recorder if counting else None))
         stack.enter_context(_unit_hooks(model, description, compute, recorder))
-        stack.enter_context(_one_chunk(recorder))
+        stack.enter_context(traced_as_one_chunk(partial(_chunk_section, recorder)))
         factor = torch.empty((), dtype=torch.float64, device="meta")
         stack.enter_context(FusedKernels())
         stack.enter_context(recorder)
@@ -140,24 +141,12 @@ def _rematerialized(
 
 
 @contextmanager
-def _one_chunk(recorder: Recorder) -> Iterator[None]:
-    """Inside, the chunked loss computes the whole batch as one chunk, in a section of its own."""
-    one, budget = chunked_loss._one_chunk, chunked_loss.BUDGET
-
-    def marked(*args: Any, **unused: Any) -> Tensor:  # traced as a later one: the first need not add
-        unit = recorder.sections[-1].unit
-        recorder.mark("chunk", unit)
-        found = one(*args)
-        del args
-        recorder.mark("chunked", unit)
-        return found
-
-    setattr(chunked_loss, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
-    chunked_loss.BUDGET = 1 << 60
-    try:
-        yield
-    finally:
-        chunked_loss._one_chunk, chunked_loss.BUDGET = one, budget
+def _chunk_section(recorder: Recorder) -> Iterator[None]:
+    """A section of its own for the chunk of a loss."""
+    unit = recorder.sections[-1].unit
+    recorder.mark("chunk", unit)
+    yield
+    recorder.mark("chunked", unit)
 
 
 class _UnitInputs(torch.autograd.Function):
