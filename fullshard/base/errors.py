@@ -102,8 +102,12 @@ def a_kind(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
+def is_number(value: object) -> bool:
+    """True if `value` is a finite number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def expect_number(name: str, value: object, *, zero: bool = True) -> None:
     """Raise unless `value` is a finite number of at least 0. Without `zero`, 0 raises too."""
-    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not finite or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+    if not is_number(value) or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
         raise FullshardError(f"{name} must be a number {'of at least' if zero else 'above'} 0, not {value!r}")

@@ -19,12 +19,7 @@ CHUNK = 1 << 20  # bytes of one read; this much is allocated for a small file to
 DEEPEST = 100  # levels of nested objects, lists and tables
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 LARGEST_INTEGER = 2**63 - 1  # TOML's integers have 64 bits
-KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 # -- files ------------------------------------------------------------------------------------------------

@@ -106,8 +106,7 @@ def _cells(s: Any) -> list[str]:
 
 @app.command("verify")
 def verify(
-    path: Where,
-    every: Annotated[bool, typer.Option("--all", help="All checkpoints of PATH, not the newest alone.")] = False,
+    path: Where, every: Annotated[bool, typer.Option("--all", help="All checkpoints of PATH, not the newest alone.")] = False
 ) -> None:
     """Read every byte and compare it with the checksums. Exits with 1 if anything is wrong."""
     from fullshard.checkpoint import commit

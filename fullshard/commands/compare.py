@@ -23,8 +23,7 @@ OWN_DEFAULTS = {"compute": "bf16; fp32 on CPUs", "replicate": "one a node, if th
 @grouped
 def compare(
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable."),
+        str, typer.Argument(metavar="MODEL", help="A preset, a size such as 7B, a Hugging Face directory, or file.py:callable.")
     ],
     choices: Annotated[dict[str, Any], ChoiceOptions(tuple(NAMED[name] for name in COMPARED), defaults=OWN_DEFAULTS)],
     cluster: Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help="8xh100, or a file of `measure`.")],
@@ -58,7 +57,7 @@ def compare(
     shape: dict[str, Any] = {"sequence": sequence, "global_batch": global_batch}
     batch = comparison.cut_batch(where, **shape, micro_batch=choices.get("micro_batch", 1), sync=choices.get("sync", "every"))
     copies = choices.get("replicate")
-    settled: dict[str, Any] = {
+    given: dict[str, Any] = {
         "precision": Precision(dtype, choices.get("reduce", "fp32"), choices.get("master", "fp32")),
         "remat": choices.get("remat", "none"),
         "compile": False if no_compile else None,
@@ -66,7 +65,7 @@ def compare(
         "limit": parse_bytes(limit) if limit else None,
     }
     described, words = _described(model, sequence, dtype)  # last: it may take a minute
-    result = comparison.compare(described, where, batch, **settled)
+    result = comparison.compare(described, where, batch, **given)
     if as_json:
         print_json(result.to_dict() | ({"shape": words} if words else {}))
     else:

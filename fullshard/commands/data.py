@@ -19,8 +19,7 @@ app = typer.Typer(help="Make and look at token files, the data that training rea
 def pack(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to make.")],
     inputs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="INPUT", help="Files (.txt .md .py .jsonl .parquet), or directories of them."),
+        list[Path] | None, typer.Argument(metavar="INPUT", help="Files (.txt .md .py .jsonl .parquet), or directories of them.")
     ] = None,
     dataset: Annotated[
         str | None,

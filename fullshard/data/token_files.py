@@ -50,12 +50,7 @@ class TokenWriter:
             raise FullshardError(f"{self.path} exists already; write to another directory, or remove it first")
         self.partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         self.partial.mkdir(parents=True)
-        self.header: dict[str, Any] = {
-            "version": VERSION,
-            "dtype": smallest_dtype(vocab),
-            "vocab": vocab,
-            "tokenizer": tokenizer,
-        }
+        self.header: dict[str, Any] = {"version": VERSION, "dtype": smallest_dtype(vocab), "vocab": vocab, "tokenizer": tokenizer}
         self.shard_tokens = shard_tokens
         self.shards: list[dict[str, Any]] = []
         self.documents: list[NDArray[Any]] = []

@@ -47,11 +47,11 @@ class Contestant(Protocol):
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         """What one more step communicates on this rank, counted from what really runs."""
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         """Finish pending updates, give cached memory back, and begin to count the peak anew."""
 
     def memory(self) -> dict[str, int]:
-        """Peak bytes of this rank's device since `settle`: `allocated` and `reserved`. Empty where the device has no count."""
+        """Peak bytes of this rank's device since then: `allocated` and `reserved`. Empty where the device has no count."""
 
 
 class BenchEngine(Protocol):

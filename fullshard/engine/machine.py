@@ -1,6 +1,8 @@
 """What an engine finds out about the machine that it runs on: devices, rates and memory. Knows no engine."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,15 +10,28 @@ from fullshard.cluster.topology import Cluster
 from fullshard.engine.saver import StateT_contra
 
 
-class StepProfiler(Protocol):
+class StepProfiler(ABC):
     """Records steps on this rank, from its making on. A step begins when its data is asked for; its numbers end it."""
 
-    def begin(self, step: int) -> None: ...
+    def __init__(self) -> None:
+        self.ranges: list[AbstractContextManager[Any]] = []  # that are open in the trace: the step, and in it the wait for data
 
-    def data_here(self) -> None: ...
+    @abstractmethod
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        """A range of the trace, which is entered at once."""
 
-    def end(self) -> None: ...
+    def begin(self, step: int) -> None:
+        for name in (f"fullshard.step {step}", "fullshard.data"):
+            self.ranges.append(self.annotate(name))
+            self.ranges[-1].__enter__()
 
+    def data_here(self) -> None:
+        self.ranges.pop().__exit__(None, None, None)
+
+    def end(self) -> None:
+        self.ranges.pop().__exit__(None, None, None)
+
+    @abstractmethod
     def write(self, directory: Path) -> None:
         """Stop, and write this rank's files, `rank-N.…`."""
 

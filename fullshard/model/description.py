@@ -73,6 +73,7 @@ class UnitDescription:
 
     @property
     def trainable(self) -> int:
+        """Elements of the trained parameters."""
         return sum(p.numel for p in self.parameters if p.trainable)
 
     @property

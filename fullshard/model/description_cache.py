@@ -29,13 +29,7 @@ LIBRARIES = ("torch", "transformers", "kernels", "mamba_ssm", "causal_conv1d", "
 
 
 def cached_description(
-    model: str,
-    *,
-    sequence: int,
-    compute: str,
-    make: Callable[[], Description],
-    tensor: tuple[int, ...] = (),
-    fresh: bool = False,
+    model: str, *, sequence: int, compute: str, make: Callable[[], Description], tensor: tuple[int, ...] = (), fresh: bool = False
 ) -> Description:
     """The description that `make` returns, from the cache if `model` is a Hugging Face directory that was described before.
     `fresh`: make it again, and keep that."""

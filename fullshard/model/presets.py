@@ -88,7 +88,7 @@ PRESETS: dict[str, LlamaSize | GPTSize] = {
 }
 
 
-SHIPPED = Path(__file__).parent / "presets.json.xz"  # their costs; written by `fullshard.on_torch.tracing.write_presets`
+SHIPPED = Path(__file__).parent / "presets.json.xz"  # their costs; written by `benchmarks.write_presets`
 
 
 def preset(name: str) -> LlamaSize | GPTSize:

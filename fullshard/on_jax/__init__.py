@@ -5,7 +5,7 @@ from fullshard.on_jax.measuring.measure import measure
 from fullshard.on_jax.measuring.memory_analysis import StepMemory, memory, memory_analysis
 from fullshard.on_jax.model.chunked_cross_entropy import chunked_cross_entropy, cross_entropy
 from fullshard.on_jax.model.describe import Factory, describe
-from fullshard.on_jax.model.model_loading import NnxFactory, load_model
+from fullshard.on_jax.model.loading.model_loading import NnxFactory, load_model
 from fullshard.on_jax.model.scanned_layers import scan_layers
 from fullshard.on_jax.parallelize.shard import shard
 from fullshard.on_jax.parallelize.state import JaxState as State

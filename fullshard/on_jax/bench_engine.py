@@ -13,10 +13,10 @@ from fullshard.on_jax.communication.hlo_collectives import collectives_of
 from fullshard.on_jax.loss.losses import LossFunction
 from fullshard.on_jax.measuring.flops import flops_per_token
 from fullshard.on_jax.model.describe import Factory
-from fullshard.on_jax.model.model_loading import built
+from fullshard.on_jax.model.loading.model_loading import built
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.peers.plain_step import PlainStep, plain_step
-from fullshard.on_jax.ranks.jax_devices import known_device
+from fullshard.on_jax.ranks.jax_devices import known_device, peak_bytes
 from fullshard.on_jax.step.train_step import lowered_step, train_step
 from fullshard.plan.plan import Mesh
 
@@ -39,11 +39,11 @@ class JaxStateContestant:
         text = lowered_step(self.state, micro_batches, loss=self.loss).compile().as_text()
         return _counted(text, self.state.plan.mesh)
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         """Nothing: a step ends with its updates, and JAX counts the peak since the process began."""
 
     def memory(self) -> dict[str, int]:
-        return _peak()
+        return peak_bytes(jax.local_devices()[0])
 
 
 @dataclass
@@ -58,11 +58,11 @@ class JaxPeer:
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         return _counted(self.plain.text(micro_batches), Mesh(replicate=self.plain.mesh.size))
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         """Nothing, as above."""
 
     def memory(self) -> dict[str, int]:
-        return _peak()
+        return peak_bytes(jax.local_devices()[0])
 
 
 def _counted(text: str, mesh: Mesh) -> list[CountedCollective]:
@@ -78,16 +78,7 @@ def _counted(text: str, mesh: Mesh) -> list[CountedCollective]:
     return found
 
 
-def _peak() -> dict[str, int]:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" not in stats:
-        return {}
-    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
-    return {"allocated": stats["peak_bytes_in_use"], "reserved": reserved}
-
-
-def make_contestant(state: JaxState, loss: LossFunction, clip: float | None) -> JaxStateContestant:
-    return JaxStateContestant(state, loss, clip)
+make_contestant = JaxStateContestant
 
 
 def peer_fault(name: str) -> str | None:

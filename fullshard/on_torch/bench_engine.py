@@ -48,7 +48,7 @@ class StateContestant:
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         return counted(lambda: self.step(micro_batches))
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         self.state.flush()
         reset_peak(self.state.device)
 
@@ -56,8 +56,7 @@ class StateContestant:
         return peak_bytes(self.state.device)
 
 
-def make_contestant(state: State, loss: LossFunction, clip: float | None) -> StateContestant:
-    return StateContestant(state, loss, clip)
+make_contestant = StateContestant
 
 
 def peer_fault(name: str) -> str | None:

@@ -50,7 +50,7 @@ TRAITS = {
         limits={
             "model.scan": EngineLimit(
                 "only the JAX engine compiles blocks as a loop", "leave it out, or use --engine jax", idle=False
-            ),
+            )
         },
     ),
     "jax": EngineTraits(

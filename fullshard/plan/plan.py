@@ -34,17 +34,7 @@ from fullshard.plan.choices import (
 )
 from fullshard.plan.plan_json import PARTS, VERSION, plan_arguments, plan_data
 from fullshard.plan.plan_text import plan_differences, plan_text
-from fullshard.plan.unit_choices import (
-    Home,
-    HomeName,
-    Layout,
-    Remat,
-    Split,
-    SplitRules,
-    Unit,
-    checked_splits,
-    refuse_twice,
-)
+from fullshard.plan.unit_choices import Home, HomeName, Layout, Remat, Split, SplitRules, Unit, checked_splits, refuse_twice
 from fullshard.plan.update_pieces import STAGING, TOLD
 
 __all__ = [

@@ -60,11 +60,7 @@ class RankAgreement(ABC):
         return [list(row) for row in self.gather_results(make)]
 
     def gather_then_finish(
-        self,
-        leaders: Collection[int],
-        make: Callable[[], Sequence[int]],
-        count: int,
-        finish: Callable[[list[list[int]]], None],
+        self, leaders: Collection[int], make: Callable[[], Sequence[int]], count: int, finish: Callable[[list[list[int]]], None]
     ) -> None:
         """Every rank makes `count` integers. If all succeed, the leaders call `finish` with all ranks' integers. If either
         fails on any rank, all ranks raise its error. Rank 0 must be a leader."""

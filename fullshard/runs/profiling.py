@@ -15,12 +15,7 @@ class Profiling:
     """The profile of one run on this rank. `say`: prints a line. `reporter`: None leaves the traces as they are."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        state: RunState,
-        directory: Path,
-        say: Callable[[str], None],
-        reporter: Reporter | None = None,
+        self, prepared: Prepared, state: RunState, directory: Path, say: Callable[[str], None], reporter: Reporter | None = None
     ):
         self.prepared, self.state, self.say, self.reporter = prepared, state, say, reporter
         wanted = prepared.recipe.profile

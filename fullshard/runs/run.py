@@ -135,26 +135,18 @@ def _train_on(run: "Run") -> tuple[FullshardError | None, str | None]:
     """Train to the end, rolling back if needed. Returns the error that ended the run, if any, the same on all ranks; and why it
     ended before its last step."""
     try:
-        while (why := _train_until(run)) == "diverged":
+        while True:
+            why = run.train()
+            if why != "diverged":
+                run.finish(why)
+                if not run.checkpoints.poisoned:
+                    return None, why
             with run.watchdog.saving():
                 roll_back(run)
     except (DivergedError, SaveFailedError) as error:
         why = "diverged" if isinstance(error, DivergedError) else "not saved"
         run.metrics.write(event=why, step=run.state.step)
         return error, why
-    return None, why
-
-
-def _train_until(run: "Run") -> str | None:
-    """Train until something ends the run. Returns why, unless it is the last step."""
-    why = run.train()
-    if why and why != "diverged":
-        run.metrics.write(event=why, step=run.state.step)
-        run.bar.say(f"ended after step {run.state.step}: {why}")
-    if why != "diverged":
-        with run.watchdog.saving():
-            run.checkpoints.finish(run.source.cursor, run.stored(), not run.counts.skips_in_a_row, lambda: run.signals.asked)
-    return "diverged" if run.checkpoints.poisoned else why
 
 
 # By the name in the event `kernels`.
@@ -255,6 +247,15 @@ class Run:
                 raise
             raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
         return None
+
+    def finish(self, why: str | None) -> None:
+        """Save the state as the run leaves it. `why`: what ends it before its last step, if anything."""
+        if why:
+            self.metrics.write(event=why, step=self.state.step)
+            self.bar.say(f"ended after step {self.state.step}: {why}")
+        with self.watchdog.saving():
+            good = not self.counts.skips_in_a_row
+            self.checkpoints.finish(self.source.cursor, self.stored(), good, lambda: self.signals.asked)
 
     def trained_steps(self) -> Iterator[Step]:
         """The steps to the last, each trained and recorded, with what was due after it done."""

@@ -65,6 +65,7 @@ def engine_of_run(directory: Path) -> str:
 
 
 def _plan_text(prepared: Prepared) -> str:
+    """What `plan.json` holds: the plan, and who made each choice of it."""
     choices = {key: asdict(choice) for key, choice in prepared.choices.items()}
     return json.dumps(prepared.plan.to_dict() | {"choices": choices}, indent=1) + "\n"
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from fullshard.base.direct_io import ALIGNMENT, aligned, aligned_size
+from fullshard.base.errors import FullshardError
 from fullshard.base.text import bytes_text, rate_text, seconds_text
 from fullshard.storage.disk_file import IN_MEMORY, DiskFile, file_system
 
@@ -48,6 +50,14 @@ def disk_rates(directory: str | Path, nbytes: int = 1 << 30, seconds: float = fl
         read = _rate(file, into, filled, seconds / 4, reading=True)[1]
         _forget(file)
         return Rates(read, write, _both(file, into, out, filled, seconds / 4))
+
+
+def timed_directory(directory: Path | None) -> Path:
+    """Where to time a disk: by default the directory of temporary files."""
+    where = directory or Path(tempfile.gettempdir())
+    if not where.is_dir():
+        raise FullshardError(f"{where} is not a directory; write the directory whose disk is to be timed")
+    return where
 
 
 def measured_disk(directory: Path, nbytes: int, sharing: int) -> dict[str, Any]:

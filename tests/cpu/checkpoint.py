@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import MANIFEST
 from fullshard.checkpoint.retention import Retention
 from fullshard.model.presets import GPTSize
 from fullshard.on_torch.model.built_in import GPT
-from fullshard.on_torch.ranks.rank_agreement import acquire_group, gather_integers, gather_then_finish, release_group
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.saving.save import Checkpointer
 from fullshard.on_torch.saving.state_tensors import checkpoint_bytes, model_tensors, optimizer_tensors
 from tests.cpu import parity
@@ -245,27 +245,27 @@ def _move(state) -> None:
 
 def tallied() -> list:
     """The numbers of all ranks from `gather_integers`, and the error on all ranks when one fails."""
-    group = acquire_group()
+    ranks = GroupAgreement()
     big = -(1 << 63)
-    found: list = [gather_integers(group, lambda: [dist.get_rank(), big], 2), gather_integers(group, lambda: [], 0)]
+    found: list = [ranks.gather_integers(lambda: [dist.get_rank(), big], 2), ranks.gather_integers(lambda: [], 0)]
     try:
-        gather_integers(group, lambda: [1 // (1 - dist.get_rank())], 1)
+        ranks.gather_integers(lambda: [1 // (1 - dist.get_rank())], 1)
     except fs.FullshardError as error:
         found.append(str(error))
-    found.append(gather_integers(group, lambda: [7], 1))
-    release_group(group)
+    found.append(ranks.gather_integers(lambda: [7], 1))
+    ranks.close()
     return found
 
 
 def settled(leaders: list[int]) -> list:
     """What `gather_then_finish` passes to leaders, and the error on all ranks when a leader, or any rank before, fails."""
-    group, rank = acquire_group(), dist.get_rank()
+    ranks, rank = GroupAgreement(), dist.get_rank()
     last, found = dist.get_world_size() - 1, []
 
     def settle_one(make, finish) -> None:
         given: list = []
         try:
-            gather_then_finish(group, leaders, make, 2, lambda rows: given.append(rows) or finish())
+            ranks.gather_then_finish(leaders, make, 2, lambda rows: given.append(rows) or finish())
         except fs.FullshardError as error:
             given.append(str(error))
         found.append(given)
@@ -275,7 +275,7 @@ def settled(leaders: list[int]) -> list:
     settle_one(lambda: numbers() if rank != last else [1 // 0], lambda: None)
     settle_one(numbers, lambda: 1 // (leaders[-1] - rank))
     settle_one(numbers, lambda: None)
-    release_group(group)
+    ranks.close()
     return found
 
 

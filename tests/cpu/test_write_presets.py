@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.write_presets import traces
 from fullshard.model import presets
-from fullshard.on_torch.tracing.write_presets import traces
 
 
 @pytest.mark.parametrize("name", ["llama-nano", pytest.param("gpt-nano", marks=pytest.mark.full)])

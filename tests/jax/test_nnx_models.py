@@ -23,10 +23,10 @@ import fullshard as fs
 from fullshard import FullshardError, on_jax
 from fullshard.engine.model import ModelFacts
 from fullshard.model.presets import PRESETS
-from fullshard.on_jax.model import model_loading
 from fullshard.on_jax.model.built_in.nnx_attention import attend, document_numbers
 from fullshard.on_jax.model.built_in.rope import frequencies
-from fullshard.on_jax.model.hf_config import FAMILIES, read_size
+from fullshard.on_jax.model.loading import model_loading
+from fullshard.on_jax.model.loading.hf_config import FAMILIES, read_size
 from fullshard.on_jax.model.module_tree import parameter_names
 from fullshard.on_jax.model.read_weights import WeightFiles
 

@@ -13,7 +13,7 @@ from fullshard.planner.estimate import estimate
 from fullshard.runs.announcement import announcement
 from fullshard.runs.prepare.describe_model import describe_model
 from fullshard.runs.prepare.open_inputs import Inputs
-from fullshard.runs.prepare.plan_choices import choice_lines, kept_choices, settle
+from fullshard.runs.prepare.plan_choices import asked_of, choice_lines, kept_choices
 from fullshard.runs.prepare.prepare import Prepared
 from fullshard.runs.prepare.recipe_plan import RecipePlan, plan_recipe
 from fullshard.runs.recipe.recipe import Recipe, make_recipe
@@ -61,7 +61,7 @@ def planned(
     asked: Recipe, cluster: Cluster, kept: dict[str, Any] | None = None, engine: Any = None, model: str = ""
 ) -> RecipePlan:
     engine = engine or Describes()
-    question = settle(asked, cluster, kept, engine.name)
+    question = asked_of(asked, cluster, kept, engine.name)
     return plan_recipe(question, describe_model(question, model or asked.model.name, None, engine))
 
 

@@ -120,7 +120,7 @@ def _timed(contestant: Contestant, data: Iterator[Any], spec: Spec, resident: Re
     first = time.perf_counter()
     losses = [contestant.step(next(data))]
     first = time.perf_counter() - first
-    contestant.settle()
+    contestant.reset_peak()
     resident.reset()
     for _ in range(spec.warmup - 1):
         losses.append(contestant.step(next(data)))

@@ -1,11 +1,12 @@
 """Reads a run's metrics.jsonl as it grows, and thins it out for a chart."""
 
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fullshard.base.errors import is_number
 
 COLUMNS = (
     "loss",
@@ -112,4 +113,4 @@ def _loss(row: Row) -> float:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return value if is_number(value) else None

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from fullshard.observe.profile.rank_trace import RankTrace, SpanKind, StepWindow, WorkSpan, totals_by_name
-from fullshard.observe.profile.torch_trace import DATA, STEP
+from fullshard.observe.profile.torch_trace import DATA, STEP, complete_events
 
 Event = dict[str, Any]
 KINDS: dict[str, SpanKind] = {
@@ -25,8 +25,7 @@ DEVICE = re.compile(r"/device:\w+:(\d+)")  # the name of a process in the trace
 def read_jax(document: Event) -> list[RankTrace]:
     """The devices of a trace, in order. Expects what `trace_file` has checked."""
     about = document["fullshard"]
-    raw = [e for e in document["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
-    start = min(e["ts"] for e in raw if STEP.fullmatch(str(e.get("name"))))
+    raw, start = complete_events(document)
     steps = _steps(raw, start)
     on_device = _by_device(raw, _devices(document["traceEvents"]))
     issuing = tuple(_interval(e, start) for e in raw if str(e.get("name")).startswith("PjitFunction"))

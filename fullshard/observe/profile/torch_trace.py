@@ -36,10 +36,15 @@ class _Event:
     args: Event
 
 
+def complete_events(document: Event) -> tuple[list[Event], float]:
+    """The ranges of a trace, and when its first step began."""
+    raw = [e for e in document["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
+    return raw, min(e["ts"] for e in raw if STEP.fullmatch(str(e.get("name"))))
+
+
 def read_torch(document: Event) -> RankTrace:
     """The rank of a trace. Expects what `trace_file` has checked."""
-    raw = [e for e in document["traceEvents"] if e.get("ph") == "X" and isinstance(e.get("ts"), int | float)]
-    start = min(e["ts"] for e in raw if STEP.fullmatch(str(e.get("name"))))
+    raw, start = complete_events(document)
     events = sorted((_event(e, start) for e in raw), key=lambda e: (e.begin, -e.end))
     about = document.get("fullshard", {})
     steps = _steps(events)

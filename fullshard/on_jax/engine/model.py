@@ -8,10 +8,10 @@ from fullshard.model.description import Description
 from fullshard.on_jax.model.describe import Factory
 from fullshard.on_jax.model.describe import describe as describe_units
 from fullshard.on_jax.model.layer_dtypes import refuse_other_dtypes
-from fullshard.on_jax.model.model_loading import built, check_weights, parameters, scans
-from fullshard.on_jax.model.model_loading import load_model as load
-from fullshard.on_jax.model.model_loading import model_facts as facts
-from fullshard.on_jax.model.model_loading import scanned as scan
+from fullshard.on_jax.model.loading.model_loading import built, check_weights, parameters, scans
+from fullshard.on_jax.model.loading.model_loading import load_model as load
+from fullshard.on_jax.model.loading.model_loading import model_facts as facts
+from fullshard.on_jax.model.loading.model_loading import scanned as scan
 from fullshard.on_jax.model.scanned_layers import executed, find_stacks
 from fullshard.on_jax.optimizers.optax_optimizer import make_transformation
 from fullshard.on_jax.parallelize.shard import refuse as refuse_plan

@@ -4,15 +4,7 @@ from importlib.metadata import version
 
 from fullshard.on_jax.ranks.jax_devices import all_devices
 from fullshard.on_jax.ranks.processes import CoordinatorMessages as messages  # noqa: N813 - a call opens a connection
-from fullshard.on_jax.ranks.processes import (
-    count,
-    data_share,
-    finish,
-    is_first,
-    lost_a_peer,
-    rank_and_world,
-    start,
-)
+from fullshard.on_jax.ranks.processes import count, data_share, finish, is_first, lost_a_peer, rank_and_world, start
 from fullshard.on_jax.ranks.processes import main_agreement as agreement
 from fullshard.ranks.hang_reports import innermost_line, main_thread_frame, stack_of
 from fullshard.ranks.rank_protocols import Where

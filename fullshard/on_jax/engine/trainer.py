@@ -14,8 +14,8 @@ from fullshard.data.thread_loader import ThreadLoader
 from fullshard.engine.loss_value import find_loss
 from fullshard.on_jax.loss.losses import LossFunction, as_loss, called_loss, chunked_loss, summed_loss
 from fullshard.on_jax.model.describe import Factory
+from fullshard.on_jax.model.loading.model_loading import built, called
 from fullshard.on_jax.model.model_call import accepts
-from fullshard.on_jax.model.model_loading import built, called
 from fullshard.on_jax.parallelize.shard import shard as shard_model
 from fullshard.on_jax.parallelize.state import JaxState
 from fullshard.on_jax.step.evaluate import evaluate

@@ -9,12 +9,14 @@ import json
 import math
 import shutil
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from fullshard.base.errors import FullshardError
+from fullshard.engine.machine import StepProfiler
 from fullshard.on_jax.communication.hlo_collectives import collectives_of, operations_of
 from fullshard.on_jax.parallelize.state import JaxState, device_bytes
 from fullshard.on_jax.ranks.processes import rank_and_world
@@ -22,27 +24,20 @@ from fullshard.on_jax.ranks.processes import rank_and_world
 ALL_UNITS = "(all units)"
 
 
-class JaxProfiler:
+class JaxProfiler(StepProfiler):
     """Records from its making to `write`."""
 
     def __init__(self, state: JaxState):
+        super().__init__()
         self.state = state
         state.compiled = {key: _Recorded(step) if key[0] == "step" else step for key, step in state.compiled.items()}
         self.directory = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # the calls of Python functions would be most of the trace
         jax.profiler.start_trace(str(self.directory), profiler_options=options)
-        self.ranges: list[Any] = []
 
-    def begin(self, step: int) -> None:
-        self._open(f"fullshard.step {step}")
-        self._open("fullshard.data")
-
-    def data_here(self) -> None:
-        self.ranges.pop().__exit__(None, None, None)
-
-    def end(self) -> None:
-        self.data_here()
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        return jax.profiler.TraceAnnotation(name)
 
     def write(self, directory: Path) -> None:
         """Stop, and write this process's trace."""
@@ -63,10 +58,6 @@ class JaxProfiler:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank-{rank_and_world()[0]:05d}.trace.json.gz"
         path.write_bytes(gzip.compress(json.dumps(document).encode()))
-
-    def _open(self, name: str) -> None:
-        self.ranges.append(jax.profiler.TraceAnnotation(name))
-        self.ranges[-1].__enter__()
 
     def _about(self, step: "_Recorded") -> dict[str, Any]:
         compiled = step.inner.lower(*step.shapes).compile()

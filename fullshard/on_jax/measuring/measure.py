@@ -6,7 +6,6 @@ Each number is that of the slowest process.
 
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from fullshard.on_jax.offload.memory_kinds import DEVICE, HOST
 from fullshard.on_jax.ranks import processes
 from fullshard.on_jax.ranks.jax_devices import preset_of
 from fullshard.ranks.local_ranks import ranks_here
-from fullshard.storage.disk_speed import measured_disk
+from fullshard.storage.disk_speed import measured_disk, timed_directory
 from fullshard.storage.memory_limits import limits
 
 LARGE, QUICK = 1 << 28, 1 << 25  # bytes of a copy
@@ -49,9 +48,7 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Callab
     `directory`: where to time the disk, by default the directory of temporary files. `quick`: take less time, less exactly.
     `progress` is called with the name of each part before it runs. Every process gets the same cluster.
     """
-    where = directory or Path(tempfile.gettempdir())
-    if not where.is_dir():
-        raise FullshardError(f"{where} is not a directory; write the directory whose disk is to be timed")
+    where = timed_directory(directory)
     processes.start()
     device = jax.local_devices()[0]
     preset = preset_of(device.device_kind)
@@ -233,6 +230,6 @@ def _collective(kind: CollectiveKind, nbytes: int, mesh: jax.sharding.Mesh, budg
 def _slowest(found: dict[str, Any]) -> dict[str, Any]:
     """The numbers for all processes: of every number the slowest one's, of tables and notes this process's."""
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    everyone = processes.gather("measure", numbers)
+    everyone = processes.ProcessAgreement("measure").gather(numbers)
     worst = {name: max if name in SECONDS else min for name in numbers}
     return found | {"notes": tuple(found["notes"])} | {n: worst[n](f.get(n, numbers[n]) for f in everyone) for n in numbers}

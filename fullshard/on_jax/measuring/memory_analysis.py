@@ -12,6 +12,7 @@ from fullshard.base.text import bytes_text, count_text, table
 from fullshard.model.description import Description
 from fullshard.on_jax.loss.losses import LossFunction, chunked_loss, summed_loss
 from fullshard.on_jax.parallelize.state import JaxState
+from fullshard.on_jax.ranks.jax_devices import peak_bytes
 from fullshard.on_jax.step.planned_temporaries import planned_temporaries
 from fullshard.on_jax.step.traced_values import TracedValues
 from fullshard.on_jax.step.train_step import traced_step
@@ -59,11 +60,7 @@ class StepMemory:
 
 
 def memory_analysis(
-    state: JaxState,
-    micro_batches: Sequence[Any],
-    *,
-    loss: LossFunction = summed_loss,
-    description: Description | None = None,
+    state: JaxState, micro_batches: Sequence[Any], *, loss: LossFunction = summed_loss, description: Description | None = None
 ) -> StepMemory:
     """Compile the step of these batches, and return XLA's numbers for it.
 
@@ -121,8 +118,5 @@ def _estimate_text(estimate: PeakMemory, peak: int) -> str:
 def memory(state: JaxState) -> dict[str, int]:
     """Peak bytes of this process's first device since its start, by its allocator. On a CPU, the bytes that the state holds."""
     device = next(d for d in state.shardings.mesh.devices.flat if d.process_index == jax.process_index())
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
-        return {"memory_allocated": sum(state.held_bytes().values())}
-    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
-    return {"memory_allocated": stats["peak_bytes_in_use"], "memory_reserved": reserved}
+    peak = peak_bytes(device) if device.platform != "cpu" else {}
+    return {f"memory_{kind}": nbytes for kind, nbytes in (peak or {"allocated": sum(state.held_bytes().values())}).items()}

@@ -17,13 +17,7 @@ Factory = Callable[[nnx.Rngs], nnx.Module]  # makes a model: `lambda rngs: Llama
 
 
 def describe(
-    make: Factory,
-    *,
-    classes: Sequence[str] = (),
-    names: Sequence[str] = (),
-    min_params: int = 0,
-    small: int = 0,
-    title: str = "",
+    make: Factory, *, classes: Sequence[str] = (), names: Sequence[str] = (), min_params: int = 0, small: int = 0, title: str = ""
 ) -> Description:
     """Group the modules of the model that `make` returns into units, without memory for its weights.
 

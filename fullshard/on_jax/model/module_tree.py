@@ -15,6 +15,7 @@ def children(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
 
 
 def own_parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
+    """The parameters of a module itself, without those of its children."""
     return ((str(name), value) for name, value in vars(module).items() if isinstance(value, nnx.Param))
 
 

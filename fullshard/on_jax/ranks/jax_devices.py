@@ -72,3 +72,12 @@ def known_device(device: Any) -> Device | None:
 
 def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def peak_bytes(device: jax.Device) -> dict[str, int]:
+    """The allocator's peak since the process began: `allocated` and `reserved`. Empty where the device has no count."""
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" not in stats:
+        return {}
+    reserved = stats.get("peak_pool_bytes") or stats.get("pool_bytes") or stats.get("bytes_limit", 0)
+    return {"allocated": stats["peak_bytes_in_use"], "reserved": reserved}

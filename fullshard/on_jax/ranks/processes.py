@@ -148,25 +148,6 @@ def lost_a_peer(error: BaseException) -> bool:
 _guard = threading.Lock()
 
 
-def gather(topic: str, value: Any) -> list[Any]:
-    """Every process's value, on every process. Values are JSON.
-
-    Calls with one topic must come in the same order on every process; a topic belongs to one thread.
-    """
-    value = json.loads(json.dumps(value))
-    if count() == 1:
-        return [value]
-    with _guard:
-        _rounds[topic] += 1
-        at = _rounds[topic]
-    client, own = coordination_client(), lambda i, process: f"fullshard/gather/{topic}/{i}/{process}"
-    client.key_value_set(own(at, index()), json.dumps(value))
-    found = [json.loads(client.blocking_key_value_get(own(at, r), int(TIMEOUT * 1000))) for r in range(count())]
-    if at > 1:  # all have begun this round, so all have read the one before it
-        client.key_value_delete(own(at - 1, index()))
-    return found
-
-
 class ProcessAgreement(RankAgreement):
     """All processes, under a topic that belongs to one thread."""
 
@@ -174,7 +155,19 @@ class ProcessAgreement(RankAgreement):
         self.topic, self.rank, self.world = topic, index(), count()
 
     def gather(self, value: Any) -> list[Any]:
-        return gather(self.topic, value)
+        """Calls with one topic must come in the same order on every process."""
+        value = json.loads(json.dumps(value))
+        if self.world == 1:
+            return [value]
+        with _guard:
+            _rounds[self.topic] += 1
+            at = _rounds[self.topic]
+        client, own = coordination_client(), lambda i, process: f"fullshard/gather/{self.topic}/{i}/{process}"
+        client.key_value_set(own(at, self.rank), json.dumps(value))
+        found = [json.loads(client.blocking_key_value_get(own(at, r), int(TIMEOUT * 1000))) for r in range(self.world)]
+        if at > 1:  # all have begun this round, so all have read the one before it
+            client.key_value_delete(own(at - 1, self.rank))
+        return found
 
 
 def own_agreement(what: str) -> ProcessAgreement:

@@ -22,6 +22,8 @@ class JaxCheckpointer(CheckpointSaver):
     one save is in flight; the next waits for it. If the copy needs more host memory than `room` bytes, or than is free, `save`
     returns when all is written.
 
+    `overlap` changes nothing: a save always copies first and writes beside training.
+
     It holds the directory's lease until `close`: no other process writes or deletes there. `run` names the run in the lease.
     `keep`: which checkpoints retention leaves; by default all.
     """
@@ -32,6 +34,7 @@ class JaxCheckpointer(CheckpointSaver):
         state: JaxState,
         *,
         keep: Retention | None = None,
+        overlap: bool = True,
         room: int | None = None,
         run: str = "",
     ):
@@ -81,14 +84,6 @@ def numbers_of(state: JaxState, extra: dict[str, Any] | None) -> dict[str, Any]:
         "loss_scale": None,
         "extra": extra or {},
     }
-
-
-def checkpointer(
-    checkpoint_dir: str | Path, state: JaxState, *, keep: Retention | None = None, overlap: bool = False, run: str = ""
-) -> JaxCheckpointer:
-    """A writer of checkpoints of this state. `overlap` changes nothing: a save always copies first and writes beside training.
-    Collective."""
-    return JaxCheckpointer(checkpoint_dir, state, keep=keep, run=run)
 
 
 def save_checkpoint(checkpoint_dir: str | Path, state: JaxState, *, overwrite: bool = False, **options: Any) -> str:

@@ -60,21 +60,21 @@ def _read(func: Any, args: Any) -> LoggedCollective | None:
     """The collective behind an operator call; None for any other operator."""
     match getattr(func, "_schema", None) and func._schema.name:
         case "c10d::_allgather_base_":
-            return _make("gather", args[0], _size(args[2]))
+            return _logged("gather", args[2], args[0])
         case "c10d::_reduce_scatter_base_":
-            return _make("reduce", args[1], _size(args[2]))
+            return _logged("reduce", args[2], args[1])
         case "c10d::allreduce_":
-            return _make("all_reduce", args[0][0], _size(args[1]))
+            return _logged("all_reduce", args[1], args[0][0])
         case "c10d::broadcast_":  # of buffers by DDP
-            return _make("broadcast", args[0][0], _size(args[1]))
+            return _logged("broadcast", args[1], args[0][0])
         case "c10d::allgather_":  # this and the next two: with a tensor for each rank, as other systems call them
-            return _listed("gather", args[0][0], _size(args[2]))
+            return _logged("gather", args[2], *args[0][0])
         case "c10d::reduce_scatter_":
-            return _listed("reduce", args[1][0], _size(args[2]))
+            return _logged("reduce", args[2], *args[1][0])
         case "c10d::allgather_into_tensor_coalesced_":
-            return _listed("gather", args[0], _size(args[2]))
+            return _logged("gather", args[2], *args[0])
         case "c10d::alltoall_base_":
-            return _make("all_to_all", args[1], _size(args[2]))
+            return _logged("all_to_all", args[2], args[1])
         case "_c10d_functional::all_gather_into_tensor":
             return LoggedCollective("gather", args[0].nbytes * args[1], args[1], args[0].dtype)
         case "_c10d_functional::reduce_scatter_tensor":
@@ -86,13 +86,7 @@ def _read(func: Any, args: Any) -> LoggedCollective | None:
     return None
 
 
-def _make(kind: CollectiveName, tensor: torch.Tensor, ranks: int) -> LoggedCollective:
-    return LoggedCollective(kind, tensor.nbytes, ranks, tensor.dtype)
-
-
-def _listed(kind: CollectiveName, tensors: list[torch.Tensor], ranks: int) -> LoggedCollective:
+def _logged(kind: CollectiveName, boxed: Any, *tensors: torch.Tensor) -> LoggedCollective:
+    """`boxed`: the process group, as operators are given it."""
+    ranks = dist.ProcessGroup.unbox(boxed).size()
     return LoggedCollective(kind, sum(t.nbytes for t in tensors), ranks, tensors[0].dtype)
-
-
-def _size(boxed: Any) -> int:
-    return dist.ProcessGroup.unbox(boxed).size()

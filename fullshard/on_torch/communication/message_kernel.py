@@ -16,11 +16,7 @@ from fullshard.planner.step.quantized_wire import FUSED_BLOCK
 
 
 def pack(
-    how: BlockFormat,
-    values: Tensor,
-    residual: Tensor | None = None,
-    meter: ErrorMeter | None = None,
-    into: Tensor | None = None,
+    how: BlockFormat, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None, into: Tensor | None = None
 ) -> Tensor:
     """As `BlockFormat.pack`, by the best kernel there is."""
     kernel = _kernel(how, values)

@@ -164,11 +164,7 @@ def _unpack_sum(
 
 
 def pack(
-    how: BlockFormat,
-    values: Tensor,
-    residual: Tensor | None = None,
-    meter: ErrorMeter | None = None,
-    into: Tensor | None = None,
+    how: BlockFormat, values: Tensor, residual: Tensor | None = None, meter: ErrorMeter | None = None, into: Tensor | None = None
 ) -> Tensor:
     """As `BlockFormat.pack`. The elements of a row of values are contiguous."""
     rows, elements = values.shape

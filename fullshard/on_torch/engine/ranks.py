@@ -4,14 +4,7 @@ from importlib.metadata import version
 
 import torch.distributed as dist
 
-from fullshard.on_torch.ranks.device_meshes import (
-    all_devices,
-    data_share,
-    finish,
-    is_first,
-    rank_and_world,
-    start,
-)
+from fullshard.on_torch.ranks.device_meshes import all_devices, data_share, finish, is_first, rank_and_world, start
 from fullshard.on_torch.ranks.first_failure import lost_a_peer
 from fullshard.on_torch.ranks.hang_position import main_thread_position as position
 from fullshard.on_torch.ranks.rank_agreement import main_agreement as agreement

@@ -76,12 +76,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {"num_replicas": self.plan.mesh.data, "rank": data_rank(self.plan.mesh)}
 
     def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: TorchOptim,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
+        self, module: nn.Module, optimizer: TorchOptim, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
         return clip_grad_norm_(self.sharded.parameters(), max_norm, norm_type, error_if_nonfinite)
 

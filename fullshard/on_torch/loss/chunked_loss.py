@@ -5,9 +5,11 @@ forward, as soon as its logits are known; then the logits are freed. The number 
 loss: nothing is recomputed.
 """
 
-import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,11 @@ from fullshard.on_torch.tensors.shard_ranges import local_box, local_tensor
 from fullshard.planner.step.schedule import CHUNK_BUDGET, CHUNK_BYTES, CHUNK_TILE, SPLIT_CHUNK_BYTES
 
 BUDGET, TILE = CHUNK_BUDGET, CHUNK_TILE
+ALL = 1 << 60  # bytes of a chunk: more than there are
 BYTES_PER_LOGIT, BYTES_PER_SPLIT_LOGIT = CHUNK_BYTES, SPLIT_CHUNK_BYTES
+
+
+BY_TORCH = WeakSet[nn.Module]()  # models whose chunked loss uses no Triton kernel
 
 
 class ChunkedLossError(FullshardError):
@@ -38,24 +44,27 @@ def chunked_loss(model: nn.Module, batch: TensorBatch) -> Tensor:
         raise ChunkedLossError(
             "chunked loss: the model has a call of its own, whose logits may differ from the head's; use plain"
         )
-    head._fullshard_labels = batch["labels"]
-    head._fullshard_spread = computes_loss(model)  # type: ignore[assignment]
-    head._fullshard_by_torch = getattr(model, "_fullshard_loss_by_torch", False)  # type: ignore[assignment]
-    head.forward = types.MethodType(_loss_forward, head)  # type: ignore[method-assign]
+    loss = HeadLoss(head, batch["labels"], computes_loss(model), model in BY_TORCH)
+    head.forward = loss.forward  # type: ignore[assignment,method-assign]
     try:
         output = call_model(model, batch)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        if head._fullshard_labels is not None or isinstance(error, torch.OutOfMemoryError):
+        if loss.labels is not None or isinstance(error, torch.OutOfMemoryError):
             raise  # not because of what the head returned
         raise ChunkedLossError(
             f"chunked loss: {type(model).__name__} computes with its logits ({first_line(error)}); use summed_loss, in a recipe "
             "train.loss = 'plain'"
         ) from error
     finally:
-        del head.forward, head._fullshard_labels, head._fullshard_spread, head._fullshard_by_torch
+        del head.forward
     if computes_loss(model):
         return find_logits(model, output, batch["input_ids"]).reshape(-1)[0]
     return _scalar(model, output)
+
+
+def compute_by_torch(model: nn.Module) -> None:
+    """Compute the chunked loss of this model without the Triton kernel."""
+    BY_TORCH.add(model)
 
 
 def _scalar(model: nn.Module, output: Any) -> Tensor:
@@ -79,24 +88,32 @@ def output_head(model: nn.Module) -> nn.Linear:
     return found
 
 
-def _loss_forward(self: nn.Linear, hidden_BTD: Tensor) -> Tensor:
-    """Replaces the head's forward, so that FSDP's hooks on the head still gather and free its weight.
+@dataclass
+class HeadLoss:
+    """Replaces a head's forward for one call, so that FSDP's hooks on the head still gather and free its weight. `spread`: the
+    model computes a loss of its own. `by_torch`: without the Triton kernel."""
 
-    A model that computes a loss of its own gets the sum as the logits of a vocabulary of one: its loss of these costs nothing,
-    and the sum goes through its output, where FSDP's hooks look for what needs a gradient.
-    """
-    labels: Tensor = self._fullshard_labels  # type: ignore[assignment]
-    if hidden_BTD.shape[:-1].numel() != labels.numel():
-        raise ChunkedLossError(
-            f"chunked loss: the head computes {hidden_BTD.shape[:-1].numel()} positions of {labels.numel()}; use a model that "
-            "computes the logits of all, or model.call in a recipe"
-        )
-    self._fullshard_labels = None  # type: ignore[assignment]
-    if isinstance(self.weight, DTensor):
-        return _split_cross_entropy(self, hidden_BTD, labels.flatten())
-    by_torch: bool = self._fullshard_by_torch  # type: ignore[assignment]
-    loss = chunked_cross_entropy(hidden_BTD.flatten(0, -2), self.weight, labels.flatten(), self.bias, by_torch=by_torch)
-    return loss.repeat(*hidden_BTD.shape[:-1], 1) if self._fullshard_spread else loss
+    head: nn.Linear
+    labels: Tensor | None  # until the head has run
+    spread: bool
+    by_torch: bool
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """A model that computes a loss of its own gets the sum as the logits of a vocabulary of one: its loss of these costs
+        nothing, and the sum goes through its output, where FSDP's hooks look for what needs a gradient."""
+        head, labels = self.head, self.labels
+        assert labels is not None
+        if hidden_BTD.shape[:-1].numel() != labels.numel():
+            raise ChunkedLossError(
+                f"chunked loss: the head computes {hidden_BTD.shape[:-1].numel()} positions of {labels.numel()}; use a model "
+                "that computes the logits of all, or model.call in a recipe"
+            )
+        self.labels = None
+        if isinstance(head.weight, DTensor):
+            return _split_cross_entropy(head, hidden_BTD, labels.flatten())
+        flat = hidden_BTD.flatten(0, -2)
+        loss = chunked_cross_entropy(flat, head.weight, labels.flatten(), head.bias, by_torch=self.by_torch)
+        return loss.repeat(*hidden_BTD.shape[:-1], 1) if self.spread else loss
 
 
 def _split_cross_entropy(head: nn.Linear, hidden_BTD: Tensor, labels_N: Tensor) -> Tensor:
@@ -140,8 +157,23 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, chunk, None, by_torch)
 
 
+_trace: Callable[[], AbstractContextManager[None]] | None = None
+
+
+@contextmanager
+def traced_as_one_chunk(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, the loss of all tokens is one chunk, computed inside `around()`, and as a later one: the first need not add."""
+    global _trace
+    before, _trace = _trace, around
+    try:
+        yield
+    finally:
+        _trace = before
+
+
 def _chunk_tokens(rows: int, budget: int | None, each: int = BYTES_PER_LOGIT) -> int:
-    chunk = max(1, (BUDGET if budget is None else budget) // (each * rows))
+    budget = (ALL if _trace else BUDGET) if budget is None else budget
+    chunk = max(1, budget // (each * rows))
     return chunk - (chunk % TILE if chunk > TILE else 0)
 
 
@@ -167,18 +199,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         for i in range(0, hidden_ND.shape[0], chunk):
             part = slice(i, i + chunk)
-            loss += _one_chunk(
-                hidden_ND[part],
-                weight_VD,
-                bias_V,
-                labels_N[part],
-                None if grad_hidden_ND is None else grad_hidden_ND[part],
-                grads[0],
-                grads[1],
-                vocabulary,
-                first=i == 0,
-                by_torch=by_torch,
-            )
+            with _trace() if _trace else nullcontext():
+                found = _one_chunk(
+                    hidden_ND[part],
+                    weight_VD,
+                    bias_V,
+                    labels_N[part],
+                    None if grad_hidden_ND is None else grad_hidden_ND[part],
+                    grads[0],
+                    grads[1],
+                    vocabulary,
+                    first=i == 0 and not _trace,
+                    by_torch=by_torch,
+                )
+            loss += found
+            del found
         ctx.save_for_backward(grad_hidden_ND, *grads)
         ctx.by_torch = by_torch
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype if bias_V is not None else None)

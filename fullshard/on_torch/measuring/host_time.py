@@ -26,7 +26,7 @@ from fullshard.model.presets import LlamaSize
 from fullshard.on_torch.measuring.quiet_cores import QuietCores
 from fullshard.on_torch.measuring.timings import fastest, launch, middle
 from fullshard.on_torch.model.built_in.llama import LlamaBlock
-from fullshard.on_torch.parallelize.remat import apply_remat
+from fullshard.on_torch.parallelize.remat import apply_remat, under_remat
 from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.plan.plan import Remat
 
@@ -183,9 +183,6 @@ class _TinyRow:
         """The Python calls of remat in one step."""
         calls: Counter[str] = Counter()
         contexts = counting_contexts(self.remat, lambda: calls)
-        for module in self.modules:
-            module.__dict__["_fullshard_contexts"] = contexts
-        self.step()
-        for module in self.modules:
-            del module.__dict__["_fullshard_contexts"]
+        with under_remat(self.modules, self.remat, contexts):
+            self.step()
         return calls

@@ -7,7 +7,6 @@ for it.
 
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from fullshard.on_torch.optimizers.adam_update import rule_of
 from fullshard.on_torch.ranks.device_meshes import local_world_size, start, world_size
 from fullshard.on_torch.ranks.device_presets import measured_cluster
 from fullshard.plan.optimizer import AdamW
-from fullshard.storage.disk_speed import measured_disk
+from fullshard.storage.disk_speed import measured_disk, timed_directory
 from fullshard.storage.memory_limits import limits
 
 Progress = Callable[[str], None]
@@ -69,9 +68,7 @@ def measure(directory: Path | None = None, quick: bool = False, progress: Progre
     exactly. `progress` is called with the name of each part before it runs. Collective under torchrun: every rank gets
     the same cluster.
     """
-    where = directory or Path(tempfile.gettempdir())
-    if not where.is_dir():
-        raise FullshardError(f"{where} is not a directory; write the directory whose disk is to be timed")
+    where = timed_directory(directory)
     device = _device()
     found: dict[str, Any] = {"notes": []}
     host_samples: list[dict[str, float]] = []

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fullshard.engine.machine import StepProfiler
 from fullshard.on_torch.parallelize.state import State, stored_bytes, there
 from fullshard.on_torch.private.fsdp_groups import group_label
 from fullshard.on_torch.private.torch_internals import MemoryHistory
@@ -23,10 +24,11 @@ from fullshard.on_torch.step import phase_clock
 QUIET = "6"  # above all levels of the profiler's library, which else prints two lines on every rank
 
 
-class TorchProfiler:
+class TorchProfiler(StepProfiler):
     """Records from its making to `write`."""
 
     def __init__(self, state: State):
+        super().__init__()
         self.state, self.peak = state, 0
         on_gpu = state.device.type == "cuda"
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
@@ -36,18 +38,13 @@ class TorchProfiler:
         self.profile = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
         with _one_warning_less(state.device):
             self.profile.start()
-        self.ranges: list[Any] = []
         phase_clock.listeners.append(_mark)
 
-    def begin(self, step: int) -> None:
-        self._open(f"fullshard.step {step}")
-        self._open("fullshard.data")
-
-    def data_here(self) -> None:
-        self._close()
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name)
 
     def end(self) -> None:
-        self._close()
+        super().end()
         if self.state.device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
@@ -61,13 +58,6 @@ class TorchProfiler:
         self.profile.export_chrome_trace(str(directory / f"rank-{rank:05d}.trace.json.gz"))
         if self.memory:
             self.memory.write(directory / f"rank-{rank:05d}.memory.pickle")
-
-    def _open(self, name: str) -> None:
-        self.ranges.append(record_function(name))
-        self.ranges[-1].__enter__()
-
-    def _close(self) -> None:
-        self.ranges.pop().__exit__(None, None, None)
 
     def _about(self) -> dict[str, Any]:
         rank, world = rank_and_world()

@@ -9,21 +9,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]  # a buffer's module, and its name there
+from fullshard.on_torch.private.fsdp_groups import Owner
+
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # their kernels change them without telling autograd
 
 
-def buffers_of(module: nn.Module) -> list[Place]:
+def buffers_of(module: nn.Module) -> list[Owner]:
     return [(m, n) for m in module.modules() for n, b in m._buffers.items() if b is not None]
+
+
+def _held(owners: Iterable[Owner]) -> list[tuple[Owner, Tensor]]:
+    """The buffers that these owners have now."""
+    return [((m, n), b) for m, n in owners if (b := m._buffers.get(n)) is not None]
 
 
 class Watch:
     """Which buffers a forward changes."""
 
-    def __init__(self, places: Iterable[Place]):
-        there = [(place, b) for place in places if (b := place[0]._buffers.get(place[1])) is not None]
-        self.before = [(place, b, b._version) for place, b in there]
-        self.seen: list[Place] = []  # of `during`
+    def __init__(self, owners: Iterable[Owner]):
+        self.before = [(owner, b, b._version) for owner, b in _held(owners)]
+        self.seen: list[Owner] = []  # of `during`
 
     @contextmanager
     def during(self, context: AbstractContextManager[object]) -> Iterator[None]:
@@ -32,7 +37,7 @@ class Watch:
             yield
         self.seen = self.changed()
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[Owner]:
         """The buffers that were replaced or written to since, and all statistics."""
         return [p for p, b, v in self.before if p[1] in STATISTICS or p[0]._buffers.get(p[1]) is not b or b._version != v]
 
@@ -42,15 +47,15 @@ class ChangingBuffers:
     of its buffers are taken for such."""
 
     def __init__(self, model: nn.Module, units: Iterable[Iterable[nn.Module]]):
-        self.changing: list[Place] = []
-        self.untried: dict[int, list[Place]] = {}  # by index of the unit, -1 for what is in none
+        self.changing: list[Owner] = []
+        self.untried: dict[int, list[Owner]] = {}  # by index of the unit, -1 for what is in none
         owners: dict[int, int] = {}  # of each module, the innermost unit
         for i, modules in enumerate(units):  # the outer ones first
             owners |= {id(m): i for module in modules for m in module.modules()}
         for module, name in buffers_of(model):
             self.untried.setdefault(owners.get(id(module), -1), []).append((module, name))
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[Owner]:
         """Those that the next step may change."""
         return [*self.changing, *(place for places in self.untried.values() for place in places)]
 
@@ -65,14 +70,13 @@ class ChangingBuffers:
 class BufferCopies:
     """Buffers as they were."""
 
-    saved: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)  # place, buffer, its values
+    saved: list[tuple[Owner, Tensor, Tensor]] = field(default_factory=list)  # owner, buffer, its values
 
     @classmethod
     @torch.no_grad()
-    def of(cls, places: Iterable[Place], device: torch.device | None = None) -> "BufferCopies":
+    def of(cls, owners: Iterable[Owner], device: torch.device | None = None) -> "BufferCopies":
         """`device`: where to keep the copies, by default where the buffers are."""
-        there = [(place, b) for place in places if (b := place[0]._buffers.get(place[1])) is not None]
-        return cls([(place, b, b.detach().to(device or b.device, copy=True)) for place, b in there])
+        return cls([(owner, b, b.detach().to(device or b.device, copy=True)) for owner, b in _held(owners)])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -98,13 +102,13 @@ class BufferCopies:
 
 
 @contextmanager
-def borrowed_buffers(places: Iterable[Place]) -> Iterator[None]:
+def borrowed_buffers(owners: Iterable[Owner]) -> Iterator[None]:
     """Inside, the modules have copies of these buffers, and the buffers stay as they are."""
-    own = [(m, n, b) for m, n in places if (b := m._buffers.get(n)) is not None]
-    for module, name, buffer in own:
+    own = _held(owners)
+    for (module, name), buffer in own:
         module._buffers[name] = buffer.clone()
     try:
         yield
     finally:
-        for module, name, buffer in own:
+        for (module, name), buffer in own:
             module._buffers[name] = buffer

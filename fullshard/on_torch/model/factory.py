@@ -21,6 +21,7 @@ from fullshard.base.errors import FullshardError, first_line
 from fullshard.base.text import bytes_text
 from fullshard.storage.memory_limits import limits
 
+KEPT = "_fullshard_factory"  # an attribute of a model, which copies of the model have too
 RULE = "_init_weights"  # the convention of Hugging Face and nanoGPT: initialises one module
 
 
@@ -129,6 +130,15 @@ def _seeded(seed: int) -> Iterator[None]:
             random.setstate(own)
             if numpy:
                 numpy.random.set_state(others)
+
+
+def keep_factory(model: nn.Module, factory: Factory) -> None:
+    """Let `shard` give the model the factory's values."""
+    vars(model)[KEPT] = factory
+
+
+def kept_factory(model: nn.Module) -> Factory | None:
+    return vars(model).get(KEPT)
 
 
 @contextmanager

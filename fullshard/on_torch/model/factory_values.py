@@ -16,7 +16,7 @@ from fullshard.base.errors import FullshardError
 from fullshard.base.text import bytes_text
 from fullshard.on_torch.model.factory import Factory, replace_tensor, tensors_of
 from fullshard.on_torch.model.scalars import make_vectors
-from fullshard.on_torch.ranks.rank_agreement import acquire_group, decide, release_group
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
 
 Header = dict[str, tuple[torch.Size, torch.dtype, torch.layout]]
@@ -26,13 +26,15 @@ class FactoryValues:
     """The values of a model's tensors, by name. With `together`, methods are collective and only the first rank has them."""
 
     def __init__(self, factory: Factory, model: nn.Module, seed: int, *, together: bool):
-        self.factory, self.group = factory, acquire_group() if together else None
+        self.factory, self.ranks = factory, GroupAgreement() if together else None
         self.held: dict[str, Tensor] = {}  # on the first rank
         make = lambda: self._build(model, seed)
-        self.header, self.uncalled, self.nbytes = decide(self.group, make) if self.group else make()
+        self.header, self.uncalled, self.nbytes = self.ranks.decide(make) if self.ranks else make()
         self.used: set[str] = set()
 
     def _build(self, model: nn.Module, seed: int) -> tuple[Header, bool, int]:
+        """Build it for real and hold its values. Returns what each tensor is, whether the model's own rule was never called, and
+        the bytes of all tensors. `model`: the one on meta, which must have the same tensors."""
         self.factory.refuse_too_large(model)
         built, uncalled = self.factory.for_real(seed)
         own = {id(tensor): tensor for tensor in _named(built).values()}  # tied ones once
@@ -68,20 +70,20 @@ class FactoryValues:
     def _whole(self, name: str) -> Tensor:
         """The whole tensor, on the CPU. The first rank forgets it."""
         self.used.add(name)
-        if self.group is None:
+        if self.ranks is None:
             return self.held.pop(name)
         shape, dtype, layout = self.header[name]
         if layout is not torch.strided:  # a sparse buffer
-            return decide(self.group, lambda: self.held.pop(name))
+            return self.ranks.decide(lambda: self.held.pop(name))
         whole = self.held.pop(name).contiguous() if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype, device="cpu")
-        dist.broadcast(whole.view(-1).view(torch.uint8), src=0, group=self.group)
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0, group=self.ranks.group)
         return whole
 
     def close(self) -> tuple[str, ...]:
         """Forget the values. Returns what a user should know."""
         self.held = {}
-        if self.group:
-            release_group(self.group)
+        if self.ranks:
+            self.ranks.close()
         title = self.factory.title
         built = (
             f"{title} sets {len(self.used)} tensors itself: the model was built once in host memory, {bytes_text(self.nbytes)}"

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard.base.errors import FullshardError
 from fullshard.base.text import first_of
-from fullshard.on_torch.model.factory import Factory, tensors_of
+from fullshard.on_torch.model.factory import Factory, kept_factory, tensors_of
 from fullshard.on_torch.model.factory_values import FactoryValues
+from fullshard.on_torch.private.fsdp_groups import Owner
 from fullshard.on_torch.private.torch_internals import dtensor_like
 from fullshard.on_torch.tensors.shard_ranges import local_part, local_tensor
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from fullshard.on_torch.model.weights import Weights
 
 Initializer = Callable[[nn.Module], object]
-Owners = list[tuple[nn.Module, str]]
 DRAWS = {
     getattr(Tensor, name)
     for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
@@ -56,7 +56,7 @@ def factory_of(model: nn.Module, init: Initializer | Factory | None) -> Factory 
     """The factory whose values a model on meta gets: the caller's, or the one that `load_model` called."""
     if init is not None:
         return init if isinstance(init, Factory) else None
-    return vars(model).get("_fullshard_factory")
+    return kept_factory(model)
 
 
 def materialize(
@@ -107,12 +107,7 @@ def _names_of(model: nn.Module, unset: dict[int, int]) -> list[str]:
 
 
 def _initialize_unset(
-    model: nn.Module,
-    units: list[list[str]],
-    unset: dict[int, int],
-    device: torch.device,
-    seed: int,
-    init: Initializer | None,
+    model: nn.Module, units: list[list[str]], unset: dict[int, int], device: torch.device, seed: int, init: Initializer | None
 ) -> list[str]:
     """Run the initialisers of all modules with unset tensors. Returns the names of the buffers that stayed unset."""
     if not unset:
@@ -202,7 +197,7 @@ def _has_nan(local: Tensor) -> bool:
 @contextmanager
 def _unsharded(modules: list[nn.Module], unset: dict[int, int], device: torch.device) -> Iterator[None]:
     """Inside, the unset parameters of `modules` are full plain tensors. On exit, this rank's part is copied to its shard."""
-    swaps: dict[int, tuple[DTensor, nn.Parameter, Owners]] = {}
+    swaps: dict[int, tuple[DTensor, nn.Parameter, list[Owner]]] = {}
     for module in modules:
         for name, p in module._parameters.items():
             if p is not None and id(p) in unset and isinstance(p, DTensor):

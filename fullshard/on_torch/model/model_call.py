@@ -17,6 +17,7 @@ from fullshard.on_torch.model.lora import without_adapters
 
 ModelCall = Callable[[nn.Module, Any], Any]  # (model, batch) -> logits, or a Loss
 TARGETS = ("targets", "target", "y")  # arguments that make a model compute a loss, and logits of all positions
+CALL = "_fullshard_call"  # an attribute of a model, which copies of the model and adapters around it have too
 FIXED: dict[str, Any] = {"start_pos": 0}  # arguments of models that also generate
 WRITE = "write model.call = 'file.py:function' in a recipe, a function (model, batch) -> logits, or give train_step a loss="
 
@@ -52,12 +53,12 @@ def next_logits(model: nn.Module, ids_BT: Tensor) -> Tensor:
 
 def set_call(model: nn.Module, call: ModelCall) -> None:
     """Call the model through this function from now on."""
-    model._fullshard_call = call  # type: ignore[assignment]
+    setattr(model, CALL, call)
 
 
 def own_call(model: nn.Module) -> ModelCall | None:
     """The function that the model is called through, if it was given one."""
-    return cast(ModelCall | None, getattr(model, "_fullshard_call", None))
+    return cast(ModelCall | None, getattr(model, CALL, None))
 
 
 def computes_loss(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from fullshard.engine.model import ModelFacts
 from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS
 from fullshard.on_torch.model import built_in
-from fullshard.on_torch.model.factory import Factory
+from fullshard.on_torch.model.factory import Factory, keep_factory
 from fullshard.on_torch.model.hf_config import model_builder
 from fullshard.on_torch.model.lora import without_adapters
 from fullshard.on_torch.model.model_call import ModelCall, set_call
@@ -50,7 +50,7 @@ def _from_file(spec: str, init: str) -> nn.Module:
     if init == "modules":
         return _build(spec, factory.call)
     model = factory.on_meta()
-    model._fullshard_factory = factory  # type: ignore[assignment]
+    keep_factory(model, factory)
     return model
 
 

@@ -4,7 +4,7 @@ computes with a scalar, and files have one."""
 from torch import Tensor, nn
 
 from fullshard.on_torch.model.tied_parameters import parameter_names
-from fullshard.on_torch.private.fsdp_groups import Place
+from fullshard.on_torch.private.fsdp_groups import Owner
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:
@@ -18,7 +18,7 @@ def as_vector(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if isinstance(tensor, nn.Parameter) and tensor.ndim == 0 else tensor
 
 
-def make_vectors(model: nn.Module) -> set[Place]:
+def make_vectors(model: nn.Module) -> set[Owner]:
     """Make scalar parameters vectors, in place, so that tied ones stay tied. Returns where they are."""
     found = {(m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None and p.ndim == 0}
     for module, name in found:

@@ -16,16 +16,17 @@ from fullshard.on_torch.offload.state_dict_hooks import copied, refuse_copies
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit
 from fullshard.on_torch.optimizers.low_bit_adam import low_bit_of
-from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
+from fullshard.on_torch.optimizers.sharded_optimizer import makes_state
 from fullshard.on_torch.tensors.shard_ranges import part_of
 
+OWNER = "_fullshard_optimizer"  # an attribute of offloaded parameters: the optimizer that updates them
 ParameterState = dict[str, Any]  # an optimizer's tensors for one parameter, by name
 
 
 def hook_optimizer(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Add the hooks. They keep `offload` alive as long as the optimizer lives."""
     for p in (p for a in offload.units for p in a.params):
-        p._fullshard_optimizer = weakref.ref(optimizer)  # type: ignore[attr-defined]
+        setattr(p, OWNER, weakref.ref(optimizer))
     _watch_optimizers()
     optimizer.register_step_pre_hook(partial(_step, offload))
     optimizer.register_state_dict_pre_hook(partial(_complete, offload))
@@ -42,7 +43,7 @@ def _watch_optimizers() -> None:
 def _refuse_stranger(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if another optimizer than the state's holds offloaded parameters: it would update the shards, or freed memory."""
     for p in _parameters(optimizer):
-        owner = getattr(p, "_fullshard_optimizer", None)
+        owner = getattr(p, OWNER, None)
         if owner is not None and owner() is not optimizer:
             raise FullshardError(
                 f"this {type(optimizer).__name__} holds offloaded parameters, whose masters only "
@@ -59,7 +60,7 @@ def _step(offload: TieredOptimizer, optimizer: torch.optim.Optimizer, args: tupl
             "step(closure) cannot be carried out where units are offloaded: the closure would run after their "
             "update; call loss.backward() first, then step()"
         )
-    if makes_slots(optimizer, kwargs):
+    if makes_state(optimizer, kwargs):
         optimizer.zero_grad()  # offloaded units have their state, and `_complete` makes that of the others
         return
     if offload.taken:
@@ -85,7 +86,7 @@ def _complete(offload: TieredOptimizer, optimizer: torch.optim.Optimizer) -> Non
 
 def _zero_state(offload: TieredOptimizer, p: nn.Parameter) -> ParameterState:
     """Zero state, as torch's fused Adam and foreach SGD make it."""
-    if (low_bit := low_bit_of(offload.optimizer)) is not None:
+    if (low_bit := low_bit_of(offload.groups.optimizer)) is not None:
         return low_bit.state_of(p)
     slot: ParameterState = {key: torch.zeros_like(p, requires_grad=False) for key in offload.rule.keys}
     return slot if offload.rule.kind == "sgd" else {"step": torch.zeros((), dtype=torch.float32, device=offload.device)} | slot

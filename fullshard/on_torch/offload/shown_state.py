@@ -19,7 +19,7 @@ def shown(offload: TieredOptimizer, *, changed: bool, at_rest: bool = False) -> 
         tensors = offload.memory.tensors(unit, at_rest=at_rest)
         found |= {n: t["master"] for n, t in zip(unit.names, tensors, strict=True)}
         for p, own in zip(unit.params[: unit.trained], tensors, strict=False):
-            offload.slots(p).update({k: t for k, t in own.items() if k != "master"})
+            offload.groups.state_of(p).update({k: t for k, t in own.items() if k != "master"})
     try:
         yield found
         for unit in offload.units if changed else ():
@@ -31,10 +31,10 @@ def shown(offload: TieredOptimizer, *, changed: bool, at_rest: bool = False) -> 
     finally:
         for p in (p for u in offload.units for p in u.params[: u.trained]):
             for key in offload.rule.keys:
-                offload.slots(p).pop(key, None)
+                offload.groups.state_of(p).pop(key, None)
         offload.memory.give_back(changed=changed)
 
 
 def _steps(offload: TieredOptimizer, unit: OffloadedUnit) -> list[int]:
     """What the optimizer's state says now."""
-    return [int(offload.slots(p).get("step", 0)) for p in unit.params[: unit.trained]]
+    return [int(offload.groups.state_of(p).get("step", 0)) for p in unit.params[: unit.trained]]

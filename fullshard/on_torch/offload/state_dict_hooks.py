@@ -37,7 +37,7 @@ def _show_masters(
     offload.flush()
     for name, p in module._parameters.items():
         if p is not None and offload.holds(p) and prefix + name in state_dict:
-            unit, i = offload.place_of(p)
+            unit, i = offload.unit_of(p)
             refuse_copies(offload, local(p).numel(), "model.state_dict()")
             state_dict[prefix + name] = copied(offload, unit, i, 0)
 

@@ -139,7 +139,7 @@ def set_group_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str
         group.update(saved)
 
 
-def makes_slots(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
+def makes_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """True for the step with which DCP creates an optimizer's state: `step(closure=None)` with zero gradients and a learning
     rate of 0. It must not count as a training step."""
     return "closure" in kwargs and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
@@ -150,11 +150,11 @@ def gradients(parameters: Iterable[nn.Parameter]) -> dict[int, list[Tensor]]:
     parts: dict[int, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            parts.setdefault(copies_of(p.grad), []).append(local_tensor(p.grad))
+            parts.setdefault(replicas_of(p.grad), []).append(local_tensor(p.grad))
     return parts
 
 
-def copies_of(tensor: Tensor) -> int:
+def replicas_of(tensor: Tensor) -> int:
     """The number of ranks that have the same part of a tensor as this rank."""
     return torch.distributed.get_world_size() // _shards(tensor)
 

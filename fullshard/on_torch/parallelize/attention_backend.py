@@ -14,6 +14,7 @@ from fullshard.plan.plan import Plan
 from fullshard.planner.device_limits import refuse_on_cpu
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ATTENTION = "_fullshard_attention"  # an attribute of a block: its backend. Dynamo reads no weak registry.
 NO_KERNEL = "No available kernel"  # what torch says if the backend cannot compute an attention
 
 
@@ -54,12 +55,16 @@ def _refuse_attention(model: nn.Module, plan: Plan, device: torch.device) -> Non
 def use_backend(module: nn.Module, kind: str) -> None:
     """Let the attention inside a block use this backend alone, in forward and where remat computes it again."""
     if kind != "auto" and any(module.children()):
-        module._fullshard_attention = BACKENDS[kind]  # type: ignore[assignment]
+        vars(module)[ATTENTION] = BACKENDS[kind]
+
+
+def has_backend(module: nn.Module) -> bool:
+    return ATTENTION in vars(module)
 
 
 def call_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The block's own forward, with the backend of `use_backend` if it has one."""
-    backend = getattr(block, "_fullshard_attention", None)
+    backend = getattr(block, ATTENTION, None)
     if backend is None:
         return type(block).forward(block, *args, **kwargs)
     with sdpa_kernel(backend):

@@ -6,7 +6,7 @@ not run again in the recomputation.
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.on_torch.model.changing_buffers import Watch, borrowed_buffers, buffers_of
-from fullshard.on_torch.parallelize.attention_backend import call_block
+from fullshard.on_torch.parallelize.attention_backend import call_block, has_backend
 from fullshard.on_torch.private.torch_internals import TorchDispatchMode
 from fullshard.plan.plan import Remat
 
@@ -33,18 +33,38 @@ KEPT = [
 ]
 
 
+CONTEXTS = "_fullshard_contexts"  # an attribute of a module: what its recomputation runs in. Dynamo reads no weak registry.
+
+
 def apply_remat(module: nn.Module, remat: Remat) -> None:
     """Make `module` keep for backward only its inputs (`full`), or these and its matrix products (`selective`)."""
-    if remat != "none" or hasattr(module, "_fullshard_attention"):
+    if remat != "none" or has_backend(module):
         forward = {"none": call_block, "full": _forward_full, "selective": _forward_selective}[remat]
         # A bound method of one shared function: dynamo compiles it once, but a closure per block each time.
         module.forward = types.MethodType(forward, module)
 
 
+@contextmanager
+def under_remat(modules: Iterable[nn.Module], remat: Remat, contexts: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Inside, the modules are under `remat`, whatever they were before. `contexts`: what each recomputation runs in."""
+    before = [(m, {key: vars(m)[key] for key in ("forward", CONTEXTS) if key in vars(m)}) for m in modules]
+    for module, _ in before:
+        apply_remat(module, remat)
+        if contexts is not None:
+            vars(module)[CONTEXTS] = contexts
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for key in ("forward", CONTEXTS):
+                vars(module).pop(key, None)
+            vars(module).update(attributes)
+
+
 def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_block(self, *args, **kwargs)
-    contexts = _buffers_once(self, getattr(self, "_fullshard_contexts", None))  # set by a trace
+    contexts = _buffers_once(self, getattr(self, CONTEXTS, None))
     more: dict[str, Any] = {"context_fn": contexts} if contexts else {}  # dynamo refuses torch's no-op context_fn
     return checkpoint(call_block, self, *args, use_reentrant=False, **more, **_without_cache(kwargs))
 
@@ -52,7 +72,7 @@ def _forward_full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward_selective(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_block(self, *args, **kwargs)
-    contexts = _buffers_once(self, getattr(self, "_fullshard_contexts", keep_products))  # set by activation offload or a trace
+    contexts = _buffers_once(self, getattr(self, CONTEXTS, keep_products))
     return checkpoint(call_block, self, *args, use_reentrant=False, context_fn=contexts, **_without_cache(kwargs))
 
 
@@ -81,10 +101,14 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(KEPT)
 
 
-def keep_products_by(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> Any:
-    """As `keep_products`, but kept tensors go through `pack` and `unpack`. Torch's contexts bypass saved-tensor hooks."""
-    kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
-    return _KeepProducts(kept, pack), _ReuseProducts(kept, unpack)
+def keep_products_by(module: nn.Module, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+    """Let what selective remat keeps of a module go through `pack` and `unpack`. Torch's contexts bypass saved-tensor hooks."""
+
+    def contexts() -> Any:
+        kept: dict[Any, deque[Any]] = {func: deque() for func in KEPT}
+        return _KeepProducts(kept, pack), _ReuseProducts(kept, unpack)
+
+    vars(module)[CONTEXTS] = contexts
 
 
 class _KeepProducts(TorchDispatchMode):

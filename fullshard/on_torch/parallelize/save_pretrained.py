@@ -26,7 +26,7 @@ from fullshard.on_torch.offload.state_dict_hooks import copied
 from fullshard.on_torch.offload.units.weak_hooks import gone
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.ranks.gather_tensors import TensorGather
-from fullshard.on_torch.ranks.rank_agreement import acquire_group, release_group
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.ranks.store_messages import StoreClient
 from fullshard.on_torch.tensors.deferred_tensor import DeferredTensor
 
@@ -79,12 +79,12 @@ class _Saves:
         average_statistics(state.model)
         state.copies.rest()
         state.copies.free()  # else FSDP's hook on `state_dict` does so, and puts its shards in place of what is shown
-        group, result = acquire_group(), None
+        ranks, result = GroupAgreement(), None
         with torch.no_grad(), state.values(at_rest=True) as values:
             sharded = {n: t for n, t in (given or values).items() if isinstance(t, DTensor)}
             names, own_parameters = sorted(sharded), dict(state.model.named_parameters())
             read = lambda i: _in_memory(state, own_parameters.get(names[i]), sharded[names[i]])
-            gather = TensorGather(group, [sharded[n] for n in names], read)
+            gather = TensorGather(ranks, [sharded[n] for n in names], read)
             if dist.get_rank():
                 gather.serve()
             else:
@@ -99,7 +99,7 @@ class _Saves:
                     gather.fail(error)
                     raise
                 gather.finish()
-        release_group(group)
+        ranks.close()
         return result
 
     def _run(self, state: State, tensors: Mapping[str, Tensor], own: Call, args: Any, kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def _in_memory(state: State, parameter: nn.Parameter | None, master: Tensor) -> 
     """A parameter's master, read from disk if it rests there."""
     if state.offload is None or parameter is None or not master.is_meta:
         return master
-    unit, index = state.offload.place_of(parameter)
+    unit, index = state.offload.unit_of(parameter)
     return copied(state.offload, unit, index, 0)
 
 

@@ -25,6 +25,7 @@ from fullshard.on_torch.communication.replaced_collectives import (
     install_communication,
     make_communication,
 )
+from fullshard.on_torch.loss.chunked_loss import compute_by_torch
 from fullshard.on_torch.model.batch_norm import compute_in_fp32
 from fullshard.on_torch.model.factory import Factory
 from fullshard.on_torch.model.hf_files import saved_rules
@@ -38,6 +39,7 @@ from fullshard.on_torch.offload.state_dict_hooks import hook_model
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory, make_memory
 from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.weak_hooks import weakly
+from fullshard.on_torch.offload.updates.cpu_share import measured_share
 from fullshard.on_torch.optimizers.sharded_optimizer import make_optimizer, refuse_nothing_to_train, refuse_optimizer
 from fullshard.on_torch.parallelize.attention_backend import refuse_kernels, use_backend
 from fullshard.on_torch.parallelize.experts import apply_expert_axis
@@ -58,7 +60,7 @@ from fullshard.on_torch.parallelize.start_checks import check_values_agree, refu
 from fullshard.on_torch.parallelize.state import LossScale, State
 from fullshard.on_torch.parallelize.tensor_parallel import apply_tensor_axis
 from fullshard.on_torch.private.backward_gathers import gather_for_each_backward
-from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Place, forget_unfinished, gather_group
+from fullshard.on_torch.private.fsdp_groups import ComputedGradients, Owner, forget_unfinished, gather_group
 from fullshard.on_torch.ranks.broadcast import broadcast_values
 from fullshard.on_torch.ranks.device_meshes import Meshes, is_first, make_meshes, start
 from fullshard.on_torch.ranks.device_presets import known_device
@@ -103,16 +105,16 @@ def shard(
     if broadcast:
         broadcast_values(model)
     check_values_agree(model)
-    places = make_vectors(model)
+    owners = make_vectors(model)
     gathers, notes = _shape_modules(model, plan, where, meshes)
     activations = spill_activations(model, plan, where, keep_products_by, disk)
-    units = _apply_fsdp(model, plan, meshes, places)
+    units = _apply_fsdp(model, plan, meshes, owners)
     _set_prefetch(plan, units)
     computed = _copy_whole_shards_once(plan, units)
     use_memory(plan, units)
     meter = quantize_collectives(plan, units)
     install_communication(own_collectives, units)
-    memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share)
+    memory = make_memory(model, plan, units, where, optimizer, disk, cpu_share, measured_share)
     drawn = [] if factory_of(model, init) else frozen_on_meta(model, source)
     paths, elsewhere = [list(u.modules) for u in plan.units], memory.initial_values() if memory else {}
     initialized = materialize(model, paths, where, seed, init, source, elsewhere)
@@ -132,7 +134,6 @@ def shard(
     if offload is not None and made is not None:  # after the state's own hooks, which refuse before anything is handed over
         hook_optimizer(offload, made)
         hook_model(offload, model)
-    model._fullshard_loss_by_torch = plan.kernels.loss == "torch"  # type: ignore[assignment]
     state.wire_meter, state.computed_gradients = meter, computed
     state.activations, state.offload, state.float8 = activations, offload, scales
     state.files, state.scalars = files, scalars
@@ -169,8 +170,8 @@ def _refuse_first(
 
 
 def _shape_modules(model: nn.Module, plan: Plan, where: torch.device, meshes: Meshes) -> tuple[list[str], tuple[str, ...]]:
-    """What FSDP will wrap: dtypes, the tensor and the expert axis, float8, remat, compile. Returns the names of weights that are
-    gathered in float8, and notes."""
+    """What FSDP will wrap: dtypes, the tensor and the expert axis, float8, remat, compile, the loss. Returns the names of
+    weights that are gathered in float8, and notes."""
     _to_master(model, PLAN_DTYPES[plan.precision.master])
     apply_tensor_axis(model, plan, meshes)
     apply_expert_axis(model, plan, meshes)
@@ -179,6 +180,8 @@ def _shape_modules(model: nn.Module, plan: Plan, where: torch.device, meshes: Me
     gathers = float8_gathers(model, plan)
     notes = apply_float8(model, plan, where)
     apply_remat_and_compile(model, plan, compile_options(gathers))
+    if plan.kernels.loss == "torch":
+        compute_by_torch(model)
     return gathers, notes
 
 
@@ -253,7 +256,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
             buffer.data = buffer.data.to(dtype)
 
 
-def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes, scalars: set[Place]) -> dict[str, list[FSDPModule]]:
+def _apply_fsdp(model: nn.Module, plan: Plan, meshes: Meshes, scalars: set[Owner]) -> dict[str, list[FSDPModule]]:
     """`fully_shard` on each unit, inner before outer, the root last. `scalars`: what is gathered as such."""
     policy = _policy(plan)
     units: dict[str, list[FSDPModule]] = {}

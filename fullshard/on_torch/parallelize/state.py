@@ -22,7 +22,7 @@ from fullshard.on_torch.offload.tiered_optimizer import TieredOptimizer
 from fullshard.on_torch.offload.units.offloaded_unit import refuse_unfrozen
 from fullshard.on_torch.optimizers.foreign_optimizer import explain_steps
 from fullshard.on_torch.optimizers.low_bit_adam import LowBitAdam
-from fullshard.on_torch.optimizers.sharded_optimizer import makes_slots
+from fullshard.on_torch.optimizers.sharded_optimizer import makes_state
 from fullshard.on_torch.parallelize.float8 import Float8Scales
 from fullshard.on_torch.parallelize.same_work import SameWork
 from fullshard.on_torch.parallelize.weight_copies import WeightCopies, clear_all_gradients
@@ -210,7 +210,7 @@ def _before_step(
     if state is None or state.stepping:
         return
     state.refuse_untrained()
-    if state.work is not None and not makes_slots(optimizer, kwargs):
+    if state.work is not None and not makes_state(optimizer, kwargs):
         state.work.agree()
 
 
@@ -219,7 +219,7 @@ def _count(found: "weakref.ref[State]", optimizer: torch.optim.Optimizer, args: 
     state = found()
     if state is not None:
         state.copies.changed()
-    if state is not None and not state.stepping and not makes_slots(optimizer, kwargs):
+    if state is not None and not state.stepping and not makes_state(optimizer, kwargs):
         state.step += 1
 
 

@@ -62,7 +62,7 @@ class TorchPeer:
     def collectives(self, micro_batches: Sequence[Any]) -> list[CountedCollective]:
         return counted(lambda: self.step(micro_batches))
 
-    def settle(self) -> None:
+    def reset_peak(self) -> None:
         reset_peak(self.device)
 
     def memory(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ __all__ = [
     "ComputedGradients",
     "FSDPParamGroup",
     "GatherGroup",
-    "Place",
+    "Owner",
     "can_replace_collectives",
     "forget_unfinished",
     "gather_by",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-Place = tuple[Module, str]  # of a parameter: its module, and its name there
+Owner = tuple[Module, str]  # of a parameter: its module, and its name there
 
 
 class GatherGroup:
@@ -46,10 +46,10 @@ class GatherGroup:
         when it initialises lazily, so it must be called before every gather."""
         self.group._orig_dtype = kind
 
-    def gather_scalars(self, places: Collection[Place]) -> None:
-        """Gather the parameters at these places, vectors of one element, as scalars."""
+    def gather_scalars(self, owners: Collection[Owner]) -> None:
+        """Gather the parameters of these owners, vectors of one element, as scalars."""
         for p in self.group.fsdp_params:
-            if (p._module_info.module, p._module_info.param_name) in places:
+            if (p._module_info.module, p._module_info.param_name) in owners:
                 p._orig_size, p._contiguous_orig_stride = Size(()), ()
                 p._get_grad_inner_tensor = partial(_gradient_as_vector, p._get_grad_inner_tensor)
 
@@ -257,10 +257,10 @@ def _take_gradients(group: Any, original: Callable[..., None], computed: Compute
     if not group.reduce_grads or any(own):
         return original(*unused)
     with record_function(group._with_fqn("FSDP::post_backward_accumulate")):  # the name that a trace has of FSDP's own
-        _settle_all(group, computed)
+        _finish_backward(group, computed)
 
 
-def _settle_all(group: Any, computed: ComputedGradients) -> None:
+def _finish_backward(group: Any, computed: ComputedGradients) -> None:
     group._training_state = _TrainingState.POST_BACKWARD
     found: list[tuple[Any, Tensor]] = []
     for p in group.fsdp_params:
@@ -274,10 +274,10 @@ def _settle_all(group: Any, computed: ComputedGradients) -> None:
     if group.reshard_after_backward:
         group.reshard()
     while found:  # each is freed before the next is cast
-        _settle(*found.pop(0), group._reduce_dtype, computed)
+        _give_gradient(*found.pop(0), group._reduce_dtype, computed)
 
 
-def _settle(parameter: Any, gradient: Tensor, reduce: dtype | None, computed: ComputedGradients) -> None:
+def _give_gradient(parameter: Any, gradient: Tensor, reduce: dtype | None, computed: ComputedGradients) -> None:
     """Make a gradient the one of a parameter's shard, or add it. By default it is in the shard's dtype, through the plan's."""
     shard = parameter.sharded_param
     if shard.grad is not None:

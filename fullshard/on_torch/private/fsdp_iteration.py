@@ -27,7 +27,7 @@ class UnitCopies:
         self.modules: tuple[nn.Module, ...] = tuple(self.group.modules)
         self.gathered_at: Stamp | None = None
         self.kept = False  # gathered to stay so for later micro-batches
-        self.used_at: Stamp | None = None  # by a forward; a gather may be ahead of one that does not come
+        self.used_at: Stamp | None = None  # by a forward; a prefetched gather may be followed by none
         mesh = self.group.mesh_info
         self.ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)  # that reduce together
         self.begin_step()

@@ -5,22 +5,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.base.errors import FullshardError
-from fullshard.on_torch.ranks.rank_agreement import acquire_group, gather, release_group
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 
 
 def broadcast_values(model: nn.Module) -> None:
     """Give all ranks rank 0's values of parameters and buffers, a tensor at a time. What is on meta has none yet. Collective."""
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    group = acquire_group()
-    _refuse_other_models(gather(group, {n: (tuple(t.shape), str(t.dtype), t.is_meta) for n, t in tensors.items()}))
+    ranks = GroupAgreement()
+    _refuse_other_models(ranks.gather({n: (tuple(t.shape), str(t.dtype), t.is_meta) for n, t in tensors.items()}))
     if all(t.is_meta for t in tensors.values()):
         raise FullshardError(
             "broadcast has no effect: this model is on meta, where shard() gives all ranks the same values; leave it out"
         )
     for tensor in tensors.values():
         if not tensor.is_meta:
-            _broadcast(tensor.detach(), group)
-    release_group(group)
+            _broadcast(tensor.detach(), ranks.group)
+    ranks.close()
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.base.errors import FullshardError, first_line
-from fullshard.on_torch.ranks.rank_agreement import gather_integers
+from fullshard.on_torch.ranks.rank_agreement import GroupAgreement
 from fullshard.on_torch.tensors.shard_ranges import local_box, local_tensor
 
 PIECE = 1 << 28  # bytes of a message
@@ -23,10 +23,10 @@ class TensorGather:
     Works over host memory: no device needs room for a whole tensor.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor], read: Callable[[int], Tensor]):
-        self.group, self.tensors, self.read = group, tensors, read
+    def __init__(self, ranks: GroupAgreement, tensors: Sequence[Tensor], read: Callable[[int], Tensor]):
+        self.ranks, self.group, self.tensors, self.read = ranks, ranks.group, tensors, read
         self.failed = False  # on all ranks: all of them have raised
-        self.latest: tuple[int, Tensor] | None = None  # rank 0's: a tensor is often written to files in several parts
+        self.latest: tuple[int, Tensor] | None = None  # what rank 0 fetched last: one tensor may be in several files
 
     def fetch(self, index: int) -> Tensor:
         """A whole tensor in host memory. On rank 0."""
@@ -72,7 +72,7 @@ class TensorGather:
             return [bound for span in local_box(tensor) for bound in span]
 
         try:
-            rows = gather_integers(self.group, prepare, 2 * tensor.ndim)
+            rows = self.ranks.gather_integers(prepare, 2 * tensor.ndim)
         except FullshardError:
             self.failed = True
             raise

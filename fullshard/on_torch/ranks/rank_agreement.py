@@ -1,6 +1,6 @@
 """Agreement between ranks: one rank's decision for all of them, and whether all of them succeeded.
 
-Most functions take a gloo group of their own, so that a background thread can use it while training uses other groups.
+Each uses a gloo group of its own, so that a background thread can use it while training uses other groups.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -38,65 +38,59 @@ def release_group(group: dist.ProcessGroup) -> None:
     _idle.append((dist.group.WORLD, group))
 
 
-def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+class GroupAgreement(RankAgreement):
+    """The ranks of torch's world group. `group`: the one they agree on; by default a gloo group of their own until `close`, which
+    makes the constructor collective."""
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.own = group is None
+        self.group = group or acquire_group()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
-def decide(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on all ranks. If it fails, all ranks raise its error."""
-    result: list[Any] = [None]
-    if dist.get_rank() == 0:
-        result = [attempt(make)]
-    dist.broadcast_object_list(result, src=0, group=group)
-    return unwrap(result)[0]
+    def close(self) -> None:
+        if self.own:
+            release_group(self.group)
 
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
-def gather_integers(group: dist.ProcessGroup, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
-    """Call `make` on every rank and return all results on all ranks: `count` 64-bit integers each. If one fails, all raise its
-    error.
+    def decide(self, make: Callable[[], T]) -> T:
+        result: list[Any] = [attempt(make) if self.rank == 0 else None]
+        dist.broadcast_object_list(result, src=0, group=self.group)
+        return unwrap(result)[0]
 
-    If all ranks succeed, this is one small collective, which costs a tenth of gathering objects. Error sentences are
-    gathered only after a failure.
-    """
-    succeeded, result = attempt(make)
-    own = torch.tensor([int(succeeded), *(result if succeeded else [0] * count)])
-    tensors = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(tensors, own, group=group)
-    rows = [tensor.tolist() for tensor in tensors]
-    if not all(row[0] for row in rows):
-        unwrap(gather(group, (succeeded, None if succeeded else result)))
-    return [row[1:] for row in rows]
+    def gather_integers(self, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
+        """If all ranks succeed, this is one small collective, which costs a tenth of gathering objects. Error sentences are
+        gathered only after a failure."""
+        succeeded, result = attempt(make)
+        own = torch.tensor([int(succeeded), *(result if succeeded else [0] * count)])
+        tensors = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(tensors, own, group=self.group)
+        rows = [tensor.tolist() for tensor in tensors]
+        if not all(row[0] for row in rows):
+            unwrap(self.gather((succeeded, None if succeeded else result)))
+        return [row[1:] for row in rows]
 
-
-def gather_then_finish(
-    group: dist.ProcessGroup,
-    leaders: Collection[int],
-    make: Callable[[], Sequence[int]],
-    count: int,
-    finish: Callable[[list[list[int]]], None],
-) -> None:
-    """Every rank makes `count` integers. If all succeed, the leaders call `finish` with all ranks' integers. If either
-    fails on any rank, all ranks raise its error. Rank 0 must be a leader.
-
-    Uses point-to-point messages through rank 0: a collective wakes threads of its own and takes four times as much CPU
-    time from training.
-    """
-    rank, all_ranks = dist.get_rank(), range(dist.get_world_size(group))
-    outcome = attempt(make)
-    succeeded, result = outcome
-    rows = _send_to_first(group, all_ranks, [int(succeeded), *(result if succeeded else [0] * count)])
-    rows = _send_from_first(group, leaders, rows, (len(all_ranks), 1 + count))
-    all_made = all(row[0] for row in rows)  # only leaders have rows; rank 0 passes the verdict on
-    if rank in leaders and all_made:
-        outcome = attempt(lambda: finish([row[1:] for row in rows]))
-    finished = _send_to_first(group, leaders, [int(outcome[0])])
-    verdict = int(all_made and all(good for (good,) in finished))
-    ((good,),) = _send_from_first(group, all_ranks, [[verdict]], (1, 1))
-    if not good:
-        unwrap(gather(group, (outcome[0], None if outcome[0] else outcome[1])))
+    def gather_then_finish(
+        self, leaders: Collection[int], make: Callable[[], Sequence[int]], count: int, finish: Callable[[list[list[int]]], None]
+    ) -> None:
+        """Uses point-to-point messages through rank 0: a collective wakes threads of its own and takes four times as much CPU
+        time from training."""
+        all_ranks = range(self.world)
+        outcome = attempt(make)
+        succeeded, result = outcome
+        rows = _send_to_first(self.group, all_ranks, [int(succeeded), *(result if succeeded else [0] * count)])
+        rows = _send_from_first(self.group, leaders, rows, (self.world, 1 + count))
+        all_made = all(row[0] for row in rows)  # only leaders have rows; rank 0 passes the verdict on
+        if self.rank in leaders and all_made:
+            outcome = attempt(lambda: finish([row[1:] for row in rows]))
+        finished = _send_to_first(self.group, leaders, [int(outcome[0])])
+        verdict = int(all_made and all(good for (good,) in finished))
+        ((good,),) = _send_from_first(self.group, all_ranks, [[verdict]], (1, 1))
+        if not good:
+            unwrap(self.gather((outcome[0], None if outcome[0] else outcome[1])))
 
 
 def _send_to_first(group: dist.ProcessGroup, ranks: Collection[int], own: list[int]) -> list[list[int]]:
@@ -129,38 +123,6 @@ def _send_from_first(
         group.recv([message], 0, 0).wait()
         return message.tolist()
     return rows
-
-
-class GroupAgreement(RankAgreement):
-    """The ranks of torch's world group. `group`: the one they agree on; by default a gloo group of their own until `close`, which
-    makes the constructor collective."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.own = group is None
-        self.group = group or acquire_group()
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def close(self) -> None:
-        if self.own:
-            release_group(self.group)
-
-    def gather(self, value: Any) -> list[Any]:
-        return gather(self.group, value)
-
-    def decide(self, make: Callable[[], T]) -> T:
-        return decide(self.group, make)
-
-    def gather_integers(self, make: Callable[[], Sequence[int]], count: int) -> list[list[int]]:
-        return gather_integers(self.group, make, count)
-
-    def gather_then_finish(
-        self,
-        leaders: Collection[int],
-        make: Callable[[], Sequence[int]],
-        count: int,
-        finish: Callable[[list[list[int]]], None],
-    ) -> None:
-        gather_then_finish(self.group, leaders, make, count, finish)
 
 
 def main_agreement() -> GroupAgreement:

@@ -42,7 +42,7 @@ def _fill(checkpoint: Checkpoint, state: State, allow_missing: Sequence[str]) ->
         _fill_tensors(checkpoint, state, values, tensors, allow_missing)
     state.step, state.checks, state.drawn, state.copies.torn = manifest.step, True, {}, ""
     if state.offload:
-        state.offload.unconfirmed = None
+        state.offload.finished.eager = None
     if state.loss_scale and saved.get("loss_scale"):
         state.loss_scale.value, state.loss_scale.quiet = saved["loss_scale"]["value"], saved["loss_scale"]["quiet"]
     _restore_rng(checkpoint, state)

@@ -18,6 +18,7 @@ from fullshard.on_torch.loss.losses import LossFunction, TensorBatch, as_loss, s
 from fullshard.on_torch.loss.objective_losses import CAUSAL_LOSSES
 from fullshard.on_torch.model.changing_buffers import STATISTICS
 from fullshard.on_torch.model.initialize import names_with_nan
+from fullshard.on_torch.offload.updates.gradient_norms import received_norms
 from fullshard.on_torch.parallelize.inference import inference
 from fullshard.on_torch.parallelize.start_checks import (
     CheckError,
@@ -190,7 +191,7 @@ def after_first_backward(state: State, count: Tensor, metrics: list[str]) -> Non
         if p.requires_grad:
             received = 0.0 if p.grad is None else float(local_tensor(p.grad).abs().sum())
             totals[unit.name] = totals.get(unit.name, 0.0) + received
-    for name, norms in state.offload.received.items() if state.offload else ():
+    for name, norms in received_norms(state.offload.units).items() if state.offload else ():
         totals[name] = totals.get(name, 0.0) + float(torch.stack(norms).sum())
     gathered = of_all_ranks(totals)
     for name in totals:

@@ -18,6 +18,7 @@ from fullshard.on_torch.loss.batch_checks import refuse_batches
 from fullshard.on_torch.loss.losses import Loss, LossFunction, as_loss, label_count, summed_loss
 from fullshard.on_torch.loss.objective_losses import CAUSAL_LOSSES
 from fullshard.on_torch.model.batch_norm import average_statistics
+from fullshard.on_torch.offload.updates import gradient_norms
 from fullshard.on_torch.optimizers.one_pass_adam import OnePassAdam
 from fullshard.on_torch.optimizers.sharded_optimizer import gradients, square_norm, step_unless
 from fullshard.on_torch.parallelize.forward_errors import explained
@@ -81,6 +82,50 @@ def train_step(
     the step's own sums, so that ranks agree on something at no cost. `unit_norms`: the result has the gradient norm of each
     unit. The first step also runs the checks of `first_step_checks`.
     """
+    _set_rate(state, clip, lr)
+    batches = [on_device(b, state.device) for b in micro_batches]
+    refuse_batches(batches, state.plan, loss)
+    with _transaction(state) as step:
+        first = state.checks
+        if state.work:
+            state.work.look()
+            state.work.begin()
+        if first:
+            first_step_checks.before_first_step(state, batches, loss)
+        labels = _count_ahead(batches, loss)
+        known = None if labels is None else _over_ranks(labels, state)
+        if first and known is not None:
+            first_step_checks.check_labels(known)
+        clock = Clock(state.device)
+        # Gradients are rescaled at the end unless the count was exact from the start.
+        exact = known is not None or len(batches) == 1
+        before = _begin_offload(state, clip, exact=exact) if state.offload else None
+        with _measured_wire(state, first=first):
+            sums = _forward_backward(state, batches, loss, known, clock)
+        step.computed()
+        if first:
+            _drop_unused(state)
+            first_step_checks.after_first_backward(state, sums.count, list(sums.metrics))
+        parts = gradients(state.resident())
+        units = trained_units(state) if unit_norms else []
+        norms, raised, totals = _over_all_ranks(state, sums, parts, units, flags)
+        if state.work and state.work.borrows and not first:
+            _drop_unused(state)
+            parts = gradients(state.resident())
+        norm, *of_units = norms.unbind()
+        skipped = _update(state, parts, norm, clip, sums.rescale, before)
+        step.undo_if(skipped)
+        clock.mark("update")
+        state.step, state.checks = state.step + 1, False
+        state.copies.begin_step()
+        total, *pairs = totals.unbind()
+        metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
+        by_unit = dict(zip(units, of_units, strict=True))
+        return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, raised > 0, metrics, clock, by_unit)
+
+
+def _set_rate(state: State, clip: float | None, lr: float | None) -> None:
+    """Check the numbers of a step, and give the optimizer its learning rate."""
     if state.optimizer is None:
         raise FullshardError("this state has no optimizer; write shard(model, plan, optimizer=fullshard.AdamW(lr=...))")
     if clip is not None and clip != math.inf:
@@ -89,12 +134,15 @@ def train_step(
         expect_number("train_step: lr", lr)
     for group in state.optimizer.param_groups if lr is not None else []:
         group["lr"] = lr
-    batches = [on_device(b, state.device) for b in micro_batches]
-    refuse_batches(batches, state.plan, loss)
+
+
+@contextmanager
+def _transaction(state: State) -> Iterator[Transaction]:
+    """Inside, the engine takes gradients and counts the step. Afterwards the caller may. An exception undoes the step."""
     step = Transaction(state)
     try:
         with _own_step(state), explained(state.model, state.plan), explained_losses():
-            return _train_step(state, step, batches, loss, clip, flags, unit_norms)
+            yield step
     except BaseException as error:
         step.undo(error)
         raise
@@ -102,7 +150,7 @@ def train_step(
 
 @contextmanager
 def _own_step(state: State) -> Iterator[None]:
-    """Inside, the engine takes gradients and counts the step. Afterwards, also after an exception, the caller may."""
+    """Gradients belong to the engine inside, and to the caller afterwards, also after an exception."""
     state.stepping = True
     state.copies.changed()  # whoever wrote to weights since the last step
     # Only a kernel that clips and updates in one pass takes gradients in another dtype than its parameters.
@@ -117,55 +165,17 @@ def _own_step(state: State) -> Iterator[None]:
             state.offload.end()
 
 
-def _train_step(
-    state: State,
-    step: Transaction,
-    batches: list[Any],
-    loss: LossFunction,
-    clip: float | None,
-    flags: Sequence[bool],
-    unit_norms: bool,
-) -> StepResult:
+def _begin_offload(state: State, clip: float | None, *, exact: bool) -> dict[str, int] | None:
+    """Decide when offloaded units are updated, before the first micro-batch. `exact`: gradients are not rescaled at the end.
+    Returns fingerprints of the first step's weights, which these updates may change early."""
+    assert state.offload is not None
     first = state.checks
-    if state.work:
-        state.work.look()
-        state.work.begin()
-    if first:
-        first_step_checks.before_first_step(state, batches, loss)
-    known = _count_ahead(state, batches, loss)
-    if first and known is not None:
-        first_step_checks.check_labels(known)
-    clock = Clock(state.device)
-    before = None
-    if state.offload:
-        whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
-        exact = known is not None or len(batches) == 1  # else gradients are rescaled once all micro-batches are counted
-        alike = state.work is None or not state.work.borrows  # else what no rank used is known late
-        now = clip is None and state.loss_scale is None and exact and alike and not whole
-        before = first_step_checks.fingerprints(state) if first else None
-        state.offload.begin(eager=now, draining=not now and not first and alike)
-    with _measured_wire(state, first=first):
-        sums = _forward_backward(state, batches, loss, known, clock)
-    step.computed()
-    if first:
-        _drop_unused(state)
-        first_step_checks.after_first_backward(state, sums.count, list(sums.metrics))
-    parts = gradients(state.resident())
-    units = trained_units(state) if unit_norms else []
-    norms, raised, totals = _over_all_ranks(state, sums, parts, units, flags)
-    if state.work and state.work.borrows and not first:
-        _drop_unused(state)
-        parts = gradients(state.resident())
-    norm, *of_units = norms.unbind()
-    skipped = _update(state, parts, norm, clip, sums.rescale, before)
-    step.undo_if(skipped)
-    clock.mark("update")
-    state.step, state.checks = state.step + 1, False
-    state.copies.begin_step()
-    total, *pairs = totals.unbind()
-    metrics = {name: _mean(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(sums.metrics)}
-    by_unit = dict(zip(units, of_units, strict=True))
-    return StepResult(state.step, _mean(total, sums.count), norm, sums.count, skipped, raised > 0, metrics, clock, by_unit)
+    whole = first and state.plan.backlog is None  # the checks look at whole gradients first, if there is room for them
+    alike = state.work is None or not state.work.borrows  # else what no rank used is known late
+    now = clip is None and state.loss_scale is None and exact and alike and not whole
+    before = first_step_checks.fingerprints(state) if first else None
+    state.offload.begin(eager=now, draining=not now and not first and alike)
+    return before
 
 
 def _drop_unused(state: State) -> None:
@@ -181,7 +191,9 @@ def _over_all_ranks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By one collective: the norm of all gradients and those of `units`, how many ranks raised each flag, and the loss and the
     metrics with their counts. The norm is NaN, which skips the update, if ranks have not computed the same units."""
-    square = square_norm(parts, state.device) + (state.offload.square_norm() if state.offload else 0.0)
+    square = square_norm(parts, state.device) + (
+        gradient_norms.square_norm(state.offload.units, state.device) if state.offload else 0.0
+    )
     squares = [torch.stack([square]), *([unit_squares(state, units)] if units else [])]
     work = state.work.summands() if state.work else []
     given = torch.tensor([*work, *map(float, flags)], dtype=torch.float64).to(state.device, non_blocking=True)
@@ -266,11 +278,9 @@ class _Sums:
     rescale: Tensor | None = None
 
 
-def _count_ahead(state: State, batches: list[Any], loss: LossFunction) -> Tensor | None:
-    """What the step's loss is divided by, over all ranks; None if only the loss function can tell."""
-    if loss not in CAUSAL_LOSSES:
-        return None
-    return _over_ranks(torch.stack([label_count(b["labels"]) for b in batches]).sum(), state)
+def _count_ahead(batches: list[Any], loss: LossFunction) -> Tensor | None:
+    """What this rank's step counts, by its labels; None if only the loss function can tell."""
+    return torch.stack([label_count(b["labels"]) for b in batches]).sum() if loss in CAUSAL_LOSSES else None
 
 
 def _over_ranks(count: Tensor, state: State) -> Tensor:

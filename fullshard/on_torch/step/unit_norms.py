@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fullshard.on_torch.optimizers.sharded_optimizer import copies_of, local_norms
+from fullshard.on_torch.optimizers.sharded_optimizer import local_norms, replicas_of
 from fullshard.on_torch.parallelize.state import State
 from fullshard.on_torch.tensors.shard_ranges import local_tensor
 
@@ -24,23 +24,23 @@ def unit_squares(state: State, units: list[str]) -> Tensor:
     if not found:
         return squares
     norms = torch.stack([norm.double() for _, _, norm in found])
-    shares = torch.tensor([1.0 / copies for _, copies, _ in found], dtype=torch.float64)
+    shares = torch.tensor([1.0 / replicas for _, replicas, _ in found], dtype=torch.float64)
     index = torch.tensor([place[unit] for unit, _, _ in found])
     return squares.index_add_(0, index.to(state.device), norms.square() * shares.to(state.device))
 
 
 def _resident(state: State) -> Iterator[tuple[str, int, Tensor]]:
-    """Unit, copies and local norm of each gradient on the device."""
+    """Unit, replicas and local norm of each gradient on the device."""
     offload = state.offload
     held = [(n, p.grad) for n, p in state.model.named_parameters() if p.grad is not None and not (offload and offload.holds(p))]
     norms = local_norms([local_tensor(grad) for _, grad in held])
-    yield from ((_unit_of(state, n), copies_of(g), norm) for (n, g), norm in zip(held, norms, strict=True))
+    yield from ((_unit_of(state, n), replicas_of(g), norm) for (n, g), norm in zip(held, norms, strict=True))
 
 
 def _offloaded(state: State) -> Iterator[tuple[str, int, Tensor]]:
     """The same of offloaded units, whose norms were taken when their gradients arrived."""
     for unit in state.offload.units if state.offload else ():
-        yield from ((unit.name, copies_of(unit.params[i]), norm) for i, norm in unit.norms.items())
+        yield from ((unit.name, replicas_of(unit.params[i]), norm) for i, norm in unit.norms.items())
 
 
 def _unit_of(state: State, parameter: str) -> str:

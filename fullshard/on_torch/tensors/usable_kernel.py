@@ -17,18 +17,10 @@ def usable_kernel(what: str, find: Callable[[], ModuleType | None]) -> Found:
         return (found, "") if found is not None else (None, "Triton's differs from torch's on this GPU")
     except ImportError as error:
         return None, f"Triton cannot be imported ({first_line(error)})"
-    except (OSError, SubprocessError) as error:
-        return None, f"Triton finds no compiler that works ({first_line(error)})"
-    except RuntimeError as error:
-        if "C compiler" in str(error):
-            return None, f"Triton finds no compiler that works ({first_line(error)})"
-        raise _broken(what, error) from error
     except Exception as error:
-        raise _broken(what, error) from error
-
-
-def _broken(what: str, error: Exception) -> FullshardError:
-    return FullshardError(
-        f"the Triton kernel of {what} fails on this GPU ({type(error).__name__}: {first_line(error)}); report it, and go on "
-        "without Triton: pip uninstall triton"
-    )
+        if isinstance(error, OSError | SubprocessError) or (isinstance(error, RuntimeError) and "C compiler" in str(error)):
+            return None, f"Triton finds no compiler that works ({first_line(error)})"
+        raise FullshardError(
+            f"the Triton kernel of {what} fails on this GPU ({type(error).__name__}: {first_line(error)}); report it, and go on "
+            "without Triton: pip uninstall triton"
+        ) from error

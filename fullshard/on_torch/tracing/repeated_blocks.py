@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fullshard.model.description import Description
 
 MIN_EQUAL = 4  # equal blocks from which on some are skipped
-SKIPPED = "_fullshard_skipped"  # an attribute of skipped blocks
+SKIPPED = "_fullshard_skipped"  # an attribute of the classes of skipped blocks
 
 
 class SeveralOutputsError(Exception):
@@ -47,6 +47,10 @@ def skip_repeated(model: nn.Module, description: Description) -> Iterator[dict[s
             handle.remove()
         for module, original in classes:
             module.__class__ = original
+
+
+def is_skipped(module: nn.Module) -> bool:
+    return hasattr(type(module), SKIPPED)
 
 
 def _equal_blocks(model: nn.Module, description: Description) -> list[list[str]]:

@@ -5,7 +5,8 @@ backward is done. Nothing is computed, so a model of any size can be traced on a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from fullshard.model.description import Description
-from fullshard.on_torch.loss import chunked_loss
+from fullshard.on_torch.loss.chunked_loss import traced_as_one_chunk
 from fullshard.on_torch.loss.losses import Loss, LossFunction
-from fullshard.on_torch.parallelize.remat import apply_remat
+from fullshard.on_torch.parallelize.remat import under_remat
 from fullshard.on_torch.private.torch_internals import inner
 from fullshard.on_torch.tracing.cuda_kernels import FusedKernels
 from fullshard.on_torch.tracing.python_calls import counting_contexts
 from fullshard.on_torch.tracing.recorder import Recorder
-from fullshard.on_torch.tracing.repeated_blocks import SKIPPED
+from fullshard.on_torch.tracing.repeated_blocks import is_skipped
 from fullshard.on_torch.tracing.trace_batch import TraceBatch
 from fullshard.plan.plan import Remat
-
-REMAT_ATTRIBUTES = ("forward", "_fullshard_contexts")  # what `apply_remat` and a trace set on a module
 
 
 def trace(
@@ -49,7 +48,7 @@ def trace(
         stack.enter_context(_meta_parameters(model, description, compute, recorder))
         stack.enter_context(_rematerialized(model, description, remat, recorder if counting else None))
         stack.enter_context(_unit_hooks(model, description, compute, recorder))
-        stack.enter_context(_one_chunk(recorder))
+        stack.enter_context(traced_as_one_chunk(partial(_chunk_section, recorder)))
         factor = torch.empty((), dtype=torch.float64, device="meta")
         stack.enter_context(FusedKernels())
         stack.enter_context(recorder)
@@ -110,7 +109,7 @@ def _computing_modules(model: nn.Module) -> list[nn.Module]:
     while left:
         module = left.pop()
         found.append(module)
-        if not hasattr(type(module), SKIPPED):
+        if not is_skipped(module):
             fresh = [m for m in module.children() if m not in seen]
             seen.update(fresh)
             left += fresh
@@ -132,44 +131,22 @@ def _on_ready(recorder: Recorder, unit: str, name: str) -> Callable[[Tensor], No
     return note
 
 
-@contextmanager
-def _rematerialized(model: nn.Module, description: Description, remat: Remat, counter: Recorder | None) -> Iterator[None]:
+def _rematerialized(
+    model: nn.Module, description: Description, remat: Remat, counter: Recorder | None
+) -> AbstractContextManager[None]:
     """Inside, every block that is not skipped is under `remat`. `counter`: where to count the Python calls that it makes."""
     blocks = [model.get_submodule(m) for u in description.units if u.kind == "block" for m in u.modules if m]
-    blocks = [block for block in blocks if not hasattr(block, SKIPPED)]
-    before = {m: {k: m.__dict__[k] for k in REMAT_ATTRIBUTES if k in m.__dict__} for m in blocks}
-    for module in blocks:
-        apply_remat(module, remat)
-        if counter:
-            module.__dict__["_fullshard_contexts"] = counting_contexts(remat, lambda: counter.sections[-1].calls)
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for key in REMAT_ATTRIBUTES:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(attributes)
+    contexts = counting_contexts(remat, lambda: counter.sections[-1].calls) if counter else None
+    return under_remat([block for block in blocks if not is_skipped(block)], remat, contexts)
 
 
 @contextmanager
-def _one_chunk(recorder: Recorder) -> Iterator[None]:
-    """Inside, the chunked loss computes the whole batch as one chunk, in a section of its own."""
-    one, budget = chunked_loss._one_chunk, chunked_loss.BUDGET
-
-    def marked(*args: Any, **unused: Any) -> Tensor:  # traced as a later one: the first need not add
-        unit = recorder.sections[-1].unit
-        recorder.mark("chunk", unit)
-        found = one(*args)
-        del args
-        recorder.mark("chunked", unit)
-        return found
-
-    setattr(chunked_loss, "_one_chunk", marked)  # noqa: B010 (mypy would hold it to the signature)
-    chunked_loss.BUDGET = 1 << 60
-    try:
-        yield
-    finally:
-        chunked_loss._one_chunk, chunked_loss.BUDGET = one, budget
+def _chunk_section(recorder: Recorder) -> Iterator[None]:
+    """A section of its own for the chunk of a loss."""
+    unit = recorder.sections[-1].unit
+    recorder.mark("chunk", unit)
+    yield
+    recorder.mark("chunked", unit)
 
 
 class _UnitInputs(torch.autograd.Function):

@@ -302,6 +302,5 @@ class _Calls:
         left = {key: iter(calls) for key, calls in self.known[remat].items()}
         none: Counter[str] = Counter()  # of sections that the other loss has not
         return replace(
-            fitted,
-            sections=[replace(s, calls=next(left.get((s.phase, s.unit), iter(())), none)) for s in fitted.sections],
+            fitted, sections=[replace(s, calls=next(left.get((s.phase, s.unit), iter(())), none)) for s in fitted.sections]
         )

@@ -19,12 +19,7 @@ from fullshard.runs.migrate.torchtitan_toml import read_torchtitan
 
 Kind = Literal["deepspeed", "accelerate", "torchtitan", "fsdp"]
 KINDS: tuple[str, ...] = get_args(Kind)
-TITLES = {
-    "deepspeed": "DeepSpeed",
-    "accelerate": "Accelerate",
-    "torchtitan": "torchtitan",
-    "fsdp": "PyTorch",
-}
+TITLES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate", "torchtitan": "torchtitan", "fsdp": "PyTorch"}
 MOST_BYTES = 4 << 20  # of a file
 DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 DEEPSPEED_KEYS |= {

@@ -7,11 +7,7 @@ from fullshard.runs.migrate.deepspeed_json import carry_number
 from fullshard.runs.migrate.recipe_draft import OFF, Draft
 from fullshard.runs.recipe.recipe import FILL_IN
 
-PRESETS = {
-    ("llama3", "8B"): "llama3-8b",
-    ("llama3", "70B"): "llama3-70b",
-    ("llama3", "405B"): "llama3-405b",
-}
+PRESETS = {("llama3", "8B"): "llama3-8b", ("llama3", "70B"): "llama3-70b", ("llama3", "405B"): "llama3-405b"}
 DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 DATASETS = {"c4": "--dataset allenai/c4 --subset en"}
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}

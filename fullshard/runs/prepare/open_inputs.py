@@ -74,29 +74,15 @@ def _refuse_scaled_positions(preset: str, directory: Path) -> None:
 
 
 def tokenizer_of(recipe: Recipe, opened: TrainingData) -> Tokenizer | None:
-    """The tokenizer for prompts; None if nothing is sampled."""
+    """The tokenizer for prompts: the recipe's, else the data's bytes, else the model's; None if nothing is sampled."""
     if not recipe.sample.every:
         return None
-    if not isinstance(opened, TokenData):
-        return open_tokenizer(_sample_tokenizer(recipe), None)
-    data = opened.tokens
+    packed_with = opened.tokens.tokenizer if isinstance(opened, TokenData) else ""
     near = Path(recipe.model.name) / "tokenizer.json"
-    given = recipe.sample.tokenizer or ("bytes" if data.tokenizer == "bytes" else str(near) if near.is_file() else None)
+    given = recipe.sample.tokenizer or ("bytes" if packed_with == "bytes" else str(near) if near.is_file() else None)
     if given is None:
         raise FullshardError("sample.prompts need a tokenizer; write sample.tokenizer = 'path/to/tokenizer.json'")
-    if (
-        given != "bytes"
-        and Path(given).is_file()
-        and data.tokenizer.startswith("sha256:")
-        and tokenizer_hash(Path(given)) != data.tokenizer
-    ):
-        raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {data.path} was packed with")
+    known = given != "bytes" and packed_with.startswith("sha256:") and Path(given).is_file()
+    if known and tokenizer_hash(Path(given)) != packed_with:
+        raise FullshardError(f"sample.tokenizer = {given!r} is not the tokenizer that {opened.path} was packed with")
     return open_tokenizer(given, None)
-
-
-def _sample_tokenizer(recipe: Recipe) -> str:
-    """The tokenizer for prompts where the data does not name one."""
-    near = Path(recipe.model.name) / "tokenizer.json"
-    if recipe.sample.tokenizer is None and not near.is_file():
-        raise FullshardError("sample.prompts need a tokenizer; write sample.tokenizer = 'path/to/tokenizer.json'")
-    return recipe.sample.tokenizer or str(near)

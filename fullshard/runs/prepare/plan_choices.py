@@ -36,12 +36,7 @@ def kept_choices(plan: dict[str, Any] | None) -> dict[str, Any]:
     except PlanError:  # another program's, or an older one: what differs in it is refused later
         return {}
     batch = found.batch
-    return {
-        "compute": found.precision.compute,
-        "compile": found.compile,
-        "micro_batch": batch.micro_batch,
-        "sync": batch.sync,
-    }
+    return {"compute": found.precision.compute, "compile": found.compile, "micro_batch": batch.micro_batch, "sync": batch.sync}
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Asked:
         return self.plan.precision.compute if self.plan else self.recipe.plan.precision.compute
 
 
-def settle(recipe: Recipe, cluster: Cluster, kept: dict[str, Any] | None = None, engine: str = "torch") -> Asked:
+def asked_of(recipe: Recipe, cluster: Cluster, kept: dict[str, Any] | None = None, engine: str = "torch") -> Asked:
     """What the recipe asks of a cluster. `kept`: choices of the run that this one goes on with, see `kept_choices`."""
     plan, train, kept = recipe.plan, recipe.train, kept or {}
     own: dict[str, Any] = {key: kept[key] for key in ("compute", "compile") if key in kept and getattr(plan, key) is None}

@@ -19,7 +19,7 @@ from fullshard.runs.prepare.describe_model import describe_model, described_unit
 from fullshard.runs.prepare.disk_space import filed_bytes, free_disk, refuse_full_disk
 from fullshard.runs.prepare.open_data import open_data, refuse_first_batch
 from fullshard.runs.prepare.open_inputs import Inputs, open_inputs
-from fullshard.runs.prepare.plan_choices import Asked, settle
+from fullshard.runs.prepare.plan_choices import Asked, asked_of
 from fullshard.runs.prepare.rank_identity import from_first, identity, refuse_disagreement
 from fullshard.runs.prepare.recipe_plan import RecipePlan, make_optimizer, plan_recipe, run_loss
 from fullshard.runs.recipe.recipe import Recipe
@@ -78,7 +78,7 @@ def read(recipe: Recipe, ranks: int, engine: Engine[Any, Any], kept: dict[str, A
         found = replace(found, devices=ranks)  # a file of `measure` tells of one machine
     if recipe.disk.path is not None:
         found = found.with_disk(max(1, free_disk(recipe.disk.path, ranks)))
-    return settle(recipe, found, kept, engine.name)
+    return asked_of(recipe, found, kept, engine.name)
 
 
 def check(recipe: Recipe, inputs: Inputs, planned: RecipePlan, engine: Engine[Any, Any]) -> Prepared:

@@ -140,7 +140,7 @@ def _only_rows(recipe: Recipe, description: Description) -> dict[str, Any]:
 
 
 def _pinned(recipe: Recipe) -> dict[str, Any]:
-    """The choices of a settled recipe that a search must keep."""
+    """The choices of a recipe that a search must keep."""
     keys = {key for key in changed(recipe.plan) - {"strategy"} if key in NAMED and NAMED[key].fixable}
     pinned = {key: getattr(recipe.plan, key) for key in keys}
     pinned |= {f"home.{key}": getattr(recipe.home, key) for key in changed(recipe.home)}

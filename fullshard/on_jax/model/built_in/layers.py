@@ -49,9 +49,11 @@ class TransposedProjection(nnx.Module):
 
 
 class OutputHead(Projection):
-    """The last layer of a language model: logits, or the summed loss of labels without ever holding all logits."""
+    """The last layer of a language model: logits, or the summed loss of labels without ever holding all logits. `at`: compute
+    those of this position alone."""
 
-    def __call__(self, x: jax.Array, labels: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, labels: jax.Array | None = None, at: jax.Array | None = None) -> jax.Array:
+        x = x if at is None else jax.lax.dynamic_slice_in_dim(x, at, 1, 1)
         return super().__call__(x) if labels is None else chunked_cross_entropy(x, self.weight[...], labels)
 
 

@@ -77,9 +77,7 @@ class NnxGPT(nnx.Module):
         positions = jnp.arange(ids_BT.shape[1]) if position_ids is None else position_ids
         x = self.dropout(self.tok_embeddings(ids_BT) + self.pos_embeddings(positions))
         x = self.norm(scan_layers(self.layers, x, documents_BT))
-        if logits_at is not None:
-            x = jax.lax.dynamic_slice_in_dim(x, logits_at, 1, 1)
-        return self.output(x, labels=labels)
+        return self.output(x, labels=labels, at=logits_at)
 
 
 def refuse_too_long(tokens: int, positions: int) -> None:

@@ -119,7 +119,4 @@ class NnxGPT2(nnx.Module):
         position_ids: jax.Array | None = None,
         logits_at: jax.Array | None = None,
     ) -> jax.Array:
-        x = self.transformer(ids_BT, position_ids)
-        if logits_at is not None:
-            x = jax.lax.dynamic_slice_in_dim(x, logits_at, 1, 1)
-        return self.lm_head(x, labels=labels)
+        return self.lm_head(self.transformer(ids_BT, position_ids), labels=labels, at=logits_at)

@@ -28,7 +28,7 @@ from fullshard.on_torch.private.torch_internals import StorageWeakRef
 from fullshard.plan.plan import Plan, Unit
 from fullshard.planner.step import saved_activations
 
-Keep = Callable[[Callable[[Tensor], Any], Callable[[Any], Any]], Any]
+Keep = Callable[[nn.Module, Callable[[Tensor], Any], Callable[[Any], Any]], None]
 SMALL = {"cuda": saved_activations.SMALL, "cpu": 1}  # bytes: smaller tensors stay on the device
 
 
@@ -36,8 +36,8 @@ def spill_activations(
     model: nn.Module, plan: Plan, device: torch.device, keep: Keep, disk: str | Path | None = None
 ) -> "Activations | None":
     """Hook the modules of all units, if any unit's activations leave the device. Call before FSDP adds its hooks, which then
-    run outside: parameters are gathered before and freed after. `keep`: the contexts of selective recomputation whose kept
-    products are packed and unpacked by two functions. `disk`: the directory for activations on disk."""
+    run outside: parameters are gathered before and freed after. `keep`: lets what selective recomputation
+    keeps of a module be packed and unpacked by two functions. `disk`: the directory for activations on disk."""
     ahead = leads(plan)
     if not ahead:
         return None
@@ -109,7 +109,7 @@ class Activations:
         self.idle: dict[str, str] = {}  # homes of units of which nothing was spilled, by name
         self.largest = 0  # bytes of a visit
         self.reusing = False  # freed blocks may still be read by copies back
-        self.settled = False  # a whole forward has been seen
+        self.had_forward = False  # a whole one, in which something was spilled
 
     # -- around the forward of a module ----------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Activations:
 
         module.register_forward_pre_hook(enter)
         if unit.remat == "selective" and not compiled:  # a compiled block's products are saved by its graph
-            module._fullshard_contexts = lambda: self.keep(self.pack, self.unpack)  # type: ignore[assignment]
+            self.keep(module, self.pack, self.unpack)
 
     def _open(self, module: nn.Module, visit: _Visit) -> None:
         with torch.no_grad():
@@ -164,7 +164,7 @@ class Activations:
 
     def _begin(self, visit: _Visit) -> None:
         """Backward begins a module: fetch what the next ones need."""
-        self._settle()
+        self._check_first_forward()
         self.free_forgotten()
         self._release()
         near = visit.earlier()
@@ -186,15 +186,15 @@ class Activations:
                 self.files.start_read(place)
         self._fetch(s for s in wanted if not isinstance(s.place, FileRange))
 
-    def _settle(self) -> None:
+    def _check_first_forward(self) -> None:
         """After the first forward, raise if a unit has spilled nothing."""
-        if not self.settled and self.idle:
+        if not self.had_forward and self.idle:
             name = min(self.idle)
             raise FullshardError(
                 f"unit {name}: home.activations = {self.idle[name]!r} has no effect: its forward saved no tensor of at least "
                 f"{self.small} bytes; write 'device', or use a larger batch"
             )
-        self.settled = self.spilled > 0
+        self.had_forward = self.spilled > 0
 
     # -- what autograd calls ---------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Activations:
     def _take(self, nbytes: int) -> HostBlock:
         before = self.pool.nbytes
         block = self.pool.take(nbytes)
-        if self.settled and self.pool.nbytes > before:
+        if self.had_forward and self.pool.nbytes > before:
             warnings.warn(
                 f"activations need {self.pool.nbytes} bytes of host memory, {self.pool.nbytes - before} more than before: "
                 "a longer batch than the first",

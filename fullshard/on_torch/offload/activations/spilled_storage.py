@@ -26,14 +26,7 @@ class SpilledStorage:
 
     __slots__ = ("__weakref__", "copied", "device", "fetched", "forgotten", "key", "nbytes", "place", "version")
 
-    def __init__(
-        self,
-        key: StorageWeakRef,
-        version: int,
-        nbytes: int,
-        place: HostBlock | FileRange,
-        forgotten: deque[Forgotten],
-    ):
+    def __init__(self, key: StorageWeakRef, version: int, nbytes: int, place: HostBlock | FileRange, forgotten: deque[Forgotten]):
         self.key, self.version, self.nbytes, self.place, self.forgotten = key, version, nbytes, place, forgotten
         self.device: Tensor | None = None
         self.copied: torch.cuda.Event | None = None  # to the host

@@ -20,7 +20,7 @@ from fullshard.storage.pinned_arena import Arena
 
 
 @dataclass(frozen=True)
-class Places:
+class StoreParts:
     """What stores are made of: memory, files and dtypes of one rank."""
 
     plan: Plan
@@ -37,12 +37,7 @@ class Places:
 
 
 def open_files(
-    units: list[OffloadedUnit],
-    layout: StateLayout,
-    compute: torch.dtype,
-    disk: Path | None,
-    arena: Arena,
-    largest: int,
+    units: list[OffloadedUnit], layout: StateLayout, compute: torch.dtype, disk: Path | None, arena: Arena, largest: int
 ) -> tuple[StateFile | None, ParameterFile | None]:
     """Files for the units whose state or parameters are on disk, if there are any."""
     state = [u for u in units if u.home.optimizer == "disk"]
@@ -57,34 +52,34 @@ def open_files(
     )
 
 
-def choose_stores(unit: OffloadedUnit, places: Places, shard_elements: int) -> None:
+def choose_stores(unit: OffloadedUnit, parts: StoreParts, shard_elements: int) -> None:
     """Give a unit its stores. `shard_elements`: of host memory for its parameters alone."""
-    unit.state = _state_store(unit, places)
-    unit.shards = _parameter_store(unit, places, shard_elements)
+    unit.state = _state_store(unit, parts)
+    unit.shards = _parameter_store(unit, parts, shard_elements)
 
 
-def _state_store(unit: OffloadedUnit, places: Places) -> StateStore:
-    layout = places.layout
+def _state_store(unit: OffloadedUnit, parts: StoreParts) -> StateStore:
+    layout = parts.layout
     if unit.home.optimizer == "disk":
-        assert places.state_file is not None
-        return DiskState(unit, places.state_file)
+        assert parts.state_file is not None
+        return DiskState(unit, parts.state_file)
     flats = list(zip(layout.lengths(unit.elements, unit.moving), layout.dtypes, strict=True))
     if unit.home.optimizer == "device":
-        return MemoryState(unit, [torch.zeros(n, dtype=d, device=places.device) for n, d in flats], layout)
-    pinned = [places.pinned(n, dtype) for n, dtype in flats]
-    if places.plan.packs(unit.home, layout.slots):
-        return PackedState(unit, pinned, layout, places.packing)
+        return MemoryState(unit, [torch.zeros(n, dtype=d, device=parts.device) for n, d in flats], layout)
+    pinned = [parts.pinned(n, dtype) for n, dtype in flats]
+    if parts.plan.packs(unit.home, layout.slots):
+        return PackedState(unit, pinned, layout, parts.packing)
     return MemoryState(unit, pinned, layout)
 
 
-def _parameter_store(unit: OffloadedUnit, places: Places, shard_elements: int) -> ParameterStore:
+def _parameter_store(unit: OffloadedUnit, parts: StoreParts, shard_elements: int) -> ParameterStore:
     if unit.home.params == "device":
         return DeviceParameters(unit)
     if unit.home.params == "disk":
-        assert places.params_file is not None
-        return places.params_file.stores[unit.name]
-    memory = places.pinned(shard_elements, places.compute)
-    if places.plan.pairs(unit.home, places.layout.slots):
+        assert parts.params_file is not None
+        return parts.params_file.stores[unit.name]
+    memory = parts.pinned(shard_elements, parts.compute)
+    if parts.plan.pairs(unit.home, parts.layout.slots):
         assert isinstance(unit.state, PackedState)
         return PairedParameters(unit, unit.state, memory)
     return HostParameters(unit, memory)

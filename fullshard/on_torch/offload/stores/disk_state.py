@@ -141,20 +141,9 @@ class DiskState:
 
     def __init__(self, unit: OffloadedUnit, file: StateFile):
         self.unit, self.file, self.layout = unit, file, file.layout
+        self.expect, self.open, self.close, self.settle = file.expect, file.open, file.close, file.settle  # of any unit's pieces
         self.flats: list[Tensor] | None = None  # the whole unit in memory, between `whole` and `give_back`
         self.first: Tensor | None = None  # its initial master, until it is stored
-
-    def expect(self, pieces: list[Piece]) -> None:
-        self.file.expect(pieces)
-
-    def open(self, piece: Piece) -> tuple[list[Tensor], StreamEvent]:
-        return self.file.open(piece)
-
-    def close(self, piece: Piece, changed: StreamEvent | None) -> None:
-        self.file.close(piece, changed)
-
-    def settle(self) -> None:
-        self.file.settle()
 
     def initial(self) -> Tensor:
         """Mapped memory: all units have theirs at once, more than the host may have room for."""

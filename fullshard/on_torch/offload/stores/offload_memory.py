@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fullshard.on_torch.offload.stores.choose_stores import Places, choose_stores, elements_of, open_files
+from fullshard.on_torch.offload.stores.choose_stores import StoreParts, choose_stores, elements_of, open_files
 from fullshard.on_torch.offload.stores.packed_state import Packing
 from fullshard.on_torch.offload.stores.shard_fetcher import ShardFetcher, free_shards
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, offloaded_units
 from fullshard.on_torch.offload.units.store_protocols import Readable
-from fullshard.on_torch.offload.updates.cpu_share import measured_share
 from fullshard.on_torch.optimizers.adam_update import Rule, rule_of
 from fullshard.on_torch.optimizers.low_bit_update import LowBitRule
 from fullshard.on_torch.private.fsdp_groups import gather_group
@@ -58,9 +57,9 @@ class OffloadMemory:
         self.layout, self.low_bit = StateLayout.of(plan.precision, rule.slots), LowBitRule.of(plan.precision, rule)
         files = open_files(units, self.layout, self.compute, disk, self.arena, self.sizes.largest)
         self.state_file, self.params_file = files
-        places = Places(plan, self.layout, device, self.compute, self.arena, self.packing, *files)
+        parts = StoreParts(plan, self.layout, device, self.compute, self.arena, self.packing, *files)
         for unit, elements in zip(units, self.sizes.offloaded.values(), strict=True):
-            choose_stores(unit, places, self.sizes.shard_elements(elements))
+            choose_stores(unit, parts, self.sizes.shard_elements(elements))
         self.fetcher = ShardFetcher(device, self.packing)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -171,8 +170,10 @@ def make_memory(
     optimizer: Optimizer | None,
     disk: str | Path | None,
     cpu_share: float | None,
+    measured_share: Callable[..., float],
 ) -> OffloadMemory | None:
-    """Memory for the plan's offloaded units, if it has any. Call after FSDP, while parameters are still on meta."""
+    """Memory for the plan's offloaded units, if it has any. Call after FSDP, while parameters are still on meta. `measured_share`
+    of the CPU's updates, where neither the plan nor `cpu_share` says it."""
     groups = {n: g for n, found in modules.items() for m in found[:1] if (g := gather_group(m)) is not None}
     units = offloaded_units(model, plan, groups)
     if not units:

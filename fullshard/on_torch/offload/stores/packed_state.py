@@ -15,7 +15,6 @@ from fullshard.on_torch.offload.stores.device_store import MemoryParameters, Mem
 from fullshard.on_torch.offload.stores.state_layout import StateLayout
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
 from fullshard.on_torch.offload.units.store_protocols import ShardPart
-from fullshard.on_torch.offload.updates.staging_buffers import segment_views
 from fullshard.on_torch.optimizers.packed_masters import halves, pack, unpack
 from fullshard.on_torch.tensors.streams import StreamEvent
 
@@ -111,7 +110,7 @@ class PairedParameters(MemoryParameters):
         self.state, self.memory = state, memory
 
     def find_segments(self, piece: Piece) -> list[Tensor]:
-        return segment_views(halves(self.state.slices(piece)[0])[1], piece, flat=True)
+        return piece.segment_views(halves(self.state.slices(piece)[0])[1], flat=True)
 
     def send(self, copy: Callable[[list[ShardPart]], StreamEvent]) -> StreamEvent:
         every = [pair for piece in self.unit.pieces for pair in zip(piece.segments, self.segments(piece), strict=True)]

@@ -58,6 +58,13 @@ class Piece:
     def elements(self) -> int:
         return self.stop - self.start
 
+    def segment_views(self, memory: Tensor, *, flat: bool = False) -> list[Tensor]:
+        """Its segments in flat memory. Whole parameters keep their shape, as their gradients have it, unless `flat`."""
+        found = [memory[s.offset : s.offset + s.stop - s.start] for s in self.segments]
+        if flat:
+            return found
+        return [part.view(s.shape) if s.whole else part for part, s in zip(found, self.segments, strict=True)]
+
 
 @dataclass(eq=False)
 class OffloadedUnit:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard.on_torch.offload.units.offloaded_unit import OffloadedUnit, Piece
+from fullshard.on_torch.tensors.shard_ranges import local
 from fullshard.on_torch.tensors.streams import DONE, DeviceStream, StreamEvent
 
 
@@ -68,6 +69,10 @@ class UnitUpdate:
     dropped: threading.Event = field(default_factory=threading.Event)  # the last read of the gradients is queued
     free: list[StreamEvent] = field(default_factory=list)  # their memory can be used again
 
+    def __post_init__(self) -> None:
+        if not self.unit.pieces:
+            self.issued.set()
+
     def arrived(self) -> bool:
         """True if the gradients are there. Then the device is not asked again: a query releases the interpreter lock."""
         self.there = self.there or self.ready.done()
@@ -82,6 +87,20 @@ class UnitUpdate:
                 self.on_host = {}
                 self.issued.set()
 
+    def take(self, groups: list[dict[str, Any]], device: torch.device) -> None:
+        """Take the gradients from the parameters; they are there when the current stream is. `groups`: the settings, by
+        parameter."""
+        params = self.unit.params[: self.unit.trained]
+        self.gradients = [local(p.grad).contiguous() if p.grad is not None else None for p in params]
+        self.had, self.ready = [g is not None for g in self.gradients], StreamEvent.here(device)
+        self.groups, self.steps = groups, [step + 1 for step in self.unit.steps]
+        for p in params:
+            p.grad = None
+
+    def forget(self) -> None:
+        """Have no gradients at all: the step was given up."""
+        self.gradients, self.had, self.on_host = [None] * self.unit.trained, [False] * self.unit.trained, {}
+
     def drop(self, parameters: set[int]) -> None:
         """Have no gradients of these parameters, by `id`. Before any piece is updated."""
         for i, p in enumerate(self.unit.params[: self.unit.trained]):
@@ -89,7 +108,8 @@ class UnitUpdate:
                 self.gradients[i], self.had[i], self.on_host = None, False, {}
 
     def keep(self, *readers: DeviceStream) -> None:
-        """Keep the gradients' memory, one storage for a whole unit, from FSDP until these streams have read it."""
+        """Keep the gradients' memory, one storage for a whole unit, until these streams have read it: see *Who frees gradients*
+        in `tiered_optimizer`."""
         self.readers, self.unread = readers, len(self.unit.pieces) - len(self.on_host)
         for g in {g.untyped_storage().data_ptr(): g for g in self.gradients if g is not None}.values():
             for reader in readers:
@@ -118,7 +138,7 @@ class UnitUpdate:
         for event in self.free:
             event.wait()
 
-    def copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def gradient_copies(self, piece: Piece, parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Targets and sources of the copies of a piece's gradients to `parts`, one for each segment."""
         targets, sources = [], []
         for s, part in zip(piece.segments, parts, strict=True):
@@ -130,7 +150,7 @@ class UnitUpdate:
 
     def collect(self, piece: Piece, parts: list[Tensor]) -> None:
         """Copy the piece's gradients to `parts`, on the current stream."""
-        targets, sources = self.copies(piece, parts)
+        targets, sources = self.gradient_copies(piece, parts)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 

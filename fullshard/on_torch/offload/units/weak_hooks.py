@@ -13,8 +13,8 @@ def gone() -> FullshardError:
 
 
 def weakly(method: Callable[..., None], *about: OffloadedUnit, needed: bool = False) -> Callable[..., None]:
-    """A hook that keeps neither its method's object nor the units alive. The lanes' threads hold parameters, and those hold
-    their hooks: a cycle that Python's collector cannot see. `needed`: raise if the object is gone."""
+    """A hook that keeps neither its method's object nor the units alive: see *Nothing refers back* in `tiered_optimizer`.
+    `needed`: raise if the object is gone."""
     found, units = weakref.WeakMethod(method), [weakref.ref(unit) for unit in about]
 
     def call(*arguments: Any) -> None:

@@ -10,7 +10,7 @@ from fullshard.on_torch.offload.units.offloaded_unit import Piece
 from fullshard.on_torch.offload.units.unit_update import UnitUpdate
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.low_bit_pieces import LowBitPiece
-from fullshard.on_torch.offload.updates.staging_buffers import CpuBuffer, segment_views
+from fullshard.on_torch.offload.updates.staging_buffers import CpuBuffer
 from fullshard.on_torch.offload.updates.update_lane import LATER, raise_now, skip
 from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 from fullshard.on_torch.optimizers.adam_update import Rule
@@ -55,7 +55,7 @@ class CpuUpdater:
         buffer.sent.wait()
         if piece.number not in update.on_host:
             gradients = buffer.of(wide=update.wide)
-            buffer.filled = self.queues.down.send(*update.copies(piece, gradients.of(piece)), update.ready)
+            buffer.filled = self.queues.down.send(*update.gradient_copies(piece, gradients.of(piece)), update.ready)
             self.queues.moved_down += piece.elements * gradients.memory.itemsize
             update.read()
         return buffer
@@ -113,7 +113,7 @@ class CpuUpdater:
         """Copy to the shards on the device, except parameters that had no gradient."""
         assert buffer.rounded is not None
         there = zip(
-            piece.segments, piece.unit.shards.segments(piece), segment_views(buffer.rounded, piece, flat=True), strict=True
+            piece.segments, piece.unit.shards.segments(piece), piece.segment_views(buffer.rounded, flat=True), strict=True
         )
         pairs = [(shard, part) for s, shard, part in there if update.had[s.parameter]]
         self.queues.moved_up += sum(part.nbytes for _, part in pairs)

@@ -12,7 +12,7 @@ from fullshard.on_torch.offload.units.offloaded_unit import Piece
 from fullshard.on_torch.offload.units.unit_update import UnitUpdate
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
 from fullshard.on_torch.offload.updates.low_bit_pieces import LowBitPiece
-from fullshard.on_torch.offload.updates.staging_buffers import StagingSlot, Workspace, segment_views
+from fullshard.on_torch.offload.updates.staging_buffers import StagingSlot, Workspace
 from fullshard.on_torch.offload.updates.update_lane import raise_now, skip
 from fullshard.on_torch.offload.updates.worker_threads import WorkerThreads
 from fullshard.on_torch.optimizers.adam_update import Rule, apply_rule
@@ -112,8 +112,8 @@ class GpuUpdater:
         if piece.number not in slot.words:
             assert self.triton_kernel is not None
             staged = slot.of(piece)
-            parameters = segment_views(staged[3], piece, flat=True) if piece.paired else piece.unit.shards.segments(piece)
-            states = zip(*(segment_views(t, piece, flat=True) for t in staged[:3]), strict=True)
+            parameters = piece.segment_views(staged[3], flat=True) if piece.paired else piece.unit.shards.segments(piece)
+            states = zip(*(piece.segment_views(t, flat=True) for t in staged[:3]), strict=True)
             slot.words[piece.number] = [self.triton_kernel.words(*both) for both in zip(parameters, states, strict=True)]
         return slot.words[piece.number]
 
@@ -154,7 +154,7 @@ class GpuUpdater:
         assert rounded is not None
         master = self.workspace.master[: piece.elements]
         if not piece.paired:
-            torch._foreach_copy_(segment_views(rounded, piece, flat=True), piece.unit.shards.segments(piece))
+            torch._foreach_copy_(piece.segment_views(rounded, flat=True), piece.unit.shards.segments(piece))
         unpack(rounded, low, second, master)
         return [master, first, second]
 

@@ -1,6 +1,7 @@
 """The limit on gradients that wait on the device for their update, while backward makes more.
 
-Lanes are usually slower than backward. Without a limit nearly all gradients of a model would wait at once.
+Lanes are usually slower than backward. Without a limit nearly all gradients of a model would wait at once. See *Who frees
+gradients* in `tiered_optimizer`.
 """
 
 from fullshard.on_torch.offload.units.unit_update import UnitUpdate

@@ -60,7 +60,7 @@ class GradientBuffer:
     def of(self, piece: Piece) -> list[Tensor]:
         """By segment."""
         if piece.number not in self.views:
-            self.views[piece.number] = segment_views(self.memory, piece)
+            self.views[piece.number] = piece.segment_views(self.memory)
         return self.views[piece.number]
 
 
@@ -87,11 +87,3 @@ class CpuBuffer:
 
     def of(self, *, wide: bool) -> GradientBuffer:
         return self.wide if wide and self.wide is not None else self.gradients
-
-
-def segment_views(memory: Tensor, piece: Piece, *, flat: bool = False) -> list[Tensor]:
-    """A piece's segments in flat memory. Whole parameters keep their shape, as their gradients have it, unless `flat`."""
-    found = [memory[s.offset : s.offset + s.stop - s.start] for s in piece.segments]
-    if flat:
-        return found
-    return [part.view(s.shape) if s.whole else part for part, s in zip(found, piece.segments, strict=True)]

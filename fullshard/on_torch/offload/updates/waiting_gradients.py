@@ -6,7 +6,6 @@ from torch import Tensor
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
 from fullshard.on_torch.offload.units.unit_update import UnitUpdate
 from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
-from fullshard.on_torch.offload.updates.staging_buffers import segment_views
 from fullshard.on_torch.tensors.streams import DeviceStream
 from fullshard.storage.pinned_arena import Arena, room
 
@@ -28,7 +27,7 @@ class HostGradients:
         sizes = self.memory.sizes.waiting_gradients()
         self.arena = Arena(room(sizes), self.memory.device.type == "cuda", "gradients that wait for the global norm")
         self.flats = {p.number: self.arena.take(n).view(self.dtype) for p, n in zip(pieces, sizes, strict=True)}
-        self.views = {p.number: segment_views(self.flats[p.number], p) for p in pieces}
+        self.views = {p.number: p.segment_views(self.flats[p.number]) for p in pieces}
 
     def copy(self, update: UnitUpdate) -> None:
         """Copy the CPU's share of a unit's gradients to the host."""

@@ -1,6 +1,6 @@
 """Write the traced costs of the built-in presets to the package, so that planning them needs no torch.
 
-python -m fullshard.on_torch.tracing.write_presets [PRESET …]
+    python -m benchmarks.write_presets [PRESET …]
 
 With names, only those presets are traced, and the costs of the others stay as they are.
 """

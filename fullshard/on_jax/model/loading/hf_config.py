@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.base.errors import FullshardError, nearest
+from fullshard.base.errors import FullshardError, is_number, nearest
 from fullshard.model.hf_directory import REFUSED_KEYS, parse_config
 from fullshard.on_jax.model.built_in.layers import ACTIVATIONS
 from fullshard.on_jax.model.built_in.nnx_gpt2 import NnxGPT2Size
@@ -64,7 +64,7 @@ class ConfigFields:
 
     def number(self, key: str, most: float = math.inf) -> float:
         value = self.get(key)
-        if not _is_number(value) or not 0 <= value <= most:
+        if not is_number(value) or not 0 <= value <= most:
             self.refuse(key, "write a number of at least 0" + (f" and at most {most}" if most < math.inf else ""))
         return float(value)
 
@@ -101,10 +101,6 @@ def read_size(path: Path) -> Size:
         if given.get(key) not in neutral:
             fields.refuse(key, why)
     return family.read(fields)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

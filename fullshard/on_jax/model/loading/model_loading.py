@@ -22,7 +22,7 @@ from fullshard.model.hf_directory import config_file, unknown_model
 from fullshard.model.presets import PRESETS, GPTSize, LlamaSize
 from fullshard.on_jax.model.built_in import NnxGPT, NnxGPT2, NnxGPT2Size, NnxLlama
 from fullshard.on_jax.model.describe import Factory, abstract
-from fullshard.on_jax.model.hf_config import read_size
+from fullshard.on_jax.model.loading.hf_config import read_size
 from fullshard.on_jax.model.model_call import ModelCall, accepts, set_call
 from fullshard.on_jax.model.module_tree import named_parameters, parameter_names
 from fullshard.on_jax.model.read_weights import WeightFiles

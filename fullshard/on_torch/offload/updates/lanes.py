@@ -1,15 +1,43 @@
-"""Memory of the lanes: staging slots and a workspace on the device, pinned buffers on the host.
+"""Both lanes with their memory: staging slots and a workspace on the device, pinned buffers on the host.
 
 All of it is taken once, at the start. Only steps of the caller's own need buffers in the master's dtype, and take them then.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from fullshard.on_torch.offload.stores.offload_memory import OffloadMemory
+from fullshard.on_torch.offload.updates.copy_queue import CopyQueues
+from fullshard.on_torch.offload.updates.cpu_lane import CpuUpdater
+from fullshard.on_torch.offload.updates.cpu_share import update_threads
+from fullshard.on_torch.offload.updates.gpu_lane import GpuUpdater
 from fullshard.on_torch.offload.updates.staging_buffers import CpuBuffer, GradientBuffer, StagingSlot, Workspace
+from fullshard.on_torch.offload.updates.update_lane import UpdateLane
 from fullshard.storage.pinned_arena import Arena, room
+
+
+class Lanes(NamedTuple):
+    """What updates the pieces on each device, and the queue that it takes them from."""
+
+    gpu: GpuUpdater
+    gpu_lane: UpdateLane
+    cpu: CpuUpdater
+    cpu_lane: UpdateLane
+
+
+def make_lanes(memory: OffloadMemory, queues: CopyQueues, gradients: torch.dtype) -> Lanes:
+    """Starts their threads. `gradients`: the dtype of those that arrive in a step of the engine's own."""
+    slots, workspace = make_staging(memory)
+    buffers = make_cpu_buffers(memory, gradients)
+    device, rule, low_bit, in_turn = memory.device, memory.rule, memory.low_bit, memory.sizes.in_turn
+    gpu = GpuUpdater(device, rule, slots, workspace, queues, low_bit)
+    cpu = CpuUpdater(device, rule, buffers, queues, threads=update_threads(), low_bit=low_bit)
+    gpu_lane = UpdateLane("gpu", max(1, len(slots)), gpu, in_turn=in_turn)
+    cpu_lane = UpdateLane("cpu", cpu.depth, cpu, in_turn=in_turn)
+    cpu.failed, gpu.failed = cpu_lane.fail, gpu_lane.fail
+    return Lanes(gpu, gpu_lane, cpu, cpu_lane)
 
 
 def make_staging(memory: OffloadMemory) -> tuple[list[StagingSlot], Workspace]:
