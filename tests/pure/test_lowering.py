@@ -117,3 +117,9 @@ def test_rows_are_allocated_under_their_owner():
     found = one(zero3(), "unpack").events[0]
     assert isinstance(found, AllocateRow)
     assert sum(found.row) == 2 * elements()
+
+
+def test_agreements_of_other_sizes_are_told_apart():
+    """The tokens of a step, then its norm and loss."""
+    sent = [e.collective.nbytes for op, e in lowered(zero3()) if op.kind == "all_reduce" and e.collective]
+    assert sent == [8, 48]

@@ -74,7 +74,7 @@ class Lowering:
         if op.kind in ("compute", "update", "await"):
             return getattr(self, f"_{op.kind}")(op)
         last = op.micro == self.plan.batch.accumulate - 1
-        key = (op.kind, op.unit, op.first, op.ranks, op.what, last, op.unit in self.accumulated)
+        key = (op.kind, op.unit, op.first, op.nbytes, op.ranks, op.what, last, op.unit in self.accumulated)
         if (found := self.known.get(key)) is None:
             found = self.known[key] = getattr(self, f"_{op.kind}")(op)
         if op.kind == "accumulate":
