@@ -1,6 +1,6 @@
 """Predict the stored memory measurements again with today's planner. Needs no GPU.
 
-    python -m benchmarks.memory_again benchmarks/results/2026-11-15-memory-h200.json --only 'hf-*'
+    python -m benchmarks.memory_again benchmarks/results/2026-11-20-memory-h200.json --only 'hf-*'
 
 A trace depends on the installed versions of torch and transformers. Rows of Hugging Face models can only be compared
 under the version that they were measured with.
