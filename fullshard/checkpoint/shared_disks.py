@@ -4,6 +4,7 @@ A node here is a group of ranks that see the same directory.
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,29 @@ def find_nodes_by_listing(place: Place, ranks: RankAgreement) -> Nodes:
     seen = [tuple(view) for view in ranks.gather(sorted(place.files()))]
     listings = sorted(set(seen), key=seen.index)
     return Nodes(tuple(listings.index(s) for s in seen), seen.index(seen[ranks.rank]) == ranks.rank)
+
+
+@dataclass(frozen=True)
+class Listings:
+    """The names of the checkpoints that each node sees, and the node's machine."""
+
+    hosts: list[str]
+    seen: list[list[str]]
+
+    def names(self) -> list[str]:
+        """All names, newest step first."""
+        return sorted({n for names in self.seen for n in names}, key=lambda n: commit.step_of(n) or 0, reverse=True)
+
+    def lacking(self, name: str) -> list[str]:
+        """The machines that do not have a checkpoint of this name."""
+        return [host for host, names in zip(self.hosts, self.seen, strict=True) if name not in names]
+
+
+def list_on_nodes(checkpoint_dir: Place, ranks: RankAgreement, nodes: Nodes) -> Listings:
+    """What the first rank of each node sees. Collective."""
+    own = [socket.gethostname(), commit.committed(checkpoint_dir)] if nodes.is_leader else None
+    found = [told for told in ranks.gather(own) if told is not None]
+    return Listings([host for host, _ in found], [names for _, names in found])
 
 
 # -- checkpoints that all ranks can read ----------------------------------------------------------------------

@@ -75,9 +75,7 @@ def _execute(
     """Train, and return how the run ended. Raises if it failed."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.ranks.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
-    weights = (
-        None if resume and (resume != "auto" or commit.committed(checkpoint_dir_of(recipe, directory))) else prepared.weights
-    )
+    weights = None if resume and (resume != "auto" or _any_checkpoint(prepared, directory)) else prepared.weights
     disk = disk_of(recipe, prepared.plan)
     if disk:
         say("timing the disk")
@@ -117,6 +115,12 @@ def _execute(
     if failure:
         raise failure
     return Outcome(state.step, why, state.step - start, seconds, checkpoints.numbers, newest)
+
+
+def _any_checkpoint(prepared: Prepared, directory: Path) -> bool:
+    """Whether a rank sees one: machines may have directories of their own. Collective."""
+    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    return any(prepared.engine.ranks.agreement().gather(bool(commit.committed(checkpoint_dir))))
 
 
 def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, float | None]:

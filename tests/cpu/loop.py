@@ -6,6 +6,7 @@ import os
 import tempfile
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,12 @@ def resume(directory: str, overrides: list[str], name: str, resume: str = "auto"
     os.chdir(directory)
     prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
     execute(prepared, Path("runs") / name, resume, accept=accept)
+
+
+def ended_on_own_disk(directory: str, overrides: list[str], name: str, resume: str | None = None) -> tuple[int, str]:
+    """As `ended`, in a directory of this rank's own, on a machine of this rank's own."""
+    with mock.patch("socket.gethostname", return_value=f"node-{dist.get_rank()}"):
+        return ended(f"{directory}/disk{dist.get_rank()}", overrides, name, resume)
 
 
 def refused(*args) -> str:
