@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import signal
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -11,10 +12,16 @@ REFUSED = 2  # bad input, or a plan that cannot be honoured: nothing was done
 DIVERGED = 3  # training diverged; the last good checkpoint is kept
 HUNG = 4  # ranks waited too long for each other
 LOST = 75  # the connection to another rank broke; that rank reports why
+SAVED_TO_GO_ON = 85  # a scheduler asked by SIGUSR1 for an end: saved, and the same command goes on
 
 LONGEST = 1000  # characters of an error message
 # Control characters from files and arguments could change what a terminal shows.
 ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def code_of_signal(number: int) -> int:
+    """The exit code of a run that obeyed a signal."""
+    return SAVED_TO_GO_ON if number == signal.SIGUSR1 else 128 + number
 
 
 class FullshardError(Exception):

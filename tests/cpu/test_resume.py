@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -276,3 +277,20 @@ def test_a_machine_that_has_lost_its_checkpoints_is_named_and_nothing_starts_ove
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+# -- signals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)])
+def test_all_ranks_end_with_the_code_of_the_signal_that_one_of_them_got(here, ranks, number, code):
+    name = f"asked-{number}"
+    assert ranks(2).run(loop.signalled, str(here), [], name, int(number), 3) == [code] * 2
+    *_, last_step, last = metrics(here / "runs" / name)
+    assert last == {"event": "stopped", "step": last_step["step"]}
+    assert commit.committed(Local(here / "runs" / name / "checkpoints")) == [commit.checkpoint_name(last_step["step"])]
+
+
+def test_a_run_that_was_done_when_the_signal_came_is_complete(here, ranks):
+    assert ranks(2).run(loop.signalled, str(here), [], "done", int(signal.SIGTERM), 6) == [0, 0]
+    assert [m["step"] for m in metrics(here / "runs/done")] == [1, 2, 3, 4, 5, 6]

@@ -1,11 +1,17 @@
 """Two machines as network namespaces, with real torchrun: what is lost, said and left behind when one of them fails."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from fullshard.checkpoint.commit import checkpoint_name
 from fullshard.data.pack_tokens import pack
 from tests.cpu.machines import Machine, torchrun, two_machines, wait_all
 from tests.cpu.test_train import MODEL, RECIPE, metrics
@@ -55,3 +61,55 @@ def test_a_run_does_not_start_over_where_one_machine_has_lost_its_checkpoints(ma
     shutil.move(second.with_name("away"), second)
     assert together(machines, *options, "train.steps=6") == [0, 0], machines[0].said()
     assert [m["step"] for m in metrics(machines[0].here / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+ENDLESS = ["train.steps=100000", "schedule.kind=constant", "--run", "run"]
+
+
+def as_task(machine: Machine, node: int, *arguments: str) -> "subprocess.Popen[str]":
+    """A task of SLURM's srun, as its environment tells."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node-[a-b]"}
+    own = {"SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+    return machine.start(sys.executable, "-m", "fullshard", "train", "recipe.toml", *arguments, **step, **own)
+
+
+def wait_for_steps(machines: list[Machine], processes: list["subprocess.Popen[str]"], count: int) -> None:
+    path, deadline = machines[0].here / "run/metrics.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, machines[0].said()
+        assert [p.poll() for p in processes] == [None] * len(processes), [m.said() for m in machines]
+        time.sleep(0.1)
+
+
+def saved_step(machine: Machine) -> int:
+    """The step at which the run was stopped and saved."""
+    *_, last_step, last = metrics(machine.here / "run")
+    assert last == {"event": "stopped", "step": last_step["step"]}
+    assert (machine.here / f"run/checkpoints/{checkpoint_name(last['step'])}/manifest.json").exists()
+    return last["step"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)], ids=["SIGTERM", "SIGUSR1"])
+def test_tasks_of_srun_save_and_end_with_the_code_of_the_signal_that_one_got(machines, number, code):
+    tasks = [as_task(m, node, *ENDLESS) for node, m in enumerate(machines)]
+    wait_for_steps(machines, tasks, 3)
+    os.kill(rank_of(machines[1]), number)
+    assert wait_all(tasks) == [code, code], machines[0].said()
+    assert saved_step(machines[0]) < 100000
+    assert "error" not in machines[0].said() + machines[1].said()
+
+
+def rank_of(machine: Machine) -> int:
+    """The process that trains."""
+    return json.loads((machine.here / "run/ranks" / f"0000{machine.name == 'node-b':d}.json").read_text())["pid"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_no_torchrun_exits_with_0_after_a_signal_to_one(machines, number):
+    handled = [sys.executable, "-m", "torch.distributed.run", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]
+    launchers = [m.start(*handled, *torchrun(node, *ENDLESS)[3:]) for node, m in enumerate(machines)]
+    wait_for_steps(machines, launchers, 3)
+    os.kill(int(Path(f"/proc/{rank_of(machines[1])}/stat").read_text().split()[3]), number)  # its parent
+    assert 0 not in wait_all(launchers)
+    assert saved_step(machines[0]) < 100000
+    assert not [pid for m in machines for pid in m.processes()]

@@ -126,6 +126,7 @@ def _begin_worker(worker: int) -> None:
     die_with_parent()
     signal.set_wakeup_fd(-1)  # it is the rank's, which would count a second signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library would warn about the fork
 
