@@ -47,8 +47,8 @@ def execute(
     again: str | None = None,
     reporter: Reporter | None = None,
 ) -> int:
-    """Train. Collective: every rank calls it. Returns the exit code, the same on all ranks: 0 unless a signal ended the run before
-    its last step.
+    """Train. Collective: every rank calls it. Returns the exit code, the same on all ranks: 0 unless a signal ended the run
+    before its last step.
 
     `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come. `again`: the command that resumes the
     run, for the user. `reporter`: reports on a profile.
@@ -125,7 +125,7 @@ def _execute(
 
 
 def _stop_code(engine: Engine[Any, Any], signals: Signals) -> int:
-    """The exit code of a run that a signal has ended: of the signal that the first of those ranks got that got any. Collective."""
+    """The exit code of a run that a signal has ended: that of the first rank which got one. Collective."""
     return code_of_signal(next(filter(None, engine.ranks.agreement().gather(int(signals.first)))))
 
 
