@@ -17,7 +17,7 @@ from fullshard.base.status import phases, say, tell, unsaid
 from fullshard.commands.common import EngineName
 from fullshard.engine.engine import load_engine
 from fullshard.engine.ranks import watched_ranks
-from fullshard.launch.local import inside_ranks, launched
+from fullshard.launch.local import end_with_launcher, inside_ranks, launched
 from fullshard.launch.rank_processes import stay_forkable
 from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.ranks.slurm import adopt_slurm
@@ -137,6 +137,7 @@ def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
     """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse. `prepared`: by the
     launcher, of which this rank is a copy. Returns True on the first rank. Exits if a signal ended the run."""
     end_early_on_sigusr1()
+    end_with_launcher()
     launch = launched()
     first = "reading the recipe" if launch is None else f"starting {launch.what}"
     seconds = time.time() - launch.since if launch else 0.0

@@ -73,6 +73,12 @@ def given_arguments() -> list[str] | None:
     return json.loads(os.environ[ARGUMENTS])
 
 
+def end_with_launcher() -> None:
+    """Under an outer torchrun, let its death ask this rank for an end: with a checkpoint, once there is a step to end at."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCH not in os.environ:
+        die_with_parent(by=signal.SIGTERM)
+
+
 def launched() -> Launch | None:
     """What `become_ranks` told this rank; None if another launcher started it."""
     return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None

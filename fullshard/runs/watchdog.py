@@ -71,6 +71,7 @@ class Watchdog:
         self.signals: list[int] = []
         self.ending = threading.Event()
         self.disk, self.next_look, self.written = DiskThread(), 0.0, False
+        self.next_sign = 0.0
 
     def __enter__(self) -> Self:
         self.read, self.write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -82,6 +83,7 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.ending.set()
         self.thread.join()
+        self.ranks.keep_alive(None)
         if self.disk.wait(LAST_WORDS) and self.heartbeat:
             self.disk.do(partial(self._tell, self.heartbeat, ended=True))
             self.disk.wait(LAST_WORDS)
@@ -141,6 +143,9 @@ class Watchdog:
             last = now
             self._hear()
             self._look()
+            if self.seconds and now > self.next_sign:
+                self.ranks.keep_alive(2 * max(self.seconds, DEAD) + ANSWERS)  # later than the other ranks name this one
+                self.next_sign = now + EVERY
             limit = self._limit()
             if self.signals and self.progress.idle > self._patience():
                 self._end(code_of_signal(self.signals[0]))

@@ -14,6 +14,8 @@ import pytest
 from fullshard.checkpoint.commit import checkpoint_name
 from fullshard.data.pack_tokens import pack
 from tests.cpu.machines import Machine, torchrun, two_machines, wait_all
+from tests.cpu.test_sources import FILE
+from tests.cpu.test_sources import RECIPE as SOURCE_RECIPE
 from tests.cpu.test_train import MODEL, RECIPE, metrics
 
 pytestmark = pytest.mark.full
@@ -104,12 +106,81 @@ def rank_of(machine: Machine) -> int:
     return json.loads((machine.here / "run/ranks" / f"0000{machine.name == 'node-b':d}.json").read_text())["pid"]
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().split()[3])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_no_torchrun_exits_with_0_after_a_signal_to_one(machines, number):
     handled = [sys.executable, "-m", "torch.distributed.run", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]
     launchers = [m.start(*handled, *torchrun(node, *ENDLESS)[3:]) for node, m in enumerate(machines)]
     wait_for_steps(machines, launchers, 3)
-    os.kill(int(Path(f"/proc/{rank_of(machines[1])}/stat").read_text().split()[3]), number)  # its parent
+    os.kill(parent_of(rank_of(machines[1])), number)
     assert 0 not in wait_all(launchers)
     assert saved_step(machines[0]) < 100000
     assert not [pid for m in machines for pid in m.processes()]
+
+
+# -- orphans ------------------------------------------------------------------------------------------------
+
+BLOCKED = """
+class Blocked(Rows):
+    def __len__(self):
+        return 100000
+
+    def __getitem__(self, i):
+        if i > 40:
+            import os, time
+            open(f"blocked-{os.getpid()}", "w").close()
+            time.sleep(600)
+        return super().__getitem__(i)
+"""
+TIMER = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+
+
+@pytest.fixture
+def blocked(machines):
+    """A run whose data workers block after some steps. `blocked()` starts it; returns its launchers once they do."""
+    for machine in machines:
+        (machine.here / "own.py").write_text(FILE + BLOCKED)
+        (machine.here / "recipe.toml").write_text(SOURCE_RECIPE)
+    options = ["data.source=own.py:Blocked", "data.shuffle=false", "data.workers=1", "train.steps=1000", "--run", "run"]
+
+    def start(*more: str) -> list["subprocess.Popen[str]"]:
+        launchers = [m.start(*torchrun(node, *options, *more), **TIMER) for node, m in enumerate(machines)]
+        wait_for_steps(machines, launchers, 3)
+        deadline = time.monotonic() + 60
+        while not all([*m.here.glob("blocked-*")] for m in machines):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return launchers
+
+    return start
+
+
+def wait_for_nobody(machines: list[Machine], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for m in machines for pid in m.processes()]:
+        assert time.monotonic() < deadline, [Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in left]
+        time.sleep(0.2)
+
+
+def the_rank(machines: list[Machine]) -> None:
+    os.kill(rank_of(machines[1]), signal.SIGKILL)
+
+
+def the_launcher(machines: list[Machine]) -> None:
+    os.kill(parent_of(rank_of(machines[1])), signal.SIGKILL)
+
+
+def stop_the_rank(machines: list[Machine]) -> None:
+    os.kill(rank_of(machines[1]), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fail", [the_rank, the_launcher, stop_the_rank])
+def test_nothing_that_a_run_has_started_outlives_it(machines, blocked, fail):
+    """The other machine's launcher, its rank and data workers that block."""
+    launchers = blocked("train.hang_seconds=8")
+    fail(machines)
+    wait_for_nobody(machines, 90)
+    assert 0 not in wait_all(launchers)
