@@ -269,7 +269,7 @@ class CheckpointSaver(ABC):
         if not (self.keep and self.keep.last and self.nodes.is_leader):
             return
         worked, result = attempt(lambda: self._prune_own(self.keep, fields))
-        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result}"]
+        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result[0]}"]
 
     def _prune_own(self, keep: Retention | None, fields: ManifestFields) -> list[str]:
         """Returns sentences about damaged checkpoints that were found."""

@@ -119,7 +119,7 @@ def find_damage(place: Place, ranks: RankAgreement, nodes: Nodes, *, contents: b
     """Everything that is wrong with a checkpoint, a sentence each: see `verify.problems`. The ranks of a node share the reading.
     Collective."""
     worked, found = attempt(lambda: verify.problems(place, nodes.share(ranks.rank), contents=contents))
-    return [p for of_rank in ranks.gather(found if worked else [found]) for p in of_rank]
+    return [p for of_rank in ranks.gather(found if worked else found[:1]) for p in of_rank]
 
 
 def find_whole(where: str | Path | Place, ranks: RankAgreement, *, verified: bool) -> Place:

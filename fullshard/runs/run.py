@@ -6,7 +6,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fullshard.base.errors import FullshardError, code_of_signal
+from fullshard.base.errors import FullshardError, HostMemoryError, code_of_signal
 from fullshard.base.status import say, tell
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Local
@@ -269,7 +269,8 @@ class Run:
         except Exception as error:
             if not self.engine.machine.out_of_memory(error):
                 raise
-            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
+            kind = HostMemoryError if self.engine.machine.out_of_host_memory(error) else FullshardError
+            raise kind(explain_out_of_memory(self.prepared, self.state)) from error
         return None
 
     def trained_steps(self) -> Iterator[Step]:

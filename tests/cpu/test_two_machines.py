@@ -184,3 +184,32 @@ def test_nothing_that_a_run_has_started_outlives_it(machines, blocked, fail):
     fail(machines)
     wait_for_nobody(machines, 90)
     assert 0 not in wait_all(launchers)
+
+
+# -- what is said -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_on_another_machine_is_named(machines):
+    launchers = [m.start(*torchrun(node, *ENDLESS)) for node, m in enumerate(machines)]
+    wait_for_steps(machines, launchers, 3)
+    pid = rank_of(machines[1])
+    os.kill(pid, signal.SIGKILL)
+    assert 0 not in wait_all(launchers)
+    (said,) = [line for line in machines[0].said().splitlines() if line.startswith("error: ")]
+    lost = f"error: rank 0 lost its connection to another rank: rank 1 (process {pid} on node-b) is gone without a word: killed"
+    assert said.startswith(lost), said
+
+
+def test_other_code_of_the_same_version_is_named(machines):
+    package = machines[1].here / "other/fullshard"
+    shutil.copytree(Path(__file__).parents[2] / "fullshard", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "on_torch/step/train_step.py").open("a") as file:
+        file.write("# another line\n")
+    options = ["--run", "run"]
+    first = machines[0].start(*torchrun(0, *options))
+    second = machines[1].start(*torchrun(1, *options), PYTHONPATH=str(package.parent))
+    assert 0 not in wait_all([first, second])
+    said = machines[0].said() + machines[1].said()
+    assert said.count("error: ") == 1, said
+    assert "error: rank 1: the code of fullshard is " in said
+    assert "start all ranks, also on node-b, with the same" in said
