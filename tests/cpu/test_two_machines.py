@@ -13,7 +13,7 @@ import pytest
 
 from fullshard.checkpoint.commit import checkpoint_name
 from fullshard.data.pack_tokens import pack
-from tests.cpu.machines import Machine, torchrun, two_machines, wait_all
+from tests.cpu.machines import PORT, Machine, torchrun, two_machines, wait_all
 from tests.cpu.test_sources import FILE
 from tests.cpu.test_sources import RECIPE as SOURCE_RECIPE
 from tests.cpu.test_train import MODEL, RECIPE, metrics
@@ -68,11 +68,11 @@ def test_a_run_does_not_start_over_where_one_machine_has_lost_its_checkpoints(ma
 ENDLESS = ["train.steps=100000", "schedule.kind=constant", "--run", "run"]
 
 
-def as_task(machine: Machine, node: int, *arguments: str) -> "subprocess.Popen[str]":
+def as_task(machine: Machine, node: int, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     """A task of SLURM's srun, as its environment tells."""
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node-[a-b]"}
     own = {"SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
-    return machine.start(sys.executable, "-m", "fullshard", "train", "recipe.toml", *arguments, **step, **own)
+    return machine.start(sys.executable, "-m", "fullshard", "train", "recipe.toml", *arguments, **step, **own, **environment)
 
 
 def wait_for_steps(machines: list[Machine], processes: list["subprocess.Popen[str]"], count: int) -> None:
@@ -213,3 +213,52 @@ def test_other_code_of_the_same_version_is_named(machines):
     assert said.count("error: ") == 1, said
     assert "error: rank 1: the code of fullshard is " in said
     assert "start all ranks, also on node-b, with the same" in said
+
+
+# -- names and addresses ------------------------------------------------------------------------------------
+
+NAMES = {
+    "Debian's own name": (["127.0.1.1 node-a", "127.0.1.1 node-b"], "10.77.0.1"),
+    "no name at all": (["", ""], "10.77.0.1"),
+    "the first machine by a name that is its own": (["127.0.1.1 node-a", "10.77.0.1 node-a\n127.0.1.1 node-b"], "node-a"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_machines_meet_whatever_their_own_names_mean(machines, case):
+    machines[0].names, machines[1].names = NAMES[case][0]
+    launchers = [m.start(*torchrun(node, "--run", "run", address=NAMES[case][1])) for node, m in enumerate(machines)]
+    assert wait_all(launchers, 100) == [0, 0], [m.said() for m in machines]
+    assert [m["step"] for m in metrics(machines[0].here / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_interface_that_leads_nowhere_ends_both_machines_with_what_to_set(machines):
+    wrong = {"GLOO_SOCKET_IFNAME": "lo"}
+    launchers = [m.start(*torchrun(node, "--run", "run"), **wrong) for node, m in enumerate(machines)]
+    assert 0 not in wait_all(launchers, 100)
+    assert "GLOO_SOCKET_IFNAME" in machines[1].said()
+
+
+def test_a_port_in_use_and_an_address_without_anybody_are_said_within_seconds(machines):
+    taken = machines[0].start(sys.executable, "-c", TAKE, str(PORT))
+    where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT)}
+    (machines[0].here / "ready").unlink(missing_ok=True)
+    while not (machines[0].here / "ready").exists():
+        time.sleep(0.1)
+    assert as_task(machines[0], 0, "--run", "run", **where).wait(timeout=60) == 2
+    assert f"error: port {PORT} of node-a is in use; set MASTER_PORT to a free one" in machines[0].said()
+    taken.kill()
+    alone = as_task(machines[1], 1, "--run", "run", MASTER_ADDR="10.77.0.9", MASTER_PORT=str(PORT))
+    said, deadline = f"nobody answers at 10.77.0.9:{PORT} yet (", time.monotonic() + 60
+    while said not in machines[1].said():
+        assert time.monotonic() < deadline, machines[1].said()
+        time.sleep(0.2)
+    alone.kill()
+
+
+TAKE = """
+import socket, sys, time
+taken = socket.create_server(("", int(sys.argv[1])))
+open("ready", "w").close()
+time.sleep(100)
+"""
