@@ -262,3 +262,44 @@ taken = socket.create_server(("", int(sys.argv[1])))
 open("ready", "w").close()
 time.sleep(100)
 """
+
+
+# -- fewer machines, and more again -------------------------------------------------------------------------
+
+ELASTIC = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=run", "--max-restarts=9")
+
+
+def test_a_run_goes_on_with_one_machine_and_with_both_once_the_other_is_back(machines, tmp_path):
+    run, own_store = tmp_path / "run", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = [*ENDLESS[:2], "train.micro_batch=2", "checkpoint.every=20", "--run", str(run), "--resume", "auto"]
+
+    def launch(machine: Machine) -> "subprocess.Popen[str]":
+        return machine.start(*torchrun(0, *options, options=ELASTIC), **own_store)
+
+    first, second = [launch(machine) for machine in machines]
+    step = wait_for_world(run, 2, 25, first)
+    machines[1].end_all()
+    second.wait()
+    step = wait_for_world(run, 1, step + 30, first)
+    second = launch(machines[1])
+    step = wait_for_world(run, 2, step + 30, first)
+    os.kill(json.loads((run / "ranks/00000.json").read_text())["pid"], signal.SIGTERM)  # a restart, as of preemption
+    wait_for_world(run, 2, step + 30, first)
+    for machine in machines:
+        machine.end_all()
+    assert 0 not in wait_all([first, second])
+    steps = [m["step"] for m in metrics(run) if "loss" in m]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def wait_for_world(run: Path, world: int, step: int, launcher: "subprocess.Popen[str]") -> int:
+    """Until so many ranks have come to a step. Returns the one under way."""
+    deadline = time.monotonic() + 200
+    while True:
+        assert time.monotonic() < deadline
+        assert launcher.poll() is None
+        path = run / "ranks/00000.json"
+        told = json.loads(path.read_text()) if path.exists() else {"world": 0, "step": 0}
+        if told["world"] == world and told["step"] >= step:
+            return told["step"]
+        time.sleep(0.3)
