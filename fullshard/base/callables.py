@@ -11,6 +11,8 @@ from typing import Any
 from fullshard.base.errors import FullshardError, first_line, nearest
 from fullshard.base.reading import is_plain_file
 
+FROM_FILE = "_fullshard_"  # before the names of modules that are files of the user's
+
 
 def is_callable_name(spec: str) -> bool:
     """True for `file.py:callable` and `package.module:callable`."""
@@ -34,7 +36,7 @@ def load_callable(spec: str, returns: str) -> Callable[..., Any]:
 def _import_file(path: Path) -> ModuleType:
     if not is_plain_file(path):
         raise FullshardError(f"there is no file {path}; write path/to/file.py:callable")
-    name = f"_fullshard_{path.stem}"  # a file called json.py must not replace the json module
+    name = f"{FROM_FILE}{path.stem}"  # a file called json.py must not replace the json module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

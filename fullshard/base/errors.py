@@ -3,18 +3,26 @@
 import functools
 import inspect
 import math
+import signal
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+FAILED = 1  # an unexpected error, or what cannot be kept or had just now
 REFUSED = 2  # bad input, or a plan that cannot be honoured: nothing was done
 DIVERGED = 3  # training diverged; the last good checkpoint is kept
 HUNG = 4  # ranks waited too long for each other
 LOST = 75  # the connection to another rank broke; that rank reports why
+SAVED_TO_GO_ON = 85  # a scheduler asked by SIGUSR1 for an end: saved, and the same command goes on
 
 LONGEST = 1000  # characters of an error message
 # Control characters from files and arguments could change what a terminal shows.
 ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def code_of_signal(number: int) -> int:
+    """The exit code of a run that obeyed a signal."""
+    return SAVED_TO_GO_ON if number == signal.SIGUSR1 else 128 + number
 
 
 class FullshardError(Exception):
@@ -30,6 +38,21 @@ class FullshardError(Exception):
         super().__init__(_readable(str(sentence)))
 
 
+class AgreedError(FullshardError):
+    """An error that all ranks of a run raise alike. Its sentence names the rank that it came from, where that matters; its exit
+    code is that of the error there."""
+
+    def __init__(self, sentence: object = "", code: int = REFUSED):
+        super().__init__(sentence)
+        self.exit_code = code
+
+
+class HostMemoryError(FullshardError):
+    """This machine has not enough host memory just now: another start may find more."""
+
+    exit_code = FAILED
+
+
 def _readable(sentence: str) -> str:
     if len(sentence) > LONGEST:
         sentence = f"{sentence[: LONGEST // 2]} … {sentence[-LONGEST // 2 :]}"
@@ -42,20 +65,20 @@ def first_line(error: BaseException) -> str:
 
 
 def attempt(make: Callable[[], Any]) -> tuple[bool, Any]:
-    """(True, result) or (False, error sentence). Catches bugs too: the other ranks would wait forever otherwise."""
+    """(True, result) or (False, [error sentence, exit code]). Catches bugs too: the other ranks would wait forever otherwise."""
     try:
         return True, make()
     except FullshardError as error:
-        return False, str(error)
+        return False, [str(error), error.exit_code]
     except Exception as error:
-        return False, f"{type(error).__name__}: {first_line(error)}"
+        return False, [f"{type(error).__name__}: {first_line(error)}", FAILED]
 
 
 def unwrap(outcomes: list[Any]) -> list[Any]:
     """The results of `attempt`. Raises the first error among them."""
     failed = [value for succeeded, value in outcomes if not succeeded]
     if failed:
-        raise FullshardError(failed[0])
+        raise AgreedError(*failed[0])
     return [value for _, value in outcomes]
 
 

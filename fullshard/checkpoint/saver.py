@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.base.errors import FullshardError, attempt
-from fullshard.base.text import bytes_text
+from fullshard.base.text import bytes_text, listed
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.background_writer import Background, Priority
 from fullshard.checkpoint.directories import Local, Place, open_place
@@ -27,7 +27,7 @@ from fullshard.checkpoint.lease import Lease, LeaseLostError, take_lease
 from fullshard.checkpoint.manifest_records import ManifestFields, file_records, make_manifest
 from fullshard.checkpoint.pruning import Inventory
 from fullshard.checkpoint.retention import CheckpointSummary, Retention
-from fullshard.checkpoint.shared_disks import find_damage, find_nodes
+from fullshard.checkpoint.shared_disks import find_damage, find_nodes, list_on_nodes
 from fullshard.ranks.agreement import RankAgreement
 
 CopiedChecksum = Future[str | None]  # resolves when the copies of a save are made, to their checksum if there is one
@@ -269,7 +269,7 @@ class CheckpointSaver(ABC):
         if not (self.keep and self.keep.last and self.nodes.is_leader):
             return
         worked, result = attempt(lambda: self._prune_own(self.keep, fields))
-        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result}"]
+        saving.messages = result if worked else [f"old checkpoints stay in {self.checkpoint_dir}: {result[0]}"]
 
     def _prune_own(self, keep: Retention | None, fields: ManifestFields) -> list[str]:
         """Returns sentences about damaged checkpoints that were found."""
@@ -323,17 +323,31 @@ class CheckpointSaver(ABC):
     def newest(self, below: float = math.inf, *, contents: bool = True) -> tuple[Place | None, list[str]]:
         """The newest undamaged checkpoint of a step below `below`, and a sentence about each damaged one that is newer. Without
         `contents`, the checksums of its files are left to the caller."""
-        everywhere = self.ranks.gather(commit.committed(self.checkpoint_dir) if self.nodes.is_leader else None)
-        names = [n for n in everywhere[0] if all(n in seen for seen in everywhere if seen is not None)]
+        listings = list_on_nodes(self.checkpoint_dir, self.ranks, self.nodes)
         damaged: list[str] = []
-        for name in reversed([n for n in names if (commit.step_of(n) or 0) < below]):
+        for name in listings.names():
+            if (commit.step_of(name) or 0) >= below:
+                continue
             place = self.checkpoint_dir.child(name)
+            if lacking := listings.lacking(name):
+                damaged.append(f"{place} is not on {listed(lacking)}")
+                continue
             wrong = find_damage(place, self.ranks, self.nodes, contents=contents)
             if not wrong:
                 self.verified |= {name} if contents else set()
                 return place, damaged
             damaged.append(wrong[0])
         return None, damaged
+
+    def tell_nodes(self) -> str | None:
+        """A sentence on who keeps what, where machines do not share the directory. Collective."""
+        if self.nodes.count == 1:
+            return None
+        hosts = list_on_nodes(self.checkpoint_dir, self.ranks, self.nodes).hosts
+        return (
+            f"{self.checkpoint_dir} is not shared: {listed(hosts)} each keep their own part of every checkpoint, and a resume "
+            "needs all of them"
+        )
 
 
 def another_state(target: Place) -> str:

@@ -5,6 +5,7 @@ A node here is a group of ranks that see the same directory.
 
 import hashlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,6 +89,29 @@ def find_nodes_by_listing(place: Place, ranks: RankAgreement) -> Nodes:
     return _nodes(ranks.gather(_digest(place.files())), ranks.rank)
 
 
+@dataclass(frozen=True)
+class Listings:
+    """The names of the checkpoints that each node sees, and the node's machine."""
+
+    hosts: list[str]
+    seen: list[list[str]]
+
+    def names(self) -> list[str]:
+        """All names, newest step first."""
+        return sorted({n for names in self.seen for n in names}, key=lambda n: commit.step_of(n) or 0, reverse=True)
+
+    def lacking(self, name: str) -> list[str]:
+        """The machines that do not have a checkpoint of this name."""
+        return [host for host, names in zip(self.hosts, self.seen, strict=True) if name not in names]
+
+
+def list_on_nodes(checkpoint_dir: Place, ranks: RankAgreement, nodes: Nodes) -> Listings:
+    """What the first rank of each node sees. Collective."""
+    own = [socket.gethostname(), commit.committed(checkpoint_dir)] if nodes.is_leader else None
+    found = [told for told in ranks.gather(own) if told is not None]
+    return Listings([host for host, _ in found], [names for _, names in found])
+
+
 # -- checkpoints that all ranks can read ----------------------------------------------------------------------
 
 
@@ -109,7 +133,7 @@ def find_damage(place: Place, ranks: RankAgreement, nodes: Nodes, *, contents: b
     """Everything that is wrong with a checkpoint, a sentence each: see `verify.problems`. The ranks of a node share the reading.
     Collective."""
     worked, found = attempt(lambda: verify.problems(place, nodes.share(ranks.rank), contents=contents))
-    return [p for of_rank in ranks.gather(found if worked else [found]) for p in of_rank]
+    return [p for of_rank in ranks.gather(found if worked else found[:1]) for p in of_rank]
 
 
 def find_whole(where: str | Path | Place, ranks: RankAgreement, *, verified: bool) -> Place:

@@ -53,7 +53,7 @@ def fill_from(where: str | Path | Place, ranks: RankAgreement, verify: Verify, f
     ranks.gather_results(lambda: opened.append(VerifyingCheckpoint(place, share)))
     filled, why = attempt(lambda: fill(opened[0]))
     checked, wrong = attempt(opened[0].problems)
-    outcomes = ranks.gather([filled, None if filled else why, wrong if checked else [wrong]])
+    outcomes = ranks.gather([filled, None if filled else why, wrong if checked else wrong[:1]])
     if damage := [sentence for _, _, found in outcomes for sentence in found]:
         raise DamagedCheckpointError(damage[0])
     unwrap([outcome[:2] for outcome in outcomes])

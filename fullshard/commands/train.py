@@ -17,10 +17,11 @@ from fullshard.base.status import phases, say, tell, unsaid
 from fullshard.commands.common import EngineName
 from fullshard.engine.engine import load_engine
 from fullshard.engine.ranks import watched_ranks
-from fullshard.launch.local import inside_ranks, launched
+from fullshard.launch.local import end_with_launcher, inside_ranks, launched
 from fullshard.launch.rank_processes import stay_forkable
 from fullshard.plan.engine_traits import DEFAULT_ENGINE
 from fullshard.ranks.slurm import adopt_slurm
+from fullshard.runs.stop_signals import end_early_on_sigusr1
 
 if TYPE_CHECKING:
     from fullshard.runs.prepare.prepare import Prepared
@@ -110,6 +111,7 @@ class Given:
 
 def launch_ranks(given: Given, join: "Callable[[Given, Prepared], object] | None" = None) -> None:
     """Check everything, say what will happen, and start the ranks. `join`: what each does, by default `join_ranks`."""
+    end_early_on_sigusr1()
     from fullshard.launch.local import become_ranks
     from fullshard.runs.announcement import announcement, dry_run_text
     from fullshard.runs.watchdog import Watchdog
@@ -133,7 +135,9 @@ def launch_ranks(given: Given, join: "Callable[[Given, Prepared], object] | None
 
 def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
     """Run as one of the ranks that this program, torchrun or srun started. If one rank cannot, all refuse. `prepared`: by the
-    launcher, of which this rank is a copy. Returns True on the first rank."""
+    launcher, of which this rank is a copy. Returns True on the first rank. Exits if a signal ended the run."""
+    end_early_on_sigusr1()
+    end_with_launcher()
     launch = launched()
     first = "reading the recipe" if launch is None else f"starting {launch.what}"
     seconds = time.time() - launch.since if launch else 0.0
@@ -150,9 +154,11 @@ def join_ranks(given: Given, prepared: "Prepared | None" = None) -> bool:
         from fullshard.runs.run import execute
 
         again = launch.command if launch else None
-        execute(prepared, given.run, given.resume, accept=given.accept, again=again, reporter=write_profile)
+        code = execute(prepared, given.run, given.resume, accept=given.accept, again=again, reporter=write_profile)
     is_first = prepared.engine.ranks.is_first()
     prepared.engine.ranks.finish()
+    if code:
+        raise SystemExit(code)
     return is_first
 
 

@@ -65,6 +65,9 @@ class LocalMachine(Protocol[StateT_contra]):
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception says that the device ran out of memory."""
 
+    def out_of_host_memory(self, error: BaseException) -> bool:
+        """Whether it says so of this machine's own memory, which others use, too."""
+
     def memory(self, state: StateT_contra) -> dict[str, int]:
         """Peak bytes of the device since the last call: `memory_allocated` and, on a GPU, `memory_reserved`."""
 

@@ -41,10 +41,14 @@ class Ranks(Protocol):
     def position(self) -> Where:
         """Where this rank's main thread is, for a call from another thread."""
 
+    def keep_alive(self, seconds: float | None) -> None:
+        """Let the launcher kill this process unless it calls again within `seconds`; None: let it live. Does nothing where the
+        launcher has no such timer."""
+
     def versions(self) -> dict[str, str]:
         """The libraries whose versions must agree between ranks."""
 
 
 def watched_ranks(ranks: Ranks) -> HangReporter:
     """What the watchdog asks. Every rank's main thread calls this once they have met."""
-    return HangReporter(*ranks.rank_and_world(), ranks.messages, ranks.position)
+    return HangReporter(*ranks.rank_and_world(), ranks.messages, ranks.position, ranks.keep_alive)

@@ -11,17 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from fullshard.base.errors import DIVERGED, REFUSED
+from fullshard.base.errors import DIVERGED, REFUSED, code_of_signal
 from fullshard.base.parent_death import die_with_parent
 from fullshard.launch.rank_processes import may_fork, run_alone, run_ranks
 from fullshard.plan.engine_traits import DEFAULT_ENGINE, TRAITS
+from fullshard.runs.stop_signals import ASKING
 
 ARGUMENTS = "FULLSHARD_ARGUMENTS"
 LAUNCH = "FULLSHARD_LAUNCH"
 DEVICES = "FULLSHARD_DEVICES"  # how many of a JAX process's devices are used
 SIMULATED = "xla_force_host_platform_device_count"  # an older way to ask for devices on the CPU
 STRAGGLE = 10.0  # seconds that ranks may end apart after a signal
-FINAL = (0, REFUSED, DIVERGED)  # exit codes that another start would have again
+FINAL = (0, REFUSED, DIVERGED, *map(code_of_signal, ASKING))  # exit codes after which no other start is due
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ def given_arguments() -> list[str] | None:
     return json.loads(os.environ[ARGUMENTS])
 
 
+def end_with_launcher() -> None:
+    """Under an outer torchrun, let its death ask this rank for an end: with a checkpoint, once there is a step to end at."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCH not in os.environ:
+        die_with_parent(by=signal.SIGTERM)
+
+
 def launched() -> Launch | None:
     """What `become_ranks` told this rank; None if another launcher started it."""
     return Launch(**json.loads(os.environ[LAUNCH])) if inside_ranks() and LAUNCH in os.environ else None
@@ -80,7 +87,7 @@ def launched() -> Launch | None:
 def start_ranks(ranks: int, target: Callable[[], object] | list[str], restarts: int = 0) -> NoReturn:
     """Run `python target` on every rank, or call it in copies of this process, then exit.
 
-    The exit code is 0, that of the rank that failed first, or 128 plus the number of a signal that the ranks obeyed. After a
+    The exit code is 0, that of the rank that failed first, or that of a signal that the ranks obeyed. After a
     failure that a retry may cure, the ranks are started again, up to `restarts` times. Signals go to the ranks, which end at a
     step boundary.
     """
@@ -104,11 +111,11 @@ def _start_again(launch: Callable[[list[int]], int], restarts: int) -> NoReturn:
     while (code := launch(seen)) not in FINAL and restarts and not seen:
         restarts -= 1
         print(f"the ranks ended with exit code {code} and start again; restarts left: {restarts}", file=sys.stderr)
-    sys.exit(128 + seen[-1] if seen else code)
+    sys.exit(code_of_signal(seen[0]) if seen and code else code)
 
 
 def _forward_signals() -> list[int]:
-    """Pass SIGTERM and Ctrl-C on to the ranks. Yields a list of the signals that came.
+    """Pass SIGTERM, Ctrl-C and SIGUSR1 on to the ranks. Yields a list of the signals that came.
 
     A terminal's Ctrl-C reaches only the launcher, since every rank has a session of its own. The first signal goes on
     as SIGTERM, which also ends a rank that still imports torch, without a traceback. A second Ctrl-C goes on as it is and
@@ -119,14 +126,14 @@ def _forward_signals() -> list[int]:
     def forward(number: int, frame: object) -> None:
         ranks = _children()
         if not ranks:  # none has started, and none shall
-            sys.exit(128 + number)
+            sys.exit(code_of_signal(number))
         for rank in ranks:
             os.kill(rank, number if seen else signal.SIGTERM)
         if not seen:
             threading.Thread(target=_end_stragglers, args=(ranks,), daemon=True).start()
         seen.append(number)
 
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in ASKING:
         signal.signal(name, forward)
     return seen
 

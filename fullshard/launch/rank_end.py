@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from fullshard.base.errors import LOST, FullshardError
+from fullshard.base.errors import LOST, AgreedError, FullshardError
 from fullshard.engine.engine import load_engine
 from fullshard.engine.ranks import Ranks
 from fullshard.plan.engine_traits import ENGINES
@@ -20,6 +20,8 @@ FIRST_SPEAKS = 1.0  # seconds: what all ranks find at once, the first one says
 ALONE = 5.0  # seconds: before ranks have met, their launcher ends the others once the first has spoken
 CAUSE = 15.0  # seconds in which the rank that failed first, or the launcher, should be heard of
 STORE_TIMEOUT = 10.0  # seconds that the ranks' messages may take
+SHOWN = 8  # ranks that are named
+_NOBODY = "all ranks are there, so it was the network: look at the link between the machines"
 OTHERS = 3.0  # seconds that the first rank, which may hold the messages, stays for ranks that find the same
 
 
@@ -42,10 +44,7 @@ def end_rank(error: Exception) -> NoReturn:
         leave(_code(error))
     rank, world = ranks.rank_and_world()
     if ranks.lost_a_peer(error):
-        found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(ranks.messages(), CAUSE))
-        if found is None:  # it was killed; where a launcher watches, this process has been ended by now
-            print(f"error: rank {rank} lost its connection to another rank: {_line(error)}", file=sys.stderr)
-        leave(found.code if found else LOST)
+        leave(_after_loss(ranks, error))
     if isinstance(error, FullshardError) and rank:
         time.sleep(FIRST_SPEAKS)
     mine = Failure(rank, _line(error), _code(error))
@@ -55,6 +54,32 @@ def end_rank(error: Exception) -> NoReturn:
     if isinstance(error, FullshardError) and not rank:
         call_with_timeout(2 * OTHERS, lambda: ranks.messages().collect("failed", range(1, world), OTHERS))
     leave(first.code)
+
+
+def _after_loss(ranks: Ranks, error: Exception) -> int:
+    """The exit code of a rank that lost its connection to another one. If none reports why, one of those that are left names
+    those that are gone; where a launcher watches, this process has been ended by then."""
+    rank, world = ranks.rank_and_world()
+    call_with_timeout(STORE_TIMEOUT, lambda: ranks.messages().put(f"left/{rank}", True))
+    found = call_with_timeout(CAUSE + STORE_TIMEOUT, lambda: _read(ranks.messages(), CAUSE))
+    if found is None:
+        gone = call_with_timeout(STORE_TIMEOUT, lambda: _gone(ranks.messages(), world))
+        if gone != "":
+            why = gone or f"and nobody answers at {os.environ.get('MASTER_ADDR', 'the first machine')}: {_line(error)}"
+            print(f"error: rank {rank} lost its connection to another rank: {why}", file=sys.stderr, flush=True)
+    return found.code if found else LOST
+
+
+def _gone(messages: Messages, world: int) -> str:
+    """Which ranks are gone without a word, as a clause; empty if another rank says it."""
+    if not messages.claim("told of the loss"):
+        return ""
+    left = messages.collect("left", range(world), 0)
+    gone = [r for r in range(world) if r not in left]
+    names = [f"{r} (process {pid} on {host})" for r in gone[:SHOWN] for host, pid in [messages.get(f"process/{r}") or ("?", "?")]]
+    more = f" and {len(gone) - SHOWN} more are" if len(gone) > SHOWN else " are" if len(gone) > 1 else " is"
+    killed = "killed, by somebody or for want of memory, or the machine failed"
+    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(names)}{more} gone without a word: {killed}" if gone else _NOBODY
 
 
 def _met_ranks() -> Ranks | None:
@@ -91,7 +116,8 @@ def _say(error: Exception, rank: int) -> None:
     """Print one sentence; for a bug, the traceback first."""
     if not isinstance(error, FullshardError):
         traceback.print_exception(error)
-    where = "" if isinstance(error, FullshardError) and not rank else f"rank {rank}: "
+    own = not isinstance(error, AgreedError) and (rank or not isinstance(error, FullshardError))
+    where = f"rank {rank}: " if own else ""
     print(f"error: {where}{_line(error)}", file=sys.stderr, flush=True)
 
 

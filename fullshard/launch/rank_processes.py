@@ -116,6 +116,7 @@ def _become_rank(run: Callable[[], object], launcher: int) -> None:
     process that exits with 0 by itself."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(launcher)  # it would otherwise train on beside a resumed run
     os.environ.pop(NVML, None)

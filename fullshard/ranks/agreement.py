@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from fullshard.base.errors import FullshardError, attempt, unwrap
+from fullshard.base.errors import AgreedError, attempt, unwrap
 
 T = TypeVar("T")
 
@@ -44,12 +44,12 @@ class RankAgreement(ABC):
         its rank."""
         succeeded, result = attempt(make)
         outcomes = self.gather([succeeded, None if succeeded else result])
-        failures = {rank: sentence for rank, (good, sentence) in enumerate(outcomes) if not good}
+        failures = {rank: failure for rank, (good, failure) in enumerate(outcomes) if not good}
         if not failures:
             made: T = result
             return made
-        rank, sentence = min(failures.items())
-        raise FullshardError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}")
+        rank, (sentence, code) = min(failures.items())
+        raise AgreedError(sentence if len(failures) == len(outcomes) else f"rank {rank}: {sentence}", code)
 
     def gather_results(self, make: Callable[[], T]) -> list[T]:
         """Call `make` on every rank and return all results on all ranks. If one fails, all ranks raise its error."""

@@ -19,11 +19,20 @@ T = TypeVar("T")
 class HangReporter:
     """What the watchdog can ask. Every rank's main thread makes one at the start of a run.
 
-    `messages`: opens a connection for the thread that calls it. `position`: where this rank's main thread is.
+    `messages`: opens a connection for the thread that calls it. `position`: where this rank's main thread is. `keep_alive`: see
+    `engine.ranks`.
     """
 
-    def __init__(self, rank: int, world: int, messages: Callable[[], Messages], position: Callable[[], Where]):
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        messages: Callable[[], Messages],
+        position: Callable[[], Where],
+        keep_alive: Callable[[float | None], None],
+    ):
         self.rank, self.world, self.messages, self.position = rank, world, messages, position
+        self.keep_alive = keep_alive
         messages().put(f"process/{rank}", [socket.gethostname(), os.getpid()])
 
     def where(self) -> Where:
@@ -78,6 +87,9 @@ class OneRank:
 
     def failed(self) -> int | None:
         return None
+
+    def keep_alive(self, seconds: float | None) -> None:
+        return
 
     def stacks(self) -> str:
         """As `thread_stacks`."""

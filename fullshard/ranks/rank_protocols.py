@@ -35,5 +35,9 @@ class WatchedRanks(Protocol):
 
     def stacks(self) -> str: ...
 
+    @property
+    def keep_alive(self) -> Callable[[float | None], None]:
+        """See `engine.ranks`."""
+
     def failed(self) -> int | None:
         """The exit code of the first failure that a rank has reported, if any."""

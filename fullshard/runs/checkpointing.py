@@ -57,8 +57,10 @@ class Checkpoints:
 
     def start(self, resume: str | None) -> Manifest | None:
         """Load what is to be resumed, if anything; refuse what cannot work before a step is lost to it."""
+        if kept_apart := self.writer.tell_nodes():
+            self.bar.say(kept_apart)
         manifest = self._resume(resume) if resume else None
-        if not resume and self.writer.names():
+        if not resume and self.writer.agree(bool(self.writer.names())):
             raise FullshardError(f"{self.writer.checkpoint_dir} holds checkpoints already; write --resume auto, or another --run")
         self.writer.sweep()
         self.writer.refuse_no_space(self._at_once())
@@ -96,7 +98,7 @@ class Checkpoints:
                 damaged += [str(error), *more]
         if damaged:
             why = f"no checkpoint in {self.writer.checkpoint_dir} is whole ({damaged[0]})"
-            raise FullshardError(f"{why}; start another --run")
+            raise FullshardError(f"{why}; bring the missing files back, or start another --run")
         self.bar.say(f"no checkpoint in {self.writer.checkpoint_dir} yet: from the beginning")
         return None
 

@@ -14,7 +14,7 @@ LABEL = 12  # columns
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended that did not fail. `why`: what ended it before its last step, if anything. `trained`: the steps of this
-    process, and `seconds` that they took. `numbers`: the last losses. `checkpoint`: the newest one."""
+    process, and `seconds` that they took. `numbers`: the last losses. `checkpoint`: the newest one. `code`: to exit with."""
 
     step: int
     why: str | None
@@ -22,6 +22,7 @@ class Outcome:
     seconds: float
     numbers: dict[str, float]
     checkpoint: str | None
+    code: int = 0
 
 
 def outcome_lines(

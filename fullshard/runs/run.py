@@ -6,13 +6,14 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import FullshardError, HostMemoryError, code_of_signal
 from fullshard.base.status import say, tell
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.directories import Local
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.data.sample_batches import StreamBatches
 from fullshard.data.step_batches import close
+from fullshard.engine.engine import Engine
 from fullshard.engine.ranks import watched_ranks
 from fullshard.engine.trainer import RunState, Step
 from fullshard.runs.checkpointing import Checkpoints, SaveFailedError, export_end, refuse_export
@@ -31,7 +32,7 @@ from fullshard.runs.rollback import DivergedError, roll_back
 from fullshard.runs.run_directory import write_run
 from fullshard.runs.samples import continuations
 from fullshard.runs.step_numbers import Counts, Flags, StepNumbers
-from fullshard.runs.stop_signals import Signals
+from fullshard.runs.stop_signals import Signals, ignore_signals
 from fullshard.runs.train_loop import train
 from fullshard.runs.watchdog import Watchdog
 from fullshard.storage.memory_limits import resident_bytes
@@ -45,8 +46,9 @@ def execute(
     accept: bool = False,
     again: str | None = None,
     reporter: Reporter | None = None,
-) -> None:
-    """Train. Collective: every rank calls it.
+) -> int:
+    """Train. Collective: every rank calls it. Returns the exit code, the same on all ranks: 0 unless a signal ended the run
+    before its last step.
 
     `resume`: `auto`, or a checkpoint. `accept`: the recipe may change the losses to come. `again`: the command that resumes the
     run, for the user. `reporter`: reports on a profile.
@@ -60,6 +62,10 @@ def execute(
             exported = export_end(prepared.recipe, directory) if outcome.step == prepared.recipe.steps else None
             lines = outcome_lines(outcome, prepared.recipe, directory, engine=engine.name, exported=exported, again=again)
             tell("\n".join(lines))
+        if outcome.code:
+            ignore_signals()
+            engine.ranks.agreement().gather(None)  # the first rank has said it all
+    return outcome.code
 
 
 def _take(directory: Path, prepared: Prepared, held: ExitStack) -> None:
@@ -75,9 +81,7 @@ def _execute(
     """Train, and return how the run ended. Raises if it failed."""
     engine, recipe, first = prepared.engine, prepared.recipe, prepared.engine.ranks.is_first()
     # What a checkpoint will overwrite need not be read from elsewhere first.
-    weights = (
-        None if resume and (resume != "auto" or commit.committed(checkpoint_dir_of(recipe, directory))) else prepared.weights
-    )
+    weights = None if resume and (resume != "auto" or _any_checkpoint(prepared, directory)) else prepared.weights
     disk = disk_of(recipe, prepared.plan)
     if disk:
         say("timing the disk")
@@ -116,7 +120,19 @@ def _execute(
             checkpoints.release()
     if failure:
         raise failure
-    return Outcome(state.step, why, state.step - start, seconds, checkpoints.numbers, newest)
+    code = _stop_code(engine, signals) if why == "stopped" else 0
+    return Outcome(state.step, why, state.step - start, seconds, checkpoints.numbers, newest, code)
+
+
+def _stop_code(engine: Engine[Any, Any], signals: Signals) -> int:
+    """The exit code of a run that a signal has ended: that of the first rank which got one. Collective."""
+    return code_of_signal(next(filter(None, engine.ranks.agreement().gather(int(signals.first)))))
+
+
+def _any_checkpoint(prepared: Prepared, directory: Path) -> bool:
+    """Whether a rank sees one: machines may have directories of their own. Collective."""
+    checkpoint_dir = checkpoint_dir_of(prepared.recipe, directory)
+    return any(prepared.engine.ranks.agreement().gather(bool(commit.committed(checkpoint_dir))))
 
 
 def _open_run(directory: Path, prepared: Prepared, step: int) -> tuple[Metrics, float | None]:
@@ -245,7 +261,8 @@ class Run:
         except Exception as error:
             if not self.engine.machine.out_of_memory(error):
                 raise
-            raise FullshardError(explain_out_of_memory(self.prepared, self.state)) from error
+            kind = HostMemoryError if self.engine.machine.out_of_host_memory(error) else FullshardError
+            raise kind(explain_out_of_memory(self.prepared, self.state)) from error
         return None
 
     def finish(self, why: str | None) -> None:
@@ -365,7 +382,7 @@ class Run:
 
     def why_stop(self) -> str | None:
         """Why the run ends here, if it does; the same on all ranks."""
-        if self.asked:
+        if self.asked and self.state.step < self.recipe.steps:
             return "stopped"
         if self.counts.skips_in_a_row >= self.recipe.train.max_skips or self.checkpoints.poisoned:
             return "diverged"

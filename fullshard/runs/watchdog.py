@@ -22,12 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from fullshard.base.errors import HUNG
+from fullshard.base.errors import HUNG, code_of_signal
 from fullshard.base.text import first_of
 from fullshard.ranks.hang_reports import OneRank, call_with_timeout
 from fullshard.ranks.rank_protocols import WatchedRanks, Where
 from fullshard.runs.disk_thread import DiskThread
 from fullshard.runs.heartbeat import EVERY, Heartbeat
+from fullshard.runs.stop_signals import ASKING
 
 T = TypeVar("T")
 TICK = 0.25  # seconds between looks
@@ -36,7 +37,7 @@ STEPS = 10  # a run is not called hung before this many steps' time
 FIRST = 3  # times `hang_seconds` for the first step, which compiles, connects and checks
 COMPILING = 6  # the same where blocks are compiled
 ASKED = 3  # steps' time that a run has to reach a step boundary after a signal
-AT_ONCE = 5.0  # seconds, at least, for that; and for a second signal
+AT_ONCE = 5.0  # seconds, at least, for that; and for a second Ctrl-C
 SAVING = 7200.0  # seconds that a checkpoint may take: a slow disk is no hang
 DEAD = 15.0  # seconds without an answer from the run's directory, at least, after which it is not waited for
 ANSWERS = 10.0  # seconds for the ranks' reports
@@ -70,6 +71,7 @@ class Watchdog:
         self.signals: list[int] = []
         self.ending = threading.Event()
         self.disk, self.next_look, self.written = DiskThread(), 0.0, False
+        self.next_sign = 0.0
 
     def __enter__(self) -> Self:
         self.read, self.write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -81,6 +83,7 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self.ending.set()
         self.thread.join()
+        self.ranks.keep_alive(None)
         if self.disk.wait(LAST_WORDS) and self.heartbeat:
             self.disk.do(partial(self._tell, self.heartbeat, ended=True))
             self.disk.wait(LAST_WORDS)
@@ -140,9 +143,12 @@ class Watchdog:
             last = now
             self._hear()
             self._look()
+            if self.seconds and now > self.next_sign:
+                self.ranks.keep_alive(2 * max(self.seconds, DEAD) + ANSWERS)  # later than the other ranks name this one
+                self.next_sign = now + EVERY
             limit = self._limit()
             if self.signals and self.progress.idle > self._patience():
-                self._end(128 + self.signals[0])
+                self._end(code_of_signal(self.signals[0]))
             elif limit and self.progress.idle > limit:
                 self._end(HUNG)
 
@@ -161,7 +167,7 @@ class Watchdog:
 
     def _hear(self) -> None:
         try:
-            self.signals += [n for n in os.read(self.read, 64) if n in (signal.SIGTERM, signal.SIGINT)]
+            self.signals += [n for n in os.read(self.read, 64) if n in ASKING]
         except BlockingIOError:
             return
 
@@ -177,7 +183,7 @@ class Watchdog:
 
     def _patience(self) -> float:
         """Seconds that the current work may take after a signal."""
-        if len(self.signals) > 1:
+        if signal.SIGINT in self.signals[1:]:  # a scheduler may send others to the launcher and to the ranks
             return AT_ONCE
         if self.progress.asked is None:
             return max(AT_ONCE, ASKED * max(self.took)) if self.took else 2 * AT_ONCE

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import HostMemoryError
 from fullshard.base.text import bytes_text
 
 MACHINE = "this machine"
@@ -41,7 +41,7 @@ def refuse_more_than(nbytes: int, ranks_here: int, why: str, root: Path = ROOT) 
     if nbytes * ranks_here <= tightest.free:
         return
     each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
-    raise FullshardError(
+    raise HostMemoryError(
         f"{why} takes {bytes_text(nbytes)} of host memory{each}, but {bytes_text(max(0, tightest.free))} of the"
         f" {bytes_text(tightest.total)} of {tightest.whose} are free; keep less in host memory, or use a machine with more"
     )

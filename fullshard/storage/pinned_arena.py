@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard.base.direct_io import ALIGNMENT, aligned_size
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import FullshardError, HostMemoryError
 from fullshard.base.text import bytes_text
 from fullshard.storage.memory_limits import explain_kill, host_limit, kills, refuse_more_than
 
@@ -56,7 +56,7 @@ class Arena:
     def _pin(self, piece: Tensor) -> None:
         code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)
         if int(code) != 0:
-            raise FullshardError(
+            raise HostMemoryError(
                 f"{bytes_text(piece.numel())} of host memory for {self.why} cannot be pinned; raise the limit (ulimit -l)"
             )
         self._registered.append(piece.data_ptr())
@@ -92,7 +92,7 @@ def _pages(nbytes: int, why: str) -> Tensor:
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise FullshardError(f"{bytes_text(nbytes)} of host memory for {why} cannot be had: {error.strerror}") from None
+        raise HostMemoryError(f"{bytes_text(nbytes)} of host memory for {why} cannot be had: {error.strerror}") from None
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory.madvise(mmap.MADV_DONTFORK)  # else a fork, as of a data worker, copies all pinned pages

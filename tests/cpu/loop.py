@@ -3,9 +3,11 @@
 import contextlib
 import io
 import os
+import signal
 import tempfile
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -125,6 +127,29 @@ def resume(directory: str, overrides: list[str], name: str, resume: str = "auto"
     os.chdir(directory)
     prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
     execute(prepared, Path("runs") / name, resume, accept=accept)
+
+
+def signalled(directory: str, overrides: list[str], name: str, number: int, step: int) -> int:
+    """The exit code of a run of which rank 1 gets a signal in step `step`, and nobody else."""
+    train_step = trainer.train_step
+
+    def asked(state, *args, **kwargs):
+        if dist.get_rank() == 1 and state.step + 1 == step:
+            os.kill(os.getpid(), number)
+        return train_step(state, *args, **kwargs)
+
+    os.chdir(directory)
+    prepared = prepare(load_recipe("recipe.toml", overrides), dist.get_world_size())
+    with mock.patch.object(trainer, "train_step", asked):
+        code = execute(prepared, Path("runs") / name)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run that was stopped leaves it ignored
+    return code
+
+
+def ended_on_own_disk(directory: str, overrides: list[str], name: str, resume: str | None = None) -> tuple[int, str]:
+    """As `ended`, in a directory of this rank's own, on a machine of this rank's own."""
+    with mock.patch("socket.gethostname", return_value=f"node-{dist.get_rank()}"):
+        return ended(f"{directory}/disk{dist.get_rank()}", overrides, name, resume)
 
 
 def refused(*args) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.pack_tokens import pack
-from tests.cpu.ends import compare, dies_while_comparing, prepare_together
+from tests.cpu.ends import compare, compare_codes, dies_while_comparing, prepare_together
 from tests.cpu.ranks import Ranks
 from tests.cpu.test_train import MODEL, RECIPE, command, environment, metrics
 
 PLANTED = """
-import os, signal, time
+import os, resource, signal, time
+import torch
 from torch.nn import ModuleList
 from model import make as plain
 
@@ -37,6 +38,11 @@ def fault(module, arguments):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "skip":  # from the next forward on
                 fault.model.model.layers.__class__ = Fewer
+            case "no memory once" if not os.path.exists("starved"):
+                open("starved", "w").close()
+                used = int(open("/proc/self/statm").read().split()[0]) * 4096
+                resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), resource.RLIM_INFINITY))
+                torch.empty(1 << 32)
             case "die once" if not os.path.exists("died"):
                 open("died", "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -89,6 +95,19 @@ def test_ranks_that_were_told_different_things_hear_which(here, ranks, override,
 def test_ranks_that_were_told_the_same_agree_wherever_their_data_lies(here, ranks):
     (here / "linked").symlink_to(here / "tokens")
     assert ranks(2).run(compare, str(here), [[], ["data.path=linked"]], [("runs/a", None)] * 2) == ["agreed", "agreed"]
+
+
+def test_ranks_with_other_code_in_the_model_s_file_hear_so(here, ranks, tmp_path):
+    (tmp_path / "other").mkdir()
+    for name in ("recipe.toml", "tokens"):
+        (tmp_path / "other" / name).symlink_to(here / name)
+    (tmp_path / "other/model.py").write_text(MODEL)
+    both = [str(here), str(tmp_path / "other")]
+    assert ranks(2).run(compare_codes, both) == ["agreed", "agreed"]
+    (tmp_path / "other/model.py").write_text(MODEL + "    # the same shapes")
+    said = ranks(2).run(compare_codes, both)
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1: the code of model is "), said[0]
 
 
 def test_ranks_agree_on_the_run_and_on_what_it_resumes(here, ranks):
@@ -169,7 +188,7 @@ HUNG = "rank 0 waits in the all_gather of unit model.norm, lm_head; rank 1"
 def test_a_hung_run_says_who_waits_for_whom_and_ends(here):
     process = start(here, "sleep", "train.hang_seconds=4", "--run", "runs/hung")
     said = last_line(process)
-    assert f"{HUNG} did not come: it is in fault (planted.py:17) during step 5" in said
+    assert f"{HUNG} did not come: it is in fault (planted.py:18) during step 5" in said
     assert process.returncode == 4
     assert "fault" in (here / "runs/hung/hang/rank-00001.txt").read_text()
 
@@ -218,6 +237,16 @@ def test_ranks_that_die_are_started_again(here):
     whole = start(here, "none", "checkpoint.every=2", "--run", "runs/whole")
     assert whole.wait(timeout=200) == 0
     assert [m["loss"] for m in metrics(here / "runs/again")] == [m["loss"] for m in metrics(here / "runs/whole")]
+
+
+@pytest.mark.full
+def test_ranks_are_started_again_where_one_ran_out_of_host_memory(here):
+    (here / "starved").unlink(missing_ok=True)
+    process = start(here, "no memory once", *SAVING, "--run", "runs/starved", "--max-restarts", "1")
+    said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, said
+    assert said.count("error: rank 1: out of memory in step 5") == 1
+    assert "the ranks ended with exit code 1 and start again" in said
 
 
 @pytest.mark.full

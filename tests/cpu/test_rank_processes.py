@@ -32,6 +32,13 @@ def run():
         time.sleep(50)
         print("unnoticed", flush=True)
     print(json.dumps([dist.get_rank(), big, *found, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]), flush=True)
+    if sys.argv[1:] == ["agree"]:
+        from fullshard.on_torch.engine.ranks import agreement
+        try:
+            agreement().all_or_none(lambda: [] if dist.get_rank() == 0 else 1 / 0)
+        except Exception:
+            time.sleep(3 - 3 * dist.get_rank())  # rank 1 is the first to say it
+            raise
     if len(sys.argv) > 1 and dist.get_rank() == 1:
         from fullshard.base.errors import FullshardError
         raise FullshardError("planted")
@@ -66,6 +73,13 @@ def test_the_sentence_of_a_copy_is_said_once_and_its_code_survives():
     done = launched("fail")
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: rank 1: planted"]
+
+
+def test_what_all_ranks_raise_names_its_rank_once_and_keeps_its_code():
+    done = launched("agree")
+    assert done.returncode == 1  # no refusal, but a bug of one rank
+    said = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert said == ["error: rank 1: ZeroDivisionError: division by zero"]
 
 
 def test_a_copy_that_is_killed_is_noticed_though_its_data_worker_was_busy():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -246,3 +247,50 @@ def test_the_end_of_a_run_is_exported(here, ranks):
 
     found = AutoModelForCausalLM.from_pretrained(here / "runs/exported/export")
     assert found.num_parameters() == presets.describe("llama-bytes").numel
+
+
+# -- machines with disks of their own -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_has_lost_its_checkpoints_is_named_and_nothing_starts_over(here, ranks, tmp_path, lost):
+    options = ["checkpoint.every=2", "train.steps=4", "schedule.kind=constant"]
+    for rank in range(2):
+        shutil.copytree(here, tmp_path / f"disk{rank}", ignore=shutil.ignore_patterns("runs"))
+    assert ranks(2).run(loop.ended_on_own_disk, str(tmp_path), options, "own") == [(0, "")] * 2
+    runs = [tmp_path / f"disk{rank}/runs/own" for rank in range(2)]
+    shutil.move(runs[lost], tmp_path / "away")
+    kept = contents(runs[1 - lost] / "checkpoints")
+    more = [*options, "train.steps=6"]
+    named = f"runs/own/checkpoints/step-00000004 is not on node-{lost}"
+    for code, sentence in ranks(2).run(loop.ended_on_own_disk, str(tmp_path), more, "own", "auto"):
+        assert (code, named in sentence) == (2, True), sentence
+    for code, sentence in ranks(2).run(loop.ended_on_own_disk, str(tmp_path), more, "own"):  # without --resume
+        assert (code, "holds checkpoints already" in sentence) == (2, True), sentence
+    assert contents(runs[1 - lost] / "checkpoints") == kept
+    shutil.rmtree(runs[lost], ignore_errors=True)
+    shutil.move(tmp_path / "away", runs[lost])
+    shutil.rmtree(runs[lost] / "checkpoints/step-00000004")  # one of several is lost: the others are still whole
+    assert ranks(2).run(loop.ended_on_own_disk, str(tmp_path), more, "own", "auto") == [(0, "")] * 2
+    assert [m["step"] for m in metrics(runs[0])] == [1, 2, 3, 4, 5, 6]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+# -- signals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 85)])
+def test_all_ranks_end_with_the_code_of_the_signal_that_one_of_them_got(here, ranks, number, code):
+    name = f"asked-{number}"
+    assert ranks(2).run(loop.signalled, str(here), [], name, int(number), 3) == [code] * 2
+    *_, last_step, last = metrics(here / "runs" / name)
+    assert last == {"event": "stopped", "step": last_step["step"]}
+    assert commit.committed(Local(here / "runs" / name / "checkpoints")) == [commit.checkpoint_name(last_step["step"])]
+
+
+def test_a_run_that_was_done_when_the_signal_came_is_complete(here, ranks):
+    assert ranks(2).run(loop.signalled, str(here), [], "done", int(signal.SIGTERM), 6) == [0, 0]
+    assert [m["step"] for m in metrics(here / "runs/done")] == [1, 2, 3, 4, 5, 6]

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fullshard.base.direct_io import aligned
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import FullshardError, HostMemoryError
+from fullshard.storage import pinned_arena
 from fullshard.storage.disk_file import PART, DiskFile
 from fullshard.storage.disk_speed import Rates, disk_rates, no_disk, verdict
 from fullshard.storage.memory_limits import own_groups
@@ -88,6 +89,13 @@ def test_more_than_the_machine_has_is_refused_before_it_is_touched():
     with pytest.raises(FullshardError, match=r"optimizer state takes 1024\.00 TiB of host memory, but .* are free"):
         Arena(1 << 50, pinned=False, why="optimizer state")
     assert resident() - before < MiB
+
+
+def test_memory_that_a_limit_of_the_process_refuses_may_be_there_at_the_next_start(monkeypatch):
+    monkeypatch.setattr(pinned_arena, "refuse_more_than", lambda *_: None)  # which reads other limits
+    with pytest.raises(HostMemoryError, match="of host memory for optimizer state cannot be had") as caught:
+        Arena(1 << 50, pinned=False, why="optimizer state")  # more than an address space has
+    assert caught.value.exit_code == 1
 
 
 def mapped(address: int) -> bool:

@@ -145,18 +145,31 @@ def as_a_terminal_does(process: subprocess.Popen, number: int) -> None:
     os.killpg(process.pid, number)
 
 
+def to_the_ranks(process: subprocess.Popen, number: int) -> None:
+    for rank in children(process.pid):
+        os.kill(int(rank), number)
+
+
+def to_all(process: subprocess.Popen, number: int) -> None:
+    to_the_ranks(process, number)
+    process.send_signal(number)
+
+
 @pytest.mark.parametrize(
     ("send", "number", "code"),
     [
         (alone, signal.SIGTERM, 143),
         pytest.param(alone, signal.SIGINT, 130, marks=full),
         pytest.param(as_a_terminal_does, signal.SIGINT, 130, marks=full),
+        pytest.param(alone, signal.SIGUSR1, 85, marks=full),
+        pytest.param(to_the_ranks, signal.SIGTERM, 143, marks=full),
+        pytest.param(to_all, signal.SIGUSR1, 85, marks=full),
     ],
-    ids=["SIGTERM", "SIGINT", "Ctrl-C"],
+    ids=["SIGTERM", "SIGINT", "Ctrl-C", "SIGUSR1", "SIGTERM to ranks", "SIGUSR1 to all"],
 )
 def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     run = here / f"runs/{send.__name__}-{number}"
-    process = start(here, "train.steps=100000", "--run", str(run))
+    process = start(here, "train.steps=100000", "--run", str(run), "--max-restarts", "1")
     try:
         wait_until(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
         send(process, number)
@@ -174,20 +187,21 @@ def test_a_signal_ends_all_ranks_at_a_step(here, send, number, code):
     assert ended[1].startswith(f"step {last['step']}: saved {run}/checkpoints/step-{last['step']:08d}, ")
     assert ended[2].startswith(f"trained     {last['step']} steps in ")
     assert ended[4] == f"checkpoint  {run}/checkpoints/step-{last['step']:08d}"
-    assert ended[5] == f"resume      fullshard train recipe.toml train.steps=100000 --run {run} --resume auto"
+    assert ended[5] == f"resume      fullshard train recipe.toml train.steps=100000 --run {run} --max-restarts 1 --resume auto"
 
 
 @full
-def test_a_signal_before_the_first_step_is_no_traceback_either(here):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 85)])
+def test_a_signal_before_the_first_step_is_no_traceback_either(here, number, code):
     """Ranks that are still importing torch have no step to end at."""
     process = start(here, "train.steps=100000", "--run", "runs/early")
     try:
         wait_until(process, lambda: len(children(process.pid)) == 2)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         _, said = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in said
 
 

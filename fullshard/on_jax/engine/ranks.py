@@ -16,6 +16,7 @@ __all__ = [
     "finish",
     "have_met",
     "is_first",
+    "keep_alive",
     "lost_a_peer",
     "messages",
     "position",
@@ -34,6 +35,10 @@ def position() -> Where:
     stack = stack_of(main_thread_frame())
     waits = bool(stack) and "jax" in stack[-1].filename
     return {"waits": waits, "collective": None, "unit": None, "count": 0, "line": innermost_line(stack, "site-packages")}
+
+
+def keep_alive(seconds: float | None) -> None:
+    """No launcher of these processes has a timer."""
 
 
 def versions() -> dict[str, str]:

@@ -70,6 +70,10 @@ def known_device(device: Any) -> Device | None:
     return DEVICES[found] if found else None
 
 
+def out_of_host_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError)
+
+
 def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 

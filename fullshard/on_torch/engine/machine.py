@@ -17,6 +17,7 @@ __all__ = [
     "local_devices",
     "measure",
     "memory",
+    "out_of_host_memory",
     "out_of_memory",
     "peak_flops",
     "profiler",
@@ -28,6 +29,9 @@ def host_share(state: State, issued: float, quiet: float, looks: int) -> float:
 
 
 def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or out_of_host_memory(error)
+
+
+def out_of_host_memory(error: BaseException) -> bool:
     """The CPU's allocator has no exception of its own."""
-    refused = isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
-    return refused or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error))

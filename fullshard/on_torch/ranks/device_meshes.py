@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.base.errors import FullshardError
-from fullshard.on_torch.ranks.rendezvous import launcher_has_store, start_store
+from fullshard.on_torch.ranks.rendezvous import join
 from fullshard.plan.plan import Layout, Mesh, Plan
 from fullshard.ranks.local_ranks import ranks_here
 from fullshard.ranks.slurm import adopt_slurm
@@ -31,12 +31,8 @@ def start(device: str | None = None) -> torch.device:
         torch.cuda.set_device(local % torch.cuda.device_count())
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if launcher_has_store():
-            dist.init_process_group(
-                backend, store=start_store(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-            )
-        elif "RANK" in os.environ:
-            dist.init_process_group(backend)
+        if "RANK" in os.environ:
+            join(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

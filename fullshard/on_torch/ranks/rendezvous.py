@@ -8,29 +8,121 @@ these names prefixes all keys of the start.
 import hashlib
 import os
 import secrets
+import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import LOST, REFUSED, FullshardError, first_line
+from fullshard.base.status import tell
+from fullshard.base.text import listed
+from fullshard.on_torch.ranks.interfaces import GLOO, choose_interface, offer_address
 from fullshard.on_torch.ranks.store_messages import StoreClient
+from fullshard.ranks.hang_reports import call_with_timeout
 from fullshard.ranks.messages import POLL
 
 START_TIMEOUT = timedelta(minutes=10)  # for ranks that start late
+PATIENCE = 5.0  # seconds until a person hears that nobody answers
+CONNECT = 3.0  # seconds for one attempt
+LOOK = 1.0  # seconds between looks whether another rank has given up
+NOT_JOINED = "not joined"
 
 
 def launcher_has_store() -> bool:
-    """True if the launcher hosts the store that the ranks meet in."""
+    """True if the launcher hosts the store that the ranks meet in. Otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def start_store() -> dist.Store:
-    """The launcher's store under a prefix that only this start uses. Every rank must call it."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def join(backend: str) -> None:
+    """Join the ranks that a launcher started. Every rank must call it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1))
+    store = start_store(rank, world)
+    with _joined_by_all(StoreClient(store)):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def start_store(rank: int, world: int) -> dist.Store:
+    """The store that the ranks meet in, under a prefix that only this start uses. Chooses the network interface. Every rank must
+    call it."""
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise FullshardError(f"RANK is set, but not {listed(missing)}; start the ranks with torchrun or srun")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world, is_master=False, timeout=START_TIMEOUT)
-    return dist.PrefixStore(f"start-{agree_on_start(store, rank, world)}", store)
+    hosts = rank == 0 and not launcher_has_store()
+    if not hosts:
+        _wait_for_store(address, port)
+    try:
+        store = dist.TCPStore(address, port, world, is_master=hosts, timeout=START_TIMEOUT, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if not hosts:
+            raise
+        why = "is in use" if "EADDRINUSE" in str(error) else f"cannot be taken ({first_line(error)})"
+        raise FullshardError(f"port {port} of {socket.gethostname()} {why}; set MASTER_PORT to a free one") from error
+    client = StoreClient(store)
+    own = offer_address(client, address)
+    start = agree_on_start(store, rank, world)
+    choose_interface(client, own)
+    return dist.PrefixStore(f"start-{start}", store)
+
+
+def _wait_for_store(address: str, port: int) -> None:
+    """Wait until somebody listens where the ranks meet. The first machine may start late, so a wrong address is only said."""
+    began, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    while True:
+        try:
+            socket.create_connection((address, port), CONNECT).close()
+            return
+        except OSError as error:
+            waited, why = time.monotonic() - began, error.strerror or error
+        nobody = f"nobody answers at {address}:{port}"
+        hint = "rank 0 should run there; set MASTER_ADDR and MASTER_PORT, or torchrun's --master-addr, if it does not"
+        if waited > START_TIMEOUT.total_seconds():
+            raise FullshardError(f"{nobody} ({why}); {hint}")
+        if waited > PATIENCE and not said:
+            tell(f"{socket.gethostname()}: {nobody} yet ({why}): {hint}")
+            said = True
+        time.sleep(POLL)
+
+
+@contextmanager
+def _joined_by_all(client: StoreClient) -> Iterator[None]:
+    """Inside, ranks connect to each other. Where one cannot, those that wait for it end, too, before half an hour is over."""
+    done = threading.Event()
+    threading.Thread(target=_end_with_others, args=(client.store, done), daemon=True, name="joining").start()
+    try:
+        yield
+    except RuntimeError as error:
+        host, chosen = socket.gethostname(), os.environ.get(GLOO, "not set")
+        sentence = (
+            f"{host} cannot reach the other ranks ({first_line(error)}); set {GLOO}, which is {chosen} there, to the "
+            "interface that leads to the other machines"
+        )
+        call_with_timeout(PATIENCE, lambda: client.put(NOT_JOINED, sentence))
+        time.sleep(2 * LOOK)  # the store may end with this machine's ranks
+        raise FullshardError(sentence) from error
+    finally:
+        done.set()
+
+
+def _end_with_others(store: dist.Store, done: threading.Event) -> None:
+    """In a thread: end this process when another rank could not join, or when the store is gone."""
+
+    def look() -> tuple[str, int] | None:
+        try:
+            sentence = StoreClient(store).get(NOT_JOINED)
+        except RuntimeError:
+            return "the first machine is gone while ranks connect to each other; look at its output", LOST
+        return (sentence, REFUSED) if sentence else None
+
+    while not done.wait(LOOK):
+        found = call_with_timeout(PATIENCE, look)  # None also where the store is slow
+        if found and not done.is_set():
+            print(f"error: {found[0]}", file=sys.stderr, flush=True)
+            os._exit(found[1])
 
 
 def agree_on_start(store: dist.Store, rank: int, world: int) -> str:

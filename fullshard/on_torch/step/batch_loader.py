@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class AheadLoader:
             num_workers=workers,
             prefetch_factor=max(1, self.prefetch),
             collate_fn=_tensors,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=partial(_begin_worker, os.getpid()),
             multiprocessing_context="fork" if forks else None,  # a data set of the user's need not be picklable
             generator=torch.Generator().manual_seed(self.seed % 2**63),  # the model's random numbers stay as they are
         )
@@ -120,12 +121,13 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(str(error) if own else f"a data worker raised {type(error).__name__}: {first_line(error)}")
 
 
-def _begin_worker(worker: int) -> None:
-    """A run ends at a step boundary after a signal: until then it needs its workers. None of them survives its rank: the launcher
-    sees that a copy of its own has ended when nobody has the pipe of that copy any more, and a fork has it, too."""
-    die_with_parent()
+def _begin_worker(rank: int, worker: int) -> None:
+    """A run ends at a step boundary after a signal: until then it needs its workers. None survives its rank, process `rank`: the
+    launcher sees that a copy of its own has ended when nobody has the pipe of that copy any more, and a fork has it, too."""
+    die_with_parent(rank)
     signal.set_wakeup_fd(-1)  # it is the rank's, which would count a second signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library would warn about the fork
 

@@ -8,12 +8,15 @@ import hashlib
 import itertools
 import json
 import pickle
+import site
+import socket
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fullshard.base.callables import FROM_FILE
 from fullshard.base.errors import FullshardError
 from fullshard.base.reading import hash_ends
 from fullshard.engine.engine import Engine
@@ -27,6 +30,8 @@ PLACES = {
     *("data.path", "data.valid", "data.source", "data.tokenizer", "data.collate", "disk.path", "model.name", "model.weights"),
     *("model.call", "sample.tokenizer", "plan.file", "plan.cluster"),
 }
+CODE = "the code of "
+_SITES = [*site.getsitepackages(), site.getusersitepackages()]
 T = TypeVar("T")
 _count = itertools.count()  # of messages: each has a key of its own
 
@@ -37,12 +42,32 @@ def identity(recipe: Recipe, inputs: Inputs, engine: Engine[Any, Any]) -> dict[s
     found |= {f"the {recipe.unit} of data.path": inputs.data.identity, "the model": _shapes(inputs.model, engine.model)}
     found |= {f"the {recipe.unit} of data.valid": inputs.valid.identity} if inputs.valid else {}
     found |= {"the files of model.weights": weights_identity(inputs.weights)} if inputs.weights else {}
-    return found | versions_of(engine.ranks)
+    return found | versions_of(engine.ranks) | codes()
 
 
 def versions_of(ranks: Ranks) -> dict[str, str]:
     """The versions of Python, fullshard and what the engine needs."""
     return {"Python": sys.version.split()[0], "fullshard": sys.modules["fullshard"].__version__, **ranks.versions()}
+
+
+def codes() -> dict[str, str]:
+    """Short digests of fullshard's files, and of each file of the user's that is imported so far. Where they lie may differ."""
+    package = Path(sys.modules["fullshard"].__file__ or "").parent
+    own = sorted(p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    found = {f"{CODE}fullshard": _digest(own)}
+    libraries = {Path(p).resolve() for p in (sys.prefix, sys.base_prefix, *_SITES)}
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.suffix == ".py" and not {package, *libraries} & set(path.absolute().parents) and path.is_file():
+            found[f"{CODE}{name.removeprefix(FROM_FILE)}"] = _digest([path])
+    return found
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def weights_identity(directory: Path) -> str:
@@ -83,9 +108,11 @@ def from_first(make: Callable[[], T], ranks: Ranks) -> T:
 
 
 def _refuse_other(own: dict[str, Any], first: dict[str, Any]) -> None:
-    key = next((k for k in [*first, *own] if first.get(k) != own.get(k)), None)  # one of the recipe before what follows from it
+    keys = [k for k in [*first, *own] if not k.startswith(CODE) or (k in first and k in own)]  # an import may be one rank's own
+    key = next((k for k in keys if first.get(k) != own.get(k)), None)  # one of the recipe before what follows from it
     if key is not None:
         here, there = json.dumps(own.get(key)), json.dumps(first.get(key))
         raise FullshardError(
-            f"{key} is {here} here and {there} on rank 0; start all ranks with the same recipe, data and versions"
+            f"{key} is {here} here and {there} on rank 0; start all ranks, also on {socket.gethostname()}, with the same recipe, "
+            "data, code and versions"
         )

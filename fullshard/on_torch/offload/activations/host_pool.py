@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard.base import direct_io
-from fullshard.base.errors import FullshardError
+from fullshard.base.errors import HostMemoryError
 
 ALIGNMENT = 512  # bytes: the fastest for a GPU's copy engines
 SMALLEST, LARGEST = 1 << 26, 1 << 30  # bytes of a chunk
@@ -108,7 +108,7 @@ def _pin(memory: Tensor) -> None:
     """Register memory with CUDA. Torch's pinned memory would come from a cache that rounds up to powers of two and only grows."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error):
-        raise FullshardError(
+        raise HostMemoryError(
             f"{memory.numel()} bytes of host memory cannot be pinned ({torch.cuda.cudart().cudaGetErrorString(error)}); "
             "let less rest in host memory, or raise the limit on locked memory (ulimit -l)"
         )
