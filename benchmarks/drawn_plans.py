@@ -9,8 +9,8 @@ from typing import Any
 import fullshard as fs
 from fullshard.model.presets import LlamaSize
 from fullshard.plan.optimizer import Optimizer
-from fullshard.planner.comparison import most_by_term
 from fullshard.planner.memory.peak_memory import peak_bytes
+from fullshard.planner.search.comparison import most_by_term
 from fullshard.planner.time.lane_spans import lane_spans
 from fullshard.planner.time.timeline import kernels_seconds, timeline
 from fullshard.planner.wire_bytes import wire_bytes

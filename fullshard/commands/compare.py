@@ -49,8 +49,8 @@ def compare(
     """
     from fullshard.base.text import parse_bytes
     from fullshard.cluster.topology import Cluster
-    from fullshard.planner import comparison
-    from fullshard.planner.comparison_text import comparison_text
+    from fullshard.planner.search import comparison
+    from fullshard.planner.search.comparison_text import comparison_text
 
     where = Cluster.load(cluster)
     dtype = choices.get("compute", where.device.peak.fastest)

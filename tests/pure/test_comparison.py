@@ -4,10 +4,10 @@ import pytest
 
 from fullshard import Batch, Cluster, Description, FullshardError, Precision, ddp, presets, zero3
 from fullshard.model.model_by_size import model_of_size, parse_size
-from fullshard.planner.comparison import GROUPS, ComparedPlan, Comparison, compare, cut_batch
-from fullshard.planner.comparison_text import comparison_text
 from fullshard.planner.estimate import estimate
 from fullshard.planner.memory.peak_memory import most_by_term
+from fullshard.planner.search.comparison import GROUPS, ComparedPlan, Comparison, compare, cut_batch
+from fullshard.planner.search.comparison_text import comparison_text
 
 NANO = presets.describe("llama-nano")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fullshard.base.text import bytes_text, count_text, seconds_text, table
 from fullshard.plan.engine_traits import TRAITS
-from fullshard.planner.comparison import ComparedPlan, Comparison
+from fullshard.planner.search.comparison import ComparedPlan, Comparison
 from fullshard.planner.search.search import ON_JAX
 
 GiB = 1 << 30
